@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from nxtrain.errors import explained
+from nxtrain.errors import BackendError, explained
 from nxtrain.process import garbage, stacks
 from nxtrain.process.streams import open_standard_streams
 
@@ -12,6 +13,11 @@ from nxtrain.process.streams import open_standard_streams
 def main() -> None:
     """Run the command; from its start on, the `DUMP` signal prints the stacks of its threads."""
     open_standard_streams()
+    try:
+        os.getcwd()  # libraries end the process in words of their own without it
+    except OSError as error:
+        print(f"error: the working directory is gone: {error.strerror}; change to another one", file=sys.stderr)
+        sys.exit(BackendError.exit_code)
     stacks.answer_requests()
     garbage.collect_rarely()
     try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NAMES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+_OTHER_KINDS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+_ABSENT = {errno.ENOENT, errno.EINVAL}
 _OWN_PACKAGES = {"nxtrain", "nxtrain_models"}
 
 
@@ -52,6 +53,12 @@ class ConfigError(NxtrainError):
     def __init__(self, problems: str | Sequence[Problem]) -> None:
         self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class InputError(NxtrainError):
+    """A path or a file given to a command that cannot serve. Unlike a ConfigError, one rank alone may meet it."""
+
+    exit_code = 2
 
 
 class DataError(NxtrainError):
@@ -164,7 +171,7 @@ def explained(error: Exception) -> NxtrainError | None:
         return _missing(error)
     if isinstance(error, UnicodeError):
         return ConfigError(f"a text is not UTF-8: {error}; give or save it as UTF-8")
-    return _refused(error) if isinstance(error, OSError) else None
+    return refused(error) if isinstance(error, OSError) else None
 
 
 def _missing(error: ImportError) -> NxtrainError | None:
@@ -192,14 +199,34 @@ def _requirement(name: str) -> str:
     return name or "nxtrain"
 
 
-def _refused(error: OSError) -> NxtrainError:
-    """Error for a failed system call: wrong names and rights fail at every start, storage may be back at the next."""
-    names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
-    text = f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"
+def refused(error: OSError, what: str = "") -> NxtrainError:
+    """Error for a failed system call, the same one for a cause in every command.
+
+    Wrong paths and rights fail at every start. Storage may be back at the next.
+
+    Args:
+        error: The failure.
+        what: Begin of the message; empty: the paths of the call.
+    """
+    text = f"{what}: {error.strerror or error}" if what else cause_of(error)
     if error.errno in _ACCESS:
         return BackendError(f"{text}; check the rights of the path and the mount, or give another path")
-    if error.errno in _NAMES:
+    if error.errno in _OTHER_KINDS:
+        return InputError(f"{text}; check the path, or give another one")
+    if error.errno in _ABSENT:
         return BackendError(f"{text}; check the path, or give another one")
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return StorageError(f"{text}; free space, or give another path")
     return StorageError(f"{text}; start again when the storage or the network is back")
+
+
+def cause_of(error: Exception) -> str:
+    """Reason of a failed system call, with its paths, or of a text that is not readable; without Python's own words."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):
+        return "a number has too many digits"
+    if not isinstance(error, OSError):
+        return str(error)
+    names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
+    return f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"

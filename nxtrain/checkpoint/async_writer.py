@@ -1,9 +1,16 @@
-"""Asynchronous checkpoints: tensors are copied to the host while training waits, and written while training goes on."""
+"""Asynchronous checkpoints: tensors are copied to the host while training waits, and written while training goes on.
+
+Where the hosts have no memory for the copies, tensors are written one by one while training waits.
+"""
 
 from __future__ import annotations
 
+import socket
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +40,7 @@ class SaveOutcome:
         write_s: Seconds until the checkpoint was written, committed and read back; 0 if it was skipped.
         problem: Reason why the checkpoint is missing; empty if it was saved.
         untidy: Failures after the commit, such as of retention; the checkpoint is saved nevertheless.
+        note: Line about the way of saving; empty: nothing new.
     """
 
     step: int
@@ -40,6 +48,7 @@ class SaveOutcome:
     write_s: float = 0.0
     problem: str = ""
     untidy: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class CheckpointWriter:
         self._underway: Task[SaveOutcome] | None = None
         self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
-        self._failed = False
+        self._failed, self._has_noted = False, False
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
         """Save the state after a step, unless the previous checkpoint is still being written.
@@ -108,9 +117,13 @@ class CheckpointWriter:
         if self._written == meta.step or (self._failed and not after_failure):
             return
         state = shards()
-        meta, staged = meta.model_copy(update={"kinds": tuple(state)}), self._staging.fill(state)
-        self._underway = Task("nxtrain-checkpoint", partial(self._write, staged, meta, began))
-        if wait or not self._background:
+        lack = self._lack_of_memory(state)
+        note = "" if self._has_noted else lack
+        self._has_noted = bool(lack)
+        staged = self._staging.refer(state) if lack else self._staging.fill(state)
+        meta = meta.model_copy(update={"kinds": tuple(state)})
+        self._underway = Task("nxtrain-checkpoint", partial(self._write, staged, meta, began, note))
+        if wait or lack or not self._background:
             self._underway.run()
             self.settle()
         else:
@@ -162,7 +175,24 @@ class CheckpointWriter:
             lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
         )
 
-    def _write(self, staged: Staged, meta: Meta, began: float) -> SaveOutcome:
+    def _lack_of_memory(self, state: Shards) -> str:
+        """Line about a host without memory for the copies of its ranks; empty if every host has it. All ranks agree."""
+        if self._staging.is_allocated:
+            return ""
+        mine = (socket.gethostname(), self._staging.num_bytes(state), free_memory_bytes())
+        needed, free = Counter[str](), dict[str, int]()
+        for host, num_bytes, free_bytes in self._ranks.gather(mine):
+            needed[host] += num_bytes
+            free[host] = min(free_bytes, free.get(host, free_bytes))
+        for host, num_bytes in needed.items():
+            if num_bytes > free[host]:
+                return (
+                    f"{host} has {free[host] / GIB:.3f} GiB of free memory, and the copy of a checkpoint takes "
+                    f"{num_bytes / GIB:.3f} GiB: checkpoints are written while training waits until it fits"
+                )
+        return ""
+
+    def _write(self, staged: Staged, meta: Meta, began: float, note: str) -> SaveOutcome:
         stall_s, staged_at, untidy, problem = time.monotonic() - began, time.monotonic(), list[str](), ""
         to, uploader = self._destination, self._uploader
         path = directory.step_path(to.folder, meta.step)
@@ -173,4 +203,35 @@ class CheckpointWriter:
                 uploader.offer(path, written, to.scope.ranks)
         except CheckpointError as error:
             problem = str(error)
-        return SaveOutcome(meta.step, stall_s, time.monotonic() - staged_at, problem, tuple(untidy))
+        return SaveOutcome(meta.step, stall_s, time.monotonic() - staged_at, problem, tuple(untidy), note)
+
+
+GIB = 1 << 30
+
+
+def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that processes may still take, of this machine or of its container if that has less.
+
+    Args:
+        proc: Folder in which the kernel shows the machine.
+        cgroup: Folder of the container's control group.
+
+    Returns:
+        The bytes; as many as an address can count if the kernel does not show them.
+
+    Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
+    memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.
+    """
+    found = [sys.maxsize]
+    with suppress(OSError):
+        found += [1024 * size for size in _numbers(proc / "meminfo", "MemAvailable:")]
+    with suppress(OSError, ValueError):
+        limit, used = (int((cgroup / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        found.append(limit - used + sum(_numbers(cgroup / "memory.stat", "inactive_file")))
+    return min(found)
+
+
+def _numbers(file: Path, name: str) -> list[int]:
+    """Number of each line of a file of the kernel that begins with a name."""
+    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    return [int(words[1]) for words in lines if words[:1] == [name]]

@@ -350,8 +350,26 @@ class Staging:
             buffer.copy_(shards[kind][parameter].detach())
         return self._staged
 
+    @property
+    def is_allocated(self) -> bool:
+        """True once the host memory is taken."""
+        return self._staged is not None
+
+    def num_bytes(self, shards: Shards) -> int:
+        """Host memory that `fill` takes for shards."""
+        places = {(chunk.kind, chunk.parameter) for chunk in self._mine(shards)}
+        return sum(shards[kind][parameter].nbytes for kind, parameter in places)
+
+    def refer(self, shards: Shards) -> Staged:
+        """The shards without a copy: each is fetched to the host as it is written, and must not change until then."""
+        return Staged(_Fetched(self._mine(shards), shards), torch.empty(0, dtype=torch.uint8))
+
+    def _mine(self, shards: Shards) -> list[TensorShard]:
+        """Shards that this rank writes, in the order of its file."""
+        return sorted(owned(tuple(tensor_shards(shards, self._layout))), key=lambda chunk: -chunk.dtype.itemsize)
+
     def _prepare(self, shards: Shards) -> Staged:
-        mine = sorted(owned(tuple(tensor_shards(shards, self._layout))), key=lambda chunk: -chunk.dtype.itemsize)
+        mine = self._mine(shards)
         places = [
             (place, tuple(group)) for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter))
         ]
@@ -365,3 +383,19 @@ class Staging:
             self._buffers[place] = buffer
             start += x.nbytes
         return Staged(tensors, memory)
+
+
+class _Fetched(Mapping[TensorShard, Tensor]):
+    """Host tensors of shards, each fetched when it is asked for."""
+
+    def __init__(self, mine: Sequence[TensorShard], shards: Shards) -> None:
+        self._mine, self._shards = dict.fromkeys(mine), shards
+
+    def __getitem__(self, chunk: TensorShard) -> Tensor:
+        return chunk.of(self._shards[chunk.kind][chunk.parameter].detach().cpu())
+
+    def __iter__(self) -> Iterator[TensorShard]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return len(self._mine)

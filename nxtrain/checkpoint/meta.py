@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.directory import META
-from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.errors import CheckpointError, DamagedError, cause_of
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import ROTTEN, damage, unsteady
@@ -64,7 +64,8 @@ class Meta(BaseModel):
     shuffle: bool | None = None
     """True if the rows were shuffled; None if unknown."""
     settings: dict[str, Any] = {}
-    """Other configuration values that determine the training trajectory, by key; empty if unknown."""
+    """Other configuration values that determine the training trajectory, by key; empty if unknown. Of converted weights
+    without a tokenizer, ids of special tokens by file of Hugging Face. Readers pass over keys that they do not know."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
     end_of_text: str = ""
@@ -116,7 +117,7 @@ def read_meta(path: Location) -> Meta:
             raise damage(file, error) from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
     except (RecursionError, ValueError) as error:
-        raise DamagedError(file, f"it is no JSON: {error}") from error
+        raise DamagedError(file, f"it is no JSON: {cause_of(error)}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise DamagedError(file, "it tells no format")
     if content["format"] != FORMAT and _SEAL not in content:
@@ -129,7 +130,9 @@ def read_meta(path: Location) -> Meta:
     try:
         return Meta.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise CheckpointError(f"{file} was written by another version of nxtrain: {error}") from error
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
+        raise CheckpointError(f"{file} was written by another version of nxtrain: {reason}") from error
 
 
 def _seal(content: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from nxtrain.checkpoint.dcp_storage import FileWriter, Staged
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.distributed.agreement import StorageScope, collective
-from nxtrain.errors import CheckpointError
+from nxtrain.errors import CheckpointError, NxtrainError
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.checksummed_file import FileDigest, verify
 from nxtrain.io.regular import read_bytes
@@ -117,7 +117,7 @@ def write(
         # Only the leader of a shared folder needs the manifest, which lists every shard of the run.
         seal = ranks.on_leader(lambda: _seal(writer, meta, tokenizer), failure) if scope.number > 1 else None
         scope.on_each(lambda: _commit(draft, path, seal or _seal(writer, meta, tokenizer)), failure)
-    except CheckpointError:
+    except NxtrainError:
         if scope.leads:
             directory.discard(draft)
         raise

@@ -62,6 +62,7 @@ Tokenizer = Annotated[
 ]
 Field = Annotated[str, typer.Option(metavar="NAME", help="Field or column that holds the documents.")]
 Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a document, not the file.")]
+Mixed = Annotated[bool, typer.Option("--mixed", help="A folder may hold text beside other formats; take all of it.")]
 Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a folder with such names, as *.parquet.")]
 
 
@@ -87,6 +88,7 @@ def prepare(
     ] = False,
     lines: Lines = False,
     only: Only = "",
+    mixed: Mixed = False,
     shard_bytes: Annotated[
         int | None,
         typer.Option(
@@ -105,7 +107,7 @@ def prepare(
     from nxtrain.process.signals import noted
 
     field = field or ("messages" if chat else "text")
-    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat)
+    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed)
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
@@ -125,6 +127,7 @@ def inspect(
     field: Field = "text",
     lines: Lines = False,
     only: Only = "",
+    mixed: Mixed = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all of a prepared corpus, and compare it with its checksums.")
     ] = False,
@@ -143,7 +146,9 @@ def inspect(
     cache = cache_folder(DataConfig())
     if verify:
         verify_corpus(path, cache, VerificationLines())
-    found = inspect_corpus(path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, cache=cache)
+    found = inspect_corpus(
+        path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, mixed=mixed, cache=cache
+    )
     found["verified"] = verify
     if as_json:
         write_document(found)

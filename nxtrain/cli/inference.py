@@ -102,7 +102,7 @@ def evaluate(
         typer.Option(
             metavar="NAME,...",
             help="Suites or tasks, with :SHOTS for the number of solved examples: offline, held_out, cloze, copying, "
-            "induction, arithmetic, recipe, or any of the lm-evaluation-harness.",
+            "induction, arithmetic, recipe, or any of the lm-evaluation-harness; list shows them.",
         ),
     ] = "offline",
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint that is kept, not only the newest.")] = False,
@@ -127,6 +127,11 @@ def evaluate(
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if not names:
         raise ConfigError(f"--tasks {tasks!r} names no task; give NAME,..., or leave it out for the offline suite")
+    if names in {("list",), ("help",)}:
+        from nxtrain.eval.suites import listed
+
+        typer.echo(listed())
+        return
     place = _place(visible_cores)
     from nxtrain.eval.command import Options, table
     from nxtrain.eval.command import evaluate as evaluate_checkpoints

@@ -13,7 +13,7 @@ from pathlib import Path
 from nxtrain.compile.cache import UnusableEntryError
 from nxtrain.compile.entries import Key, parse_key
 from nxtrain.compile.entry_hashes import Content, Seal, damage, from_json, hash_file, to_json
-from nxtrain.errors import DamagedError
+from nxtrain.errors import DamagedError, cause_of
 from nxtrain.io.checksummed_file import digest_of
 from nxtrain.io.object_store import ObjectStore, content_of, open_source
 
@@ -91,7 +91,7 @@ class Bucket:
         except FileNotFoundError as error:
             raise UnusableEntryError(f"{_entry(key)} was taken away") from error
         except (RecursionError, ValueError, KeyError, TypeError) as error:
-            raise UnusableEntryError(f"{_entry(key)} is no list of files: {error}") from error
+            raise UnusableEntryError(f"{_entry(key)} is no list of files: {cause_of(error)}") from error
 
     def _has(self, file: Content) -> bool:
         """True if the store has a file of this name and length."""

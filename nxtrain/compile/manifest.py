@@ -22,7 +22,7 @@ from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
 from nxtrain.config.cache_dir import fill
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import BackendError, ConfigError
+from nxtrain.errors import BackendError, ConfigError, cause_of
 from nxtrain.io.atomic import replace_text
 from nxtrain.io.regular import read_text
 from nxtrain.mesh import spans
@@ -130,7 +130,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {cause_of(error)}") from error
     try:
         manifest = _from_json(record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

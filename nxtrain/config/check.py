@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import ConfigError, Problem, cause_of
 from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.io.regular import read_text
+from nxtrain.io.regular import read_bytes
 from nxtrain.mesh import Mesh, divisors, listed
 
 # Key, available values, and the missing feature that other values need. A new feature deletes its line.
@@ -77,7 +78,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *layout(config, world, has_weights=has_weights)]
-    problems += [*_name(config), *_schedule(config), *_profile(config), *_data(loaded), *_mirror(config)]
+    problems += [*_name(config), *_schedule(config), *_profile(config), *_tracker(config)]
+    problems += [*_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -164,12 +166,14 @@ def quantization(config: Mapping[str, Any]) -> str:
 def _hf_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(read_text(path))
+        config = json.loads(read_bytes(path))  # of bytes, since a text may begin with a byte order mark
     except OSError as error:
         hint = "model.hf is a folder in Hugging Face's format: config.json beside its *.safetensors"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.exists():
+            hint = f"download a model of the Hub first: hf download {folder} --local-dir DIR, then model.hf=DIR"
         raise ConfigError([Problem("model.hf", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError([Problem("model.hf", f"{path} is not valid JSON: {error}")]) from error
+        raise ConfigError([Problem("model.hf", f"{path} is not valid JSON: {cause_of(error)}")]) from error
     if not isinstance(config, dict):
         raise ConfigError([Problem("model.hf", f"{path} holds no JSON object")])
     return config
@@ -374,6 +378,14 @@ def _name(config: RunConfig) -> Iterator[Problem]:
     elif len(name.encode()) > MOST_NAME_BYTES:
         reason = f"{shown} has {len(name.encode()):,} bytes, and a name has at most {MOST_NAME_BYTES}"
         yield Problem("run.name", reason, hint="give a shorter name")
+
+
+def _tracker(config: RunConfig) -> Iterator[Problem]:
+    scheme = config.metrics.mlflow.partition("://")[0].partition("+")[0]
+    if scheme in {"sqlite", "mysql", "postgresql", "mssql"} and find_spec("sqlalchemy") is None:
+        reason = f"{config.metrics.mlflow} is a database, which the client of nxtrain[mlflow] cannot open"
+        server = f"mlflow server --backend-store-uri {config.metrics.mlflow}, then metrics.mlflow=http://HOST:5000"
+        yield Problem("metrics.mlflow", reason, hint=f"start a server in front: {server}; or pip install mlflow")
 
 
 def _mirror(config: RunConfig) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from nxtrain.config.decode import decode
 from nxtrain.config.precision import expand
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import ConfigError, Problem, cause_of
 from nxtrain.io.regular import read_text
 
 if sys.version_info >= (3, 11):
@@ -114,7 +114,7 @@ def _unparsed(error: Exception) -> str:
     """Reason of a parser's failure on a text that may be valid TOML."""
     if isinstance(error, RecursionError):
         return f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
-    return f"not readable as TOML: {error}"
+    return f"not readable as TOML: {cause_of(error)}"
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxtrain.errors import CheckpointError
+from nxtrain.errors import InputError
 
 _SHOWN = 10
 
@@ -35,14 +35,14 @@ class Finiteness:
         """Refuse the import if any recorded value is not finite.
 
         Raises:
-            CheckpointError: Some values are not finite; names the tensors, and the number of values in each.
+            InputError: Some values are not finite; names the tensors, and the number of values in each.
         """
         if not self._found:
             return
         shown = [f"{name} ({_counted(*counts)})" for name, counts in list(self._found.items())[:_SHOWN]]
         more = f" and {len(self._found) - _SHOWN:,} more" if len(self._found) > _SHOWN else ""
         tensors = f"{len(self._found):,} tensor{'s have' if len(self._found) > 1 else ' has'}"
-        raise CheckpointError(
+        raise InputError(
             f"{self._source}: {tensors} values that are not finite: {', '.join(shown)}{more}. With them every loss is "
             "NaN; fetch the folder again, compare its files with the source's checksums, or export the model anew"
         )

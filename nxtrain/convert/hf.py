@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.convert.finite import Finiteness
-from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
+from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder, read_object
 from nxtrain.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.convert.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
 from nxtrain.distributed.agreement import Ranks, StorageScope, collective
 from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.errors import CheckpointError, ConfigError, DamagedError
+from nxtrain.errors import CheckpointError, ConfigError, DamagedError, refused
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.object_store import Location, content_of
@@ -54,6 +55,8 @@ _EXPORTED_FILES = (
 ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
 """Function that fills a host tensor for each shard, some rows of a weight."""
 
+GENERATION_CONFIG = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BEGIN = ("<|begin_of_text|>", "<s>")
 _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
@@ -67,7 +70,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
-        CheckpointError: Weights are not finite; nothing was written.
+        InputError: Weights are not finite; nothing was written.
     """
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
@@ -99,6 +102,8 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     if tokenizer.is_file():
         known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
         meta = meta.model_copy(update=known)
+    else:
+        meta = meta.model_copy(update={"settings": _declared_ids(folder)})
     alone = StorageScope(Ranks(Mesh(1, 0)))
     kept = tokenizer if tokenizer.is_file() else None
     written = write(dst, planner, meta, alone, tokenizer=kept, check=finiteness.check)
@@ -134,9 +139,19 @@ def nxtrain_to_hf(
         _write_weights(_weights_of(manifest), partial(_read_checkpoint, place, manifest), out, max_shard_bytes)
         special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
-        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
-        write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+        ids_of_text = {key: value for key, value in ids.items() if value is not None}
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids, **meta.settings.get(CONFIG, {})})
+        write_json(out / GENERATION_CONFIG, {**ids_of_text, **meta.settings.get(GENERATION_CONFIG, {})})
     return place
+
+
+def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
+    """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    file = folder.path / GENERATION_CONFIG
+    contents = {CONFIG: folder.config, GENERATION_CONFIG: read_object(file) if file.is_file() else folder.config}
+    return {
+        name: {key: content[key] for key in _IDS if content.get(key) is not None} for name, content in contents.items()
+    }
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -235,8 +250,10 @@ def new_folder(dst: Path) -> Iterator[Path]:
         staged = directory.prepare(dst)
         yield staged
         directory.publish(staged, dst)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {dst}: {error}") from error
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
     finally:
         if staged is not None:
             directory.discard(staged)
@@ -251,12 +268,18 @@ def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
 
     Raises:
         ConfigError: The folder has another file, or is a file itself.
+        NxtrainError: Nothing can be written there.
     """
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
     foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
     if foreign:
         raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=dst.parent).close()
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -17,8 +17,8 @@ from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.config.check import quantization
 from nxtrain.convert.finite import Finiteness
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.io.regular import read_text, require_regular
+from nxtrain.errors import ConfigError, Problem, cause_of
+from nxtrain.io.regular import read_bytes, require_regular
 from nxtrain.mesh import Axis
 from nxtrain.sharding import ParamTable
 
@@ -140,7 +140,7 @@ class HfWeights:
         """Refuse the folder if any value that was read is not finite.
 
         Raises:
-            CheckpointError: Some values are not finite; names their tensors.
+            InputError: Some values are not finite; names their tensors.
         """
         self._finiteness.check()
 
@@ -156,12 +156,12 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
         ConfigError: The file cannot be read, or holds no JSON object.
     """
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark
     except OSError as error:
         way_out = hint or f"is {file.parent} a Hugging Face model?"
         raise ConfigError(f"cannot read {file}: {error.strerror}; {way_out}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is no valid JSON: {error}") from error
+        raise ConfigError(f"{file} is no valid JSON: {cause_of(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return content

@@ -21,7 +21,7 @@ from nxtrain.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, fi
 from nxtrain.convert.nxd_states import NxdStates
 from nxtrain.convert.nxd_weights import NxdWeights
 from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import CheckpointError, ConfigError, cause_of
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.io.regular import read_text
 from nxtrain.mesh import Mesh
@@ -128,7 +128,7 @@ def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
     try:
         values = json.loads(read_text(found))
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {error}") from error
+        raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {cause_of(error)}") from error
     family = find_family(str(values.get("model_type", FAMILY)))
     if family.name != FAMILY:
         raise ConfigError(f"{found} describes a {family.name}; rank files of NeuronX Distributed's Llama are read")

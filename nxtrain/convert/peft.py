@@ -34,7 +34,7 @@ from nxtrain.config.tables import toml_value
 from nxtrain.convert.finite import Finiteness
 from nxtrain.convert.hf_folder import HfFolder, read_object
 from nxtrain.distributed.agreement import collective
-from nxtrain.errors import CheckpointError, ConfigError, Problem
+from nxtrain.errors import CheckpointError, ConfigError, Problem, cause_of
 from nxtrain.finetune.lora import A, B, scale_of
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.object_store import Location
@@ -224,7 +224,8 @@ def read_adapter(folder: Path) -> Adapter:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {folder / WEIGHTS}: {error}; give a folder that PEFT wrote") from error
+        reason = cause_of(error) if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {folder / WEIGHTS}: {reason}; give a folder that PEFT wrote") from error
     layers = {name.rpartition(".")[0] for name in tensors}
     unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
     unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]
@@ -243,7 +244,10 @@ def read_adapter(folder: Path) -> Adapter:
             rslora=bool(config.get("use_rslora", False)),
             targets=targets,
         )
-    except (ValidationError, TypeError, ValueError, KeyError) as error:
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
+    except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
     return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""), about.get(_FINGERPRINT, ""))
 

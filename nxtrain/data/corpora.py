@@ -17,7 +17,7 @@ from typing import Literal
 
 from nxtrain.data.files import unreadable
 from nxtrain.data.walk import matches, walk
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, cause_of
 from nxtrain.io.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no prose.
@@ -124,7 +124,6 @@ def text_corpus(path: str) -> Corpus:
     files = tuple(found.files)
     if not files:
         what = "holds no file" if root.is_dir() else "matches no file" if glob.has_magic(path) else "does not exist"
-        what = found.skipped.get(root, what).replace("it is", "is", 1)
         raise DataError(f"data.path={path} {what}; name a text file, a folder of them, or a glob (from {Path.cwd()})")
     return Corpus(path, files, "refuse", found.skipped)
 
@@ -153,7 +152,7 @@ def _json_text(line: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{where}: not JSON: {cause_of(error)}") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: no string under "text"; each line is an object such as {{"text": "..."}}')

@@ -15,7 +15,7 @@ from nxtrain.data.samples import EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
-from nxtrain.errors import DataError, LostPeerError
+from nxtrain.errors import DataError, LostPeerError, refused
 from nxtrain.io.object_store import place_of
 from nxtrain.io.regular import read_bytes
 
@@ -197,8 +197,7 @@ def _discard(receipt: Path) -> None:
     try:
         receipt.unlink(missing_ok=True)
     except OSError as error:
-        way_out = f"make {receipt.parent} writable, or choose another run.dir"
-        raise DataError(f"{receipt} cannot be replaced: {error.strerror}; {way_out}") from error
+        raise refused(error, f"{receipt} cannot be replaced") from error
 
 
 def _read_receipt(path: Path) -> Prepared:

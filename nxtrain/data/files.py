@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
-from nxtrain.errors import DataError, NxtrainError, StorageError
+from nxtrain.errors import DataError, NxtrainError, StorageError, refused
 from nxtrain.io import atomic
 from nxtrain.io.regular import NotRegularError, read_bytes, require_regular
 
@@ -27,14 +27,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file atomically: it gets its name when it is complete and on disk.
 
     Raises:
-        DataError: The folder cannot be made, or the disk is full or read-only.
+        BackendError: The rights are missing, or the disk is read-only.
+        InputError: A file is in the way of the folder.
+        StorageError: The disk is full or fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path, durable=True, shared=True) as draft, draft.open("wb") as file:
             yield file
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; free space or choose another run.dir") from error
+        raise refused(error, f"{path} cannot be written") from error
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], 
     """Write a 1-d .npy file piece by piece, and its checksums; yields the function that appends ids.
 
     Raises:
-        DataError: The file cannot be written; see `replacing`.
+        NxtrainError: The file cannot be written; see `replacing`.
     """
     num_tokens, summing = 0, Summing()
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.data.files import Tokens, replacing, unreadable
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, cause_of
 from nxtrain.io.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
@@ -145,7 +145,7 @@ def declared_end(file: Path) -> str:
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
     except (RecursionError, ValueError) as error:
-        raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
+        raise DataError(f"data.tokenizer: {config} is not JSON: {cause_of(error)}") from error
     if isinstance(declared, dict):
         declared = declared.get("content")
     return declared if isinstance(declared, str) else ""

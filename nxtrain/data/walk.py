@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import stat
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError, StorageError
-from nxtrain.io.regular import kind_of
+from nxtrain.io.regular import NotRegularError, kind_of
 
 _SHOWN = 5
 
@@ -21,8 +22,8 @@ class Found:
 
     Attributes:
         files: Regular files and links to them, sorted.
-        skipped: Entries that hold no text, with the reason: FIFOs, sockets, devices, links to folders.
-        failed: Entries that cannot be examined, with the error.
+        skipped: Links to folders, with the reason.
+        failed: Entries that cannot be examined, FIFOs, sockets and devices, with the error.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -38,9 +39,8 @@ class Found:
                     self.skipped[path] = "a link to a folder, which is not followed"
                 return not path.is_symlink()
             if kind := kind_of(mode):
-                self.skipped[path] = f"it is {kind}, not a regular file"
-            else:
-                self.files.append(path)
+                raise NotRegularError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+            self.files.append(path)
         except OSError as error:
             self.failed.append((path, error))
         return False

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
+from nxtrain.errors import CheckpointError, DamagedError, NxtrainError, cause_of
 from nxtrain.mesh import Mesh
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
     """Turn an error into one for people, unless it is one already."""
     if isinstance(error, NxtrainError):
         return error
-    readable = CheckpointError(f"{failure}: {error if isinstance(error, OSError) else repr(error)}")
+    readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")
     readable.__cause__ = error
     return readable
 

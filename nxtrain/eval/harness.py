@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +130,31 @@ def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
     # The harness has thousands of files, which take seconds to read.
     own = _registry(folder, own_only=True)
     return own if set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+
+
+_NAMING = re.compile(r"^\s*(?:- |(?:- )?[\"']?(?:task|group|tag)[\"']?\s*:)(.{0,300})$", re.MULTILINE)
+"""Lines of a task's file that may hold the name of a task, of a group or of a tag."""
+
+_NAME = re.compile(r"[^\s,\[\]{}\"']+")
+
+
+def possible_names(folder: Path | None) -> frozenset[str]:
+    """Names of all tasks, groups and tags, and other words of their files.
+
+    The registry parses the files, which takes ten times as long. A name that is not here is in no registry.
+
+    Args:
+        folder: Folder of the user's own tasks; None: there is none.
+    """
+    package = find_spec(PACKAGE)
+    of_package = Path(package.origin).parent / "tasks" if package and package.origin else None
+    found: set[str] = set()
+    for root in filter(None, (OWN_TASKS, of_package, folder)):
+        for file in root.rglob("*"):
+            if file.suffix in {"", ".yaml", ".yml"} and file.is_file():  # templates have no suffix
+                text = file.read_text(encoding="utf-8", errors="replace")
+                found.update(name for line in _NAMING.findall(text) for name in _NAME.findall(line))
+    return frozenset(found)
 
 
 def definition_of(name: str, folder: Path | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nxtrain.config.decode import nearest
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.eval.harness import is_installed, open_registry
+from nxtrain.eval.harness import is_installed, open_registry, possible_names
 from nxtrain.eval.offline import OFFLINE
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ class Choice:
     num_shots: int | None = None
 
 
+def listed() -> str:
+    """Names of suites and tasks, a line for each suite."""
+    suites = {"offline": OFFLINE, **{name: tuple(tasks) for name, tasks in RECIPE.items()}}
+    lines = [f"{name:<10} {', '.join(tasks)}" for name, tasks in suites.items()]
+    return "\n".join([*lines, f"{'recipe':<10} {', '.join(RECIPE)}", "of the harness: lm_eval ls tasks"])
+
+
 def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list[Choice], TaskManager | None]:
     """Choose tasks by name.
 
@@ -91,15 +98,16 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
     found = list(dict.fromkeys(found))
     problems += _named_twice(found)
     wanted = [choice.name for choice in found if not choice.is_local]
-    registry = open_registry(wanted, folder) if wanted and is_installed() else None
-    known = set(registry.all_tasks) if registry else set()
+    possible = possible_names(folder) if wanted and is_installed() else frozenset()
+    registry = open_registry(wanted, folder) if wanted and possible.issuperset(wanted) else None
+    known = set(registry.all_tasks) if registry else possible
     missing = [name for name in wanted if name not in known]
     ours = [name for name in missing if name in OFFLINE or name in SUITES]
     problems += [
         Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}") for name in ours
     ]
     others = [name for name in missing if name not in ours]
-    if registry is not None:
+    if is_installed():
         problems += [_unknown(name, sorted(known)) for name in others]
     elif others:
         # A mistyped name of a local task is as likely as a task of the harness.
@@ -131,6 +139,6 @@ def _way(choice: Choice) -> str:
 
 def _unknown(name: str, known: Sequence[str]) -> Problem:
     # All names of the harness would fill many screens.
-    close = get_close_matches(name, [*_NAMES, *known], n=1)
+    close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
     hint = nearest(name, close or _NAMES) + ("" if close else "; of the harness: lm_eval ls tasks")
     return Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)

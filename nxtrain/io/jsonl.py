@@ -70,6 +70,11 @@ def each(file: Path) -> Iterator[dict[str, Any]]:
         yield from (content for _, _, content in _objects(lines))
 
 
+def is_begun(tail: bytes) -> bool:
+    """True if the bytes after a file's last line feed may be the begin of an object that is being written."""
+    return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
+
+
 def keep_up_to(file: Path, key: str, last: int) -> None:
     """Remove all but the whole lines whose integers under a key rise, up to `last`.
 

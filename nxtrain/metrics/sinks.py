@@ -102,7 +102,8 @@ def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
     shown = values(config)
     if mode != "off":
         require("wandb", "wandb", "metrics.wandb")
-        found["Weights & Biases"] = lambda resumed: WandbSink(run_dir / WANDB_DIR, name, shown, mode)
+        folder, records = run_dir / WANDB_DIR, run_dir / METRICS_FILE
+        found["Weights & Biases"] = lambda resumed: WandbSink(folder, name, shown, mode, records, resumed)
     if uri:
         require("mlflow", "mlflow", "metrics.mlflow")
         found["MLflow"] = lambda resumed: MlflowSink(run_dir / MLFLOW_DIR, name, shown, uri)

@@ -1,7 +1,8 @@
 """Records of a run for Weights & Biases and for MLflow, through their own packages.
 
 Both have one run for a run folder, whatever the number of its starts: an identity in the folder names it. A start that
-repeats steps logs them again, with the number of the step as a value.
+repeats steps logs them again, with the number of the step as a value. Weights & Biases writes in a process of its own,
+which loses records when the machine or the container is killed. The next start sends them again, from the metrics file.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxtrain.errors import BackendError
+from nxtrain.io import jsonl
 from nxtrain.io.atomic import replace_text
 from nxtrain.io.regular import read_text
 
 PROJECT = "nxtrain"
 """Project, or experiment, that the runs belong to."""
 
-IDENTITY = "id.txt"
+IDENTITY, OPEN = "id.txt", "open.txt"
 
 
 class WandbSink:
@@ -32,15 +34,27 @@ class WandbSink:
         name: Name of the run.
         config: Values of the configuration.
         mode: `offline` or `online`.
+        records: Metrics file of the run, without steps after `resume_step`.
+        resume_step: Last step of an earlier start that counts.
 
     Raises:
         OSError: The run cannot be opened.
     """
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], mode: Literal["offline", "online"]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        config: Mapping[str, Any],
+        mode: Literal["offline", "online"],
+        records: Path,
+        resume_step: int,
+    ) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
+        self._open = folder / OPEN
+        sent = _sent_step(self._open, resume_step)
         with _as_os_error("wandb"):
             self._run = wandb.init(
                 project=PROJECT,
@@ -54,6 +68,10 @@ class WandbSink:
                 settings=wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, silent=True),
             )
             self._run.define_metric("*", step_metric="step")
+        replace_text(self._open, f"{sent}\n", durable=True)
+        for record in jsonl.each(records):
+            if sent < int(record.get("step", 0)) <= resume_step:
+                self.log(record)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of the record.
@@ -65,9 +83,10 @@ class WandbSink:
             self._run.log(numbers_of(record))
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run, which waits until its process has written all records."""
         with _as_os_error("wandb"):
             self._run.finish()
+        self._open.unlink(missing_ok=True)
 
 
 class MlflowSink:
@@ -119,6 +138,14 @@ class MlflowSink:
         """Mark the run as ended."""
         with _as_os_error("mlflow"):
             self._client.set_terminated(self._id)
+
+
+def _sent_step(file: Path, resume_step: int) -> int:
+    """Last step that Weights & Biases has for certain: that from which the first start that did not end went on."""
+    if not file.exists():
+        return resume_step
+    text = read_text(file).strip()
+    return min(int(text), resume_step) if text.isdecimal() else 0
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from nxtrain.errors import ConfigError
+from nxtrain.io.jsonl import is_begun
 from nxtrain.io.regular import open_regular, read_text
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration, short
 from nxtrain.metrics.verdict import UNDECIDED, verdict
@@ -55,6 +56,7 @@ class Followed:
         self._record: dict[str, Any] = {}
         self._val_loss: float | None = None
         self._times: deque[Mapping[str, float]] = deque(maxlen=JUDGED)
+        self._is_damaged = False
 
     def line(self) -> tuple[str, bool]:
         """Line of the run, and True if the run has ended."""
@@ -67,6 +69,8 @@ class Followed:
         total = _number(config.get("train", {}), "steps") or 0.0
         step = max(_number(self._record, "step") or 0.0, _number(start, "step") or 0.0)
         parts = [f"step {step:.0f}" + (f"/{total:.0f}" if total else ""), *self._values()]
+        if self._is_damaged:
+            parts.append(f"{METRICS_FILE} is damaged")
         if (left_s := _left_s(start, total)) is not None and not start.get("outcome"):
             parts.append(f"{duration(left_s)} left")
         parts.append(self._state(start))
@@ -110,13 +114,17 @@ class Followed:
     def _news(self) -> Iterator[dict[str, Any]]:
         """Records since the last call; after a resume, which shortens the file, those at its end."""
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
-            size = file.seek(0, 2)
+            size, is_cut = file.seek(0, 2), False  # a cut first line is a part of one
             if not 0 <= self._offset <= size:
-                self._offset, self._rest = max(0, size - TAIL_BYTES), b""
+                self._offset, self._rest, self._is_damaged = max(0, size - TAIL_BYTES), b"", False
+                is_cut = self._offset > 0
             file.seek(self._offset)
             content = self._rest + file.read(size - self._offset)
             self._offset = size
             *lines, self._rest = content.split(b"\n")
+            whole = lines[1:] if is_cut else lines
+            self._is_damaged |= any(line.strip() and "step" not in _object(line) for line in whole)
+            self._is_damaged |= bool(self._rest) and not is_begun(self._rest)
             yield from (record for line in lines if "step" in (record := _object(line)))
 
 

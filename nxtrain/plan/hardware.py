@@ -14,7 +14,7 @@ from typing import Any
 
 from nxtrain.backends.neuron.hardware import GIB, INSTANCES
 from nxtrain.config.bounds import MAX_RANKS, quoted, shortened
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import ConfigError, Problem, cause_of
 from nxtrain.io.regular import read_text
 
 if sys.version_info >= (3, 11):
@@ -271,7 +271,7 @@ def read_machines(path: Path) -> dict[str, Machine]:
     except OSError as error:
         raise ConfigError(f"--hardware {path}: {error.strerror or error}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"--hardware {path} is no TOML: {error}") from error
+        raise ConfigError(f"--hardware {path} is no TOML: {cause_of(error)}") from error
     problems: list[Problem] = []
     found = {name: machine for name, table in tables.items() if (machine := _machine(name, table, path, problems))}
     if not tables:

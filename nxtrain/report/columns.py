@@ -19,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
+from nxtrain.io.jsonl import is_begun
 from nxtrain.io.regular import open_regular
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.process.progress import Progress
@@ -137,8 +138,13 @@ class _Found:
         self._torn = not block.endswith(b"\n")
         end = block.rfind(b"\n") + 1 if self._torn else len(block)
         self._add_lines(block[:end])
-        if end < len(block) and (line := _object(block[end:])) is not None:
+        if end == len(block):
+            return
+        if (line := _object(block[end:])) is not None:
             self._add_objects([line])
+        elif block[end:].strip() and not is_begun(block[end:]):
+            self._torn = False
+            self._damaged += 1
 
     def _add_lines(self, whole: bytes) -> None:
         if (table := _parsed(whole)) is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.config.tables import flatten, toml_value
-from nxtrain.errors import ConfigError
+from nxtrain.errors import ConfigError, cause_of
 from nxtrain.io.regular import read_text
 from nxtrain.metrics.goodput import Goodput, Start, account
 from nxtrain.metrics.start_log import read as read_starts
@@ -144,7 +144,8 @@ def _columns(file: Path, notes: list[str]) -> Columns:
         notes.append(f"{METRICS_FILE} cannot be read: {error.strerror or error}")
         return Columns()
     if not len(found.steps):
-        notes.append(f"{METRICS_FILE} has no record yet")
+        reason = "is damaged: it holds no record of nxtrain" if found.damaged else "has no record yet"
+        notes.append(f"{METRICS_FILE} {reason}")
     if found.torn:
         notes.append(f"the last line of {METRICS_FILE} has no end: a run writes it, or was killed while it did")
     if found.damaged:
@@ -190,7 +191,7 @@ def _json(file: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    return shortened(getattr(error, "strerror", None) or str(error), 200)
+    return shortened(getattr(error, "strerror", None) or cause_of(error), 200)
 
 
 def _state(starts: Sequence[Start]) -> str:

@@ -177,6 +177,8 @@ class Checkpoints(RunObserver):
 
     def _report_save(self, outcome: SaveOutcome) -> None:
         self._failed = outcome.problem
+        if outcome.note:
+            self._print_line(outcome.note)
         if not outcome.problem:
             self._on_saved(outcome.stall_s, outcome.write_s)
             self._saved_step = outcome.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -206,7 +206,19 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
     there, here = getattr(meta, field), getattr(fresh, field)
     is_unrecorded = field in UNRECORDED_VALUES and there == UNRECORDED_VALUES[field]
-    return f"{name} is {there!r} there and {here!r} here" if there != here and not is_unrecorded else ""
+    if there == here or is_unrecorded:
+        return ""
+    if isinstance(there, dict) and isinstance(here, dict) and there and here:
+        return "; ".join(
+            f"{name}.{key} is {_of(there, key)} there and {_of(here, key)} here"
+            for key in {**there, **here}
+            if _of(there, key) != _of(here, key)
+        )
+    return f"{name} is {there!r} there and {here!r} here"
+
+
+def _of(table: Mapping[str, Any], key: str) -> str:
+    return repr(table[key]) if key in table else "absent"
 
 
 @cache

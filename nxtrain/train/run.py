@@ -115,9 +115,13 @@ def train_on(context: RunContext, reason: str) -> None:
     context.enter(0, "restore")
     rollbacks = Rollbacks(context.config.run.dir, context.ranks)
     initial = list[RunObserver]()
-    state, meta = start(
-        context, inputs, mirrored, rollbacks, lambda drawn: initial.extend(_initial_norm(context, drawn))
-    )
+
+    def measure(drawn: TrainState) -> None:
+        found, line = measure_initial_norm(drawn)
+        context.print_line(line)
+        initial.append(found)
+
+    state, meta = start(context, inputs, mirrored, rollbacks, measure)
     rollbacks.resume(meta.step)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
@@ -227,14 +231,6 @@ def _profiler(context: RunContext) -> RunObserver:
 
     first, last = metrics.profile_steps
     return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line, context.backend)
-
-
-def _initial_norm(context: RunContext, state: TrainState) -> Iterator[RunObserver]:
-    """Norm of drawn weights; not on lazy devices, where the read would be one more graph."""
-    if not context.backend.collectives.lazy:
-        found, line = measure_initial_norm(state)
-        context.print_line(line)
-        yield found
 
 
 def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[Timeline, bool]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from nxtrain.backends.base import Backend
+from nxtrain.errors import cause_of
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 from nxtrain.run_folder import PROFILES_DIR
 
@@ -103,6 +104,6 @@ class StepProfiler(RunObserver):
             if self._backend is not None and self._backend.dump_memory(memory):
                 self._print_line(f"memory of these steps: {memory}, for pytorch.org/memory_viz")
         except (OSError, RuntimeError) as error:  # a disk that fails must not end the run
-            self._print_line(f"warning: the profile cannot be written: {error}; training goes on")
+            self._print_line(f"warning: the profile cannot be written: {cause_of(error)}; training goes on")
         else:
             self._print_line(f"profile: {self._file}")

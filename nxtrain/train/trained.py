@@ -18,7 +18,7 @@ from nxtrain.convert.hf_folder import CONFIG
 from nxtrain.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
-from nxtrain.errors import ConfigError, DamagedError
+from nxtrain.errors import ConfigError, DamagedError, DataError, cause_of
 from nxtrain.family import CausalLM, ModelConfig, ModelFamily, find_family
 from nxtrain.io.object_store import Location, content_of, place_of
 from nxtrain.mesh import Mesh
@@ -59,6 +59,7 @@ class Trained:
 
         Raises:
             CheckpointError: The checkpoint is absent or damaged.
+            DataError: The tokenizer of a Hugging Face folder is damaged.
             ConfigError: The place carries no tokenizer, or is an adapter, or its configuration is none of a model.
         """
         place = place_of(address)
@@ -88,7 +89,8 @@ class Trained:
             mesh: The axes of this rank.
 
         Raises:
-            CheckpointError: The weights are damaged, or not all finite.
+            CheckpointError: The weights of a checkpoint are damaged.
+            InputError: The weights of a Hugging Face folder are not all finite.
             ConfigError: The model cannot be sharded so.
         """
         if problems := self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len):
@@ -136,7 +138,10 @@ def _open_tokenizer(place: Location) -> Tokenizer:
     except OSError:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
-        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error}") from error
+        reason = f"it is no tokenizer of Hugging Face: {error}"
+        if isinstance(place, Path) and _is_hf_folder(place):
+            raise DataError(f"{file} is damaged: {reason}") from error
+        raise DamagedError(f"{file}", reason) from error
     # A tokenizer file may configure the truncation and padding of the task for which it was made.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -151,4 +156,5 @@ def _read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
         listed = declared if isinstance(declared, list) else [declared]
         return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {error!r}") from error
+        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
+        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error

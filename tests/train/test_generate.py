@@ -19,7 +19,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.cli.main import app
 from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import CheckpointError, ConfigError, InputError
 from nxtrain.launch.neuron import reexec_on_cores
 from nxtrain.mesh import Mesh
 from nxtrain.process.placement import Placement
@@ -183,7 +183,7 @@ def test_weights_that_are_not_finite_are_refused(hf: Path, tmp_path: Path) -> No
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
     code, _, err = in_process("generate", folder, "--prompt", "x")
-    assert (code, "model.norm.weight" in err) == (CheckpointError.exit_code, True), err
+    assert (code, "model.norm.weight" in err) == (InputError.exit_code, True), err
 
 
 def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.distributed.agreement import Ranks
-from nxtrain.eval import harness
+from nxtrain.eval import harness, suites
 from nxtrain.eval import scorer as scorers
+from nxtrain.eval.offline import OFFLINE
 from nxtrain.eval.scorer import Scorer, windows
 from nxtrain.eval.suites import RECIPE
 from nxtrain.mesh import Mesh
@@ -223,9 +224,24 @@ def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkey
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_name_that_no_file_has_is_refused_without_the_registry(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = harness._registry(tasks, own_only=False)  # by the harness itself
+    possible = harness.possible_names(tasks)
+    assert not set(registry.all_tasks) - possible
+    monkeypatch.setattr(suites, "open_registry", mock.Mock(side_effect=AssertionError("seconds")))
+    code, _, err = in_process("eval", "absent", "--tasks", "hellasswag,own_choice", "--task-dir", tasks)
+    assert (code, "did you mean hellaswag?" in err) == (2, True), err
+    code, out, _ = in_process("eval", "absent", "--tasks", "list")
+    assert code == 0
+    assert {*suites.SUITES, *OFFLINE} <= {*out.replace(",", " ").split()}
+    assert "lm_eval ls tasks" in out
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = [f"zz{number}" for number in range(5000)]
     monkeypatch.setattr(harness, "_registry", lambda folder, own_only: mock.Mock(all_tasks=known))
+    monkeypatch.setattr(suites, "possible_names", lambda folder: frozenset(known))
     code, _, err = in_process("eval", hf, "--tasks", "quite_another")
     assert code == 2
     assert "known: held_out, cloze" in err and "of the harness: lm_eval ls tasks" in " ".join(err.split())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError, CheckpointError, DataError
+from nxtrain.errors import BackendError, CheckpointError
 from tests.support.commands import in_process, write_config
 from tests.support.small_disks import small_disk
 
@@ -45,8 +45,12 @@ def test_a_folder_of_prepared_data_that_is_read_only_is_named(config: Path) -> N
     folder = config.parent / "run" / "data"
     with frozen(folder):
         code, _, said = in_process("train", config, *options(config.parent))
-    assert (code, f"{folder}/prepared-" in said, "Read-only file system" in said) == (DataError.exit_code, True, True)
-    assert "choose another run.dir" in said
+    assert (code, f"{folder}/prepared-" in said, "Read-only file system" in said) == (
+        BackendError.exit_code,
+        True,
+        True,
+    )
+    assert "give another path" in said
 
 
 def test_a_configuration_of_a_run_that_is_read_only_is_named(config: Path) -> None:

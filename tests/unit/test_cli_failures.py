@@ -17,6 +17,8 @@ import pytest
 import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from nxtrain.cli import main as cli
 from nxtrain.config.load import values
@@ -44,7 +46,11 @@ def run(*argv: str) -> tuple[int, str]:
         (PermissionError(errno.EACCES, "Permission denied", "runs/x/config.toml"), 5, "runs/x/config.toml: Permission"),
         (OSError(errno.EROFS, "Read-only file system", "a", None, "b"), 5, "a -> b: Read-only file system; check the"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a"), 5, "a: No such file or directory; check"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), 5, "a: File name too long; check the path"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), 2, "a: File name too long; check the path"),
+        (FileExistsError(errno.EEXIST, "File exists", "a"), 2, "a: File exists; check the path"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a"), 2, "a: Not a directory; check the path"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), 2, "a: Is a directory; check the path"),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links", "a"), 2, "a: Too many levels"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), 4, "a: No space left on device; free space"),
         (OSError(errno.EIO, "Input/output error", "a"), 4, "a: Input/output error; start again when"),
         (OSError("odd"), 4, "the system: odd; start again"),
@@ -90,6 +96,43 @@ def test_a_host_without_memory_is_no_defect_and_may_be_started_again(monkeypatch
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=MemoryError("full")))
     code, said = run("train")
     assert (code, "MemoryError: full" in said, cli.DEFECT in said) == (1, True, False)
+
+
+@pytest.mark.parametrize("argv", ["--help", "config show configs/demo.toml", "data inspect absent"])
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, argv: str) -> None:
+    (tmp_path / "gone").mkdir()
+    script = f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && exec {sys.executable} -m nxtrain {argv}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == BackendError.exit_code
+    assert done.stderr == "error: the working directory is gone: No such file or directory; change to another one\n"
+
+
+DIGITS, DEPTH = "9" * 5000, "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [f'{{"vocab_size": {DIGITS}}}', f'{{"a": {DEPTH}'], ids=["digits", "depth"])
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("config.json", ("config", "show", TINY, "model.hf={folder}")),
+        ("config.json", ("convert", "hf-to-nxtrain", "{folder}", "{folder}/out")),
+        ("config.json", ("generate", "{folder}", "--prompt", "x")),
+        ("rows.jsonl", ("data", "prepare", "{folder}/rows.jsonl", "--out", "{folder}/o.arrow")),
+        ("run.toml", ("config", "show", "{folder}/run.toml")),
+        ("machines.toml", ("plan", TINY, "--hardware", "{folder}/machines.toml")),
+    ],
+)
+def test_numbers_and_depths_beyond_a_parser_are_told_in_our_words(
+    tmp_path: Path, name: str, argv: tuple[str, ...], text: str
+) -> None:
+    """Python's own words name functions that no user of a command can call."""
+    (tmp_path / name).write_text(f"x = {text.replace(':', ' =')}" if name.endswith(".toml") else text)
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
+    code, said = run(*(each.format(folder=tmp_path) for each in argv))
+    assert code in {2, 3}, said
+    assert "Traceback" not in said
+    for words in ("set_int_max_str_digits", "recursion depth", "RecursionError", "ValueError", "Value error", "[Errno"):
+        assert words not in said
 
 
 ABSENT = "import sys; sys.modules[{name!r}] = None; from nxtrain.__main__ import main; main()"

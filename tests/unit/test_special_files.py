@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
 from nxtrain.convert.hf_folder import HfFolder
 from nxtrain.convert.nxd_files import open_file
+from nxtrain.data.arrow.preparation import Request, Watcher, prepare_corpus
 from nxtrain.data.files import read_array, read_checksums
 from nxtrain.data.prepare import prepare
 from nxtrain.data.samples import FileSamples
@@ -75,6 +75,10 @@ def _text(path: Path) -> object:
     return prepare(config, seq_len=8, vocab_size=300, workdir=path.parent / "work")
 
 
+def _arrow(path: Path) -> object:
+    return prepare_corpus(Request([path], path.parent / "o.arrow"), Watcher())
+
+
 def _hf(path: Path) -> object:
     return HfFolder(path.parent)
 
@@ -112,6 +116,7 @@ READERS: list[tuple[str, Callable[[Path], object], type[Exception]]] = [
     ("rows.npy", _tokens, DataError),
     ("rows.npy.xxh3", lambda path: read_checksums(path.with_suffix("")), DataError),
     ("text", _text, DataError),
+    ("text", _arrow, DataError),
     ("tokenizer.json", _tokenizer, DataError),
     ("tokenizer_config.json", lambda path: declared_end(path.with_name("tokenizer.json")), DataError),
     ("rank-00000.safetensors", FileSource, DamagedError),
@@ -150,14 +155,22 @@ def test_a_weight_file_of_hugging_face_that_becomes_a_fifo_is_refused_as_it_is_r
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_of_text_names_what_is_no_file_and_reads_the_rest(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("some words " * 40)
-    put(tmp_path / "text/b.txt", kind)
-    config = DataConfig(source="text", path=str(tmp_path / "text"))
-    found = in_time(lambda: prepare(config, seq_len=8, vocab_size=300, workdir=tmp_path / "work"))
-    assert found.skipped == (f"{tmp_path}/text/b.txt: it is {kind}, not a regular file",)
-    assert np.load(found.train).size > 8
+@pytest.mark.parametrize("name", ["b.txt", "deep/b", "deep/deeper/b.jsonl"])
+@pytest.mark.parametrize("pattern", ["", "/**", "/**/b*"])
+@pytest.mark.parametrize("read", [_text, _arrow])
+def test_a_folder_with_what_is_no_file_is_refused(
+    tmp_path: Path, kind: str, name: str, pattern: str, read: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "text"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "a.txt").write_text("some words " * 40)
+    put(folder / name, kind)
+    given = Path(f"{folder}{pattern}") if read is _text else folder
+    with pytest.raises(DataError) as refused:
+        in_time(lambda: read(given))
+    assert f"{folder}/{name}: it is {kind}, not a regular file" in str(refused.value)
+    (folder / name).unlink()
+    assert in_time(lambda: read(folder))
 
 
 READ_BY = {"read_bytes", "read_text"}

@@ -43,6 +43,8 @@ def test_a_run_on_xla_is_the_run_on_cpu_and_resumes_where_it_stopped(tmp_path: P
     on_cpu, on_xla = train(tmp_path, "cpu"), train(tmp_path, "xla")
     # A micro-batch, the update, the parameters' health, the evaluation.
     assert compiled(tmp_path / COUNTED) == 4
+    for key in ("param_norm_0", "param_norm_expected"):
+        assert on_xla[0][key] == pytest.approx(on_cpu[0][key], rel=1e-6)
     for key in ("step", "loss", "grad_norm", "param_norm", "lr", "tokens"):
         assert [r[key] for r in on_xla] == pytest.approx([r[key] for r in on_cpu], rel=1e-5), key
     assert [r["val_loss"] for r in on_xla if "val_loss" in r] == pytest.approx(

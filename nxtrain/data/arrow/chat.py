@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from nxtrain.data.arrow.rows import INVALID_UTF8, MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LONG, WRONG_TYPE, BadRowError
 from nxtrain.data.tokenization import TextTokenizer
-from nxtrain.errors import ConfigError
+from nxtrain.errors import ConfigError, cause_of
 from nxtrain.io.regular import read_bytes
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -145,7 +145,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_bytes(file)) if file.exists() else {}
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"--chat: {file} cannot be read: {error}") from error
+        raise ConfigError(f"--chat: {file} cannot be read: {cause_of(error)}") from error
     return config if isinstance(config, dict) else {}
 
 
@@ -156,7 +156,7 @@ def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
         try:
             return read_bytes(file).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat: {file} cannot be read: {error}") from error
+            raise ConfigError(f"--chat: {file} cannot be read: {cause_of(error)}") from error
     if isinstance(found, list):  # several templates by name
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from nxtrain.data.arrow.columns import encode, open_tokenizer
 from nxtrain.data.arrow.preparation import source_rows
 from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
 from nxtrain.data.arrow.rows import DAMAGED, BadRow, Fields, is_blank
-from nxtrain.data.arrow.sources import find_sources, summary
+from nxtrain.data.arrow.sources import Source, find_sources, summary
 from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
@@ -128,6 +128,7 @@ def inspect_corpus(
     field: str = "text",
     lines: bool = False,
     only: str = "",
+    mixed: bool = False,
     cache: Path = Path(),
 ) -> dict[str, Any]:
     """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
@@ -139,6 +140,7 @@ def inspect_corpus(
         field: Field or column that holds the documents; of sources.
         lines: Each line of a text file is a document; of sources.
         only: Pattern that the names of a folder's files must match; of sources.
+        mixed: A folder may hold text beside other formats; of sources.
         cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
@@ -151,7 +153,7 @@ def inspect_corpus(
     known = open_tokenizer(tokenizer) if tokenizer else None
     if is_prepared(place):
         return _of_prepared(PreparedCorpus(place, cache), seq_len, known)
-    return _of_sources(place, seq_len, known, field, lines, only)
+    return _of_sources(place, find_sources([place], only, mixed), seq_len, known, field, lines)
 
 
 def refuse_incomplete(found: dict[str, Any]) -> None:
@@ -245,9 +247,8 @@ def _sample(corpus: PreparedCorpus, document: int, known: TextTokenizer | None) 
 
 
 def _of_sources(
-    place: Location, seq_len: int, known: TextTokenizer | None, field: str, lines: bool, only: str
+    place: Location, sources: Sequence[Source], seq_len: int, known: TextTokenizer | None, field: str, lines: bool
 ) -> dict[str, Any]:
-    sources = find_sources([place], only)
     lengths, packing = Lengths(), PackingWaste(seq_len)
     skipped: Counter[str] = Counter()
     samples: list[dict[str, Any]] = []

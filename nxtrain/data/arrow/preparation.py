@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -68,6 +69,7 @@ class Request:
         restart: Delete what is there under the name of `out`.
         prompt: Field or column of the prompts, which come before the documents and are no targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
+        mixed: A folder may hold text beside other formats.
     """
 
     sources: Sequence[Location]
@@ -81,6 +83,7 @@ class Request:
     restart: bool = False
     prompt: str = ""
     chat: bool = False
+    mixed: bool = False
 
 
 class Watcher:
@@ -128,7 +131,7 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
     _check(request)
     if request.restart:
         outputs.clear()
-    sources = find_sources(request.sources, request.only)
+    sources = find_sources(request.sources, request.only, request.mixed)
     _check_fields(request, sources)
     tokenizer = open_tokenizer(request.tokenizer) if request.tokenizer else None
     chat = ChatTemplate(tokenizer) if tokenizer and request.chat else None
@@ -156,6 +159,11 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
             fields = Fields(request.field, request.prompt, chat.documents if chat else None)
             _copy(request, sources, fields, column, work, watcher)
             work.finish({"format": FORMAT_VERSION, **_summary_of(work.counts), **identity})
+    except BaseException:
+        if work.is_empty:  # nothing to go on from
+            with suppress(OSError):
+                outputs.clear_work()
+        raise
     finally:
         work.close()
     return Outcome(outputs, read_summary(outputs.summary), is_new=True)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import open_stream
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, cause_of
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Longest document; a longer one would not fit the memory that a preparation promises."""
@@ -301,7 +301,7 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
         valid_utf8(line)  # raises
         raise
     except (RecursionError, ValueError) as error:
-        raise BadRowError(BROKEN_JSON, f"{error}" or "nested too deep") from None
+        raise BadRowError(BROKEN_JSON, cause_of(error)) from None
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
         raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")

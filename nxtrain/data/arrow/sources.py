@@ -83,12 +83,13 @@ class Source:
     sample: str
 
 
-def find_sources(arguments: Sequence[Location], only: str = "") -> list[Source]:
+def find_sources(arguments: Sequence[Location], only: str = "", mixed: bool = False) -> list[Source]:
     """Find and recognise the files of a corpus, in the order of the arguments, those of a folder sorted by path.
 
     Args:
         arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
+        mixed: A folder may hold text beside other formats.
 
     Raises:
         ConfigError: An argument does not exist, or a folder holds no file.
@@ -101,7 +102,8 @@ def find_sources(arguments: Sequence[Location], only: str = "") -> list[Source]:
             sources.append(_recognise(argument, argument.name))
             continue
         found = [_recognise(argument / name, name) for name in _chosen(argument, names, only)]
-        _refuse_mixture(argument, found)
+        if not mixed:
+            _refuse_mixture(argument, found)
         sources += found
     return sources
 
@@ -183,7 +185,8 @@ def _refuse_mixture(folder: Location, found: Sequence[Source]) -> None:
         other = next(source for source in found if source.kind != "text")
         raise DataError(
             f"{folder} holds {summary(found)}: {texts[0].name} would be a document beside the rows of {other.name}; "
-            f"choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', or give them by name"
+            f"choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', give them by name, "
+            "or take all of them with --mixed"
         )
 
 

@@ -156,6 +156,11 @@ class Work:
         """True if only the names of the results are missing."""
         return (self._outputs.work / _SUMMARY).exists()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no batch is written."""
+        return self.position == Position()
+
     def open(self) -> None:
         """Cut the files behind the last whole batch, and open them for writing."""
         self._bad = self._files.enter_context(_cut(self._outputs.work / _BAD, self._num_bad_bytes))

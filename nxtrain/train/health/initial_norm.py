@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.metrics.run_observer import RunObserver
+from nxtrain.parallel.grads import SquareSum
 from nxtrain.sharding import ShardSpec
 from nxtrain.train.step import TrainState
 
@@ -92,10 +94,21 @@ def closed_form(state: TrainState) -> ClosedForm:
 def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:
     """Measure the norm of drawn weights; returns its values, and a line for people. Every rank calls this."""
     expected = closed_form(state)
-    norm = state.backend.fetch({"norm": state.gradients.norm(state.data_parallel.shards)})["norm"]
+    if state.backend.collectives.lazy:
+        norm = _norm_on_host(state)
+    else:
+        norm = state.backend.fetch({"norm": state.gradients.norm(state.data_parallel.shards)})["norm"]
     line = (
         f"parameter norm {norm:.6g} at step 0; the initialization has {expected.norm:.6g} +- {expected.tolerance:.2g}"
     )
     if not expected.explains(norm):
         line = f"WARNING: {line}: weights have another scale or shape than their layers ask for"
     return InitialNorm(norm, expected), line
+
+
+def _norm_on_host(state: TrainState) -> float:
+    """Norm of the parameters, summed by the hosts: on a lazy device it would be one more graph, with a collective."""
+    shards = {name: shard.detach().cpu() for name, shard in state.data_parallel.shards.items()}
+    square_sum = SquareSum(state.layout, shards, lambda weights: weights, FusedKernels())
+    sums = dict(state.ranks.gather((state.mesh.rank, float(square_sum.of(shards)))))
+    return math.sqrt(sum(sums[rank] for rank in state.mesh.state.group_of(state.mesh.rank)))

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from nxtrain.checkpoint import directory
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
@@ -20,7 +21,7 @@ from nxtrain.io.jsonl import JsonlLog
 from nxtrain.metrics.spikes import NormSpikes
 from nxtrain.metrics.stability import Stability
 from nxtrain.process.console import standard_error
-from nxtrain.run_folder import LOGS_DIR
+from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.health.step_history import BadSteps, PastStep
@@ -37,7 +38,7 @@ MOST_ALARMS = 3
 HOPELESS = 50
 """Number of consecutive steps without an update that ends the run under every policy."""
 
-REMEDY = "Resume from a checkpoint before it with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
+_SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ class NumericsGuard:
             if kind == "diverging" and self._rollbacks and self._config.recovery.on_divergence == "rollback":
                 self._rollbacks.roll_back(at, step, alarm)
             if kind == "diverging" and self._config.recovery.on_divergence == "stop":
-                raise DivergedError(f"step {at}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
+                policy = "the run is diverging, recovery.on_divergence=stop"
+                raise DivergedError(f"step {at}: {alarm}; {policy}. {self._remedy(at)}")
             self._warn(f"step {at}: {kind}: {alarm}")
         shown = [f"{kind}: {alarm}" if at == step else f"{kind} at step {at}: {alarm}" for at, kind, alarm in alarms]
         rest = len(shown) - MOST_ALARMS
@@ -270,7 +272,7 @@ class NumericsGuard:
         since = f"; {self._describe(bad)}" if bad.steps else ""
         raise DivergedError(
             f"step {step}: {', '.join(wrong)}{since}; the weights are not finite, and the run has diverged. Nothing is "
-            f"saved of them. {REMEDY}"
+            f"saved of them. {self._remedy(min((*bad.steps, step)))}"
         )
 
     def _judge_rolled_back(self, bad: BadSteps, last_read: int, step: int) -> None:
@@ -295,11 +297,11 @@ class NumericsGuard:
         if policy == "stop":
             for step in bad.steps:
                 self._record(step, bad, "stopped")
-            raise DivergedError(f"{self._describe(bad)}; the run has diverged (recovery.non_finite=stop). {REMEDY}")
+            remedy = self._remedy(bad.steps[0])
+            raise DivergedError(f"{self._describe(bad)}; the run has diverged (recovery.non_finite=stop). {remedy}")
         if self._in_a_row >= HOPELESS:
-            raise DivergedError(
-                f"{self._describe(bad)}, the {self._in_a_row}th in a row; the run has diverged. {REMEDY}"
-            )
+            row, remedy = f"the {self._in_a_row}th in a row", self._remedy(bad.steps[0])
+            raise DivergedError(f"{self._describe(bad)}, {row}; the run has diverged. {remedy}")
         if policy == "rollback" and new:
             for step in new:
                 self._record(step, bad, "rolled_back")
@@ -326,6 +328,14 @@ class NumericsGuard:
                 f"{self._describe(bad)}; recovery.non_finite=rollback is not possible, since {file} cannot be written: "
                 f"{problem}. Make room for it and start the run again, which goes on from its newest checkpoint"
             )
+
+    def _remedy(self, step: int) -> str:
+        """Way out after a step that failed: a checkpoint from before it, if there may be one."""
+        folder = self._config.run.dir / CHECKPOINTS_DIR
+        saved = any(directory.step_of(path) < step for path in directory.list_checkpoints(folder))
+        if saved or self._config.checkpoint.mirror:
+            return f"Resume from a checkpoint before it {_SOFTER}"
+        return f"No checkpoint is from before it: start again {_SOFTER}"
 
     def _describe(self, bad: BadSteps) -> str:
         steps = ", ".join(map(str, bad.steps))

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nxtrain.errors import BackendError, CheckpointError
+from nxtrain.errors import BackendError, CheckpointError, refused
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -23,15 +23,16 @@ def check_folder(folder: Path) -> None:
     """Check on the leader that the run's folder can be written and that the clock is set.
 
     Raises:
-        BackendError: The clock is not set.
-        CheckpointError: The folder cannot be written.
+        BackendError: The clock is not set, or the rights are missing.
+        InputError: A file is in the way.
+        StorageError: The storage fails or is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\n")
     except OSError as error:
-        raise CheckpointError(f"run.dir={folder} cannot be written: {error}. Use another run.dir") from error
+        raise refused(error, f"run.dir={folder} cannot be written") from error
     # A file that this start created itself, such as its lock, is stamped with the same clock.
     now, written = time.time(), max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
     if now < BUILT or now < written - TOLERATED_S:
@@ -58,6 +59,13 @@ def check_space(folder: Path, state: TrainState) -> None:
     # File systems of clusters may report no size at all.
     if os.statvfs(folder).f_blocks and free < needed:
         raise CheckpointError(
-            f"run.dir={folder} has {free / 1e9:.2f} GB free, and one checkpoint takes {needed / 1e9:.2f} GB. Free "
+            f"run.dir={folder} has {_size(free)} free, and one checkpoint takes {_size(needed)}. Free "
             "some, use another run.dir, or checkpoint.every=0"
         )
+
+
+def _size(num_bytes: int) -> str:
+    """Number of bytes for people: in GB, or below one in MiB with as many digits as show more than zero."""
+    if num_bytes >= 10**9:
+        return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / (1 << 20):.3f} MiB"

@@ -20,7 +20,7 @@ from pathlib import Path
 from nxtrain.backends.base import Backend
 from nxtrain.distributed.failures import call_with_timeout, loss
 from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
-from nxtrain.errors import HangError, StoppedBySignal
+from nxtrain.errors import HangError, StoppedBySignal, cause_of
 from nxtrain.io.atomic import replace_text
 from nxtrain.io.checksummed_file import transferred
 from nxtrain.metrics.run_observer import RunObserver, Work
@@ -356,4 +356,4 @@ class Watchdog(RunObserver):
         try:
             stacks.write(self._logs / f"hang-rank-{self._backend.rank}.txt")
         except OSError as error:
-            print_line(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")
+            print_line(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {cause_of(error)}")

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, trainers
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import CheckpointError, ConfigError, InputError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, save, table
@@ -51,6 +54,45 @@ def test_import_export_import_is_bitwise(tmp_path: Path, shape: str, dtype: torc
     first, second = read_meta(tmp_path / "first"), read_meta(tmp_path / "second")
     assert (first.step, first.kinds, first.dtype) == (0, ("model",), str(dtype).removeprefix("torch."))
     assert first == second
+
+
+ROLES = ("bos", "eos", "pad")
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ids_of_special_tokens_come_back_from_a_folder_without_a_tokenizer(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("ids")
+    src = published(folder / "hf", "gqa")
+    one = st.integers(0, 63)
+    ids = st.fixed_dictionaries(
+        {}, optional={"bos": one, "pad": one, "eos": st.one_of(one, st.lists(one, min_size=1, max_size=3))}
+    )
+    config = json.loads((src / "config.json").read_text())
+    for role in ROLES:
+        config.pop(f"{role}_token_id", None)
+    (src / "config.json").write_text(
+        json.dumps(config | {f"{role}_token_id": value for role, value in data.draw(ids).items()})
+    )
+    if data.draw(st.booleans()):
+        GenerationConfig(**{f"{role}_token_id": value for role, value in data.draw(ids).items()}).save_pretrained(src)
+    else:
+        (src / "generation_config.json").unlink(missing_ok=True)
+    hf_to_nxtrain(src, folder / "ours")
+    nxtrain_to_hf(folder / "ours", folder / "back")
+    there, back = (
+        (AutoConfig.from_pretrained(place), AutoModelForCausalLM.from_pretrained(place).generation_config)
+        for place in (src, folder / "back")
+    )
+    file = src / "generation_config.json"
+    of_config = json.loads((src / "config.json").read_text())
+    for key in (f"{role}_token_id" for role in ROLES):
+        if of_config.get(key) is not None:  # transformers has defaults of its own for the others
+            assert getattr(back[0], key) == getattr(there[0], key) == of_config[key]
+        if file.exists() or of_config.get(key) is not None:
+            assert getattr(back[1], key) == getattr(there[1], key)
 
 
 @pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope"])
@@ -177,7 +219,7 @@ def test_weights_that_are_not_finite_are_named_and_no_checkpoint_is_made(tmp_pat
     spoilt["model.norm.weight"][:3] = torch.nan
     spoilt["model.layers.1.mlp.up_proj.weight"][2, 2] = torch.inf
     save_file(spoilt, file, {"format": "pt"})
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(InputError) as refused:
         hf_to_nxtrain(src, tmp_path / "ours")
     assert "2 tensors have values that are not finite" in str(refused.value)
     assert "model.norm.weight (3 NaN)" in str(refused.value)

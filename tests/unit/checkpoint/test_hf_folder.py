@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.convert.hf_folder import HfFolder, HfWeights
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import ConfigError, InputError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import whole_shapes
@@ -256,7 +256,7 @@ def test_weights_that_are_not_finite_are_refused_by_each_rank_that_has_them(
         for name, local in blank(cut(specs, mesh, WEIGHTS))["model"].items():
             fill(name, local)
         here = {1: ["2 NaN and 1 infinite"], 2: ["1 NaN and 1 infinite", "1 NaN"]}[tp][rank]
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(InputError) as refused:
             fill.check()
         counts = f"model.embed_tokens.weight ({here}), model.norm.weight (1 infinite)"
         assert f"{src}: 2 tensors have values that are not finite: {counts}." in str(refused.value)
@@ -269,7 +269,7 @@ def test_a_value_that_the_type_of_the_model_cannot_hold_is_not_finite(tmp_path: 
     fill = HfWeights(export(tmp_path, tensors), specs, ALONE.tp, specs.global_shapes())
     for name, local in blank(cut(specs, ALONE, {"model": torch.bfloat16}))["model"].items():
         fill(name, local)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(1 infinite\)"):
+    with pytest.raises(InputError, match=r"model\.norm\.weight \(1 infinite\)"):
         fill.check()
 
 

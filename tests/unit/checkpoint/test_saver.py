@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nxtrain.checkpoint import async_writer, directory
+from nxtrain.checkpoint import async_writer, dcp_storage, directory
 from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
 from nxtrain.checkpoint.dcp_storage import Staged
 from nxtrain.checkpoint.directory import Retention
@@ -176,3 +180,50 @@ def test_the_copy_uses_the_same_memory_each_time(tmp_path: Path, monkeypatch: py
         saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(step), wait=True)
     assert len(seen) == 3
     assert len(set(seen)) == 1
+
+
+def test_a_copy_that_does_not_fit_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line tells so; the files are those of copies, and once memory is free the copies come back."""
+    free, weight = 31, torch.randn(4, 2)
+
+    def state() -> dict[str, dict[str, torch.Tensor]]:
+        return {"model": {"a.weight": weight}}
+
+    monkeypatch.setattr(async_writer, "free_memory_bytes", lambda: free)
+    saver = make(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_storage, "aligned_memory", mock.Mock(side_effect=MemoryError))
+        for step in (1, 2):
+            saver.save(state, meta(step))
+            (outcome,) = saves(saver)  # it has ended
+            assert (outcome.step, outcome.problem) == (step, "")
+            assert ("the copy of a checkpoint takes" in outcome.note) is (step == 1)
+            assert torch.equal(stored(tmp_path, step), weight)
+    free = 32
+    held = Held(monkeypatch)
+    saver.save(state, meta(3))
+    assert saver.poll() == []
+    held.gate.release()
+    saver.settle()
+    assert [outcome.note for outcome in saves(saver)] == [""]
+    first, last = (directory.step_path(tmp_path, step) / "rank-00000.safetensors" for step in (1, 3))
+    assert first.read_bytes() == last.read_bytes()
+
+
+@given(
+    machine=st.integers(0, 1 << 40),
+    limit=st.none() | st.integers(0, 1 << 40),
+    used=st.integers(0, 1 << 40),
+    files=st.integers(0, 1 << 30),
+)
+def test_free_memory_is_that_of_the_container_if_that_is_less(
+    tmp_path_factory: pytest.TempPathFactory, machine: int, limit: int | None, used: int, files: int
+) -> None:
+    folder = tmp_path_factory.mktemp("memory")
+    assert async_writer.free_memory_bytes(folder, folder) == sys.maxsize
+    (folder / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {machine} kB\n")
+    (folder / "memory.max").write_text("max\n" if limit is None else f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"file 7\ninactive_file {files}\nactive_file 3\n")
+    wanted = 1024 * machine if limit is None else min(1024 * machine, limit - used + files)
+    assert async_writer.free_memory_bytes(folder, folder) == wanted

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.config import check
 from nxtrain.config.check import AVAILABLE, Resolved, resolve_config, resolve_model
 from nxtrain.config.load import load, values
 from nxtrain.config.schema import RunConfig
+from nxtrain.convert.hf_folder import read_object
 from nxtrain.errors import ConfigError, Problem
 
 HF_CONFIG = {
@@ -384,6 +386,38 @@ def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | No
     assert found.key == "model.hf"
     assert reason in found.reason
     assert str(tmp_path / "config.json") in found.reason
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///runs.db", "postgresql+psycopg2://u:p@host/db", "mysql://host/db"])
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_database_of_mlflow_is_refused_where_nothing_can_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, is_installed: bool
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: object() if is_installed else None)
+    found = [] if is_installed else [only(tmp_path, f"metrics.mlflow={uri}")]
+    if is_installed:
+        assert checked(tmp_path, f"metrics.mlflow={uri}", world=1)
+    assert all(problem.key == "metrics.mlflow" and "http://HOST:5000" in problem.hint for problem in found)
+    assert checked(tmp_path, "metrics.mlflow=http://host:5000", world=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of_hub"),
+    [("meta-llama/Llama-3.2-1B", True), ("org/name", True), ("./org/name", False), ("name", False), ("/a/b", False)],
+)
+def test_a_name_of_the_hub_is_to_be_downloaded_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_of_hub: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = only(tmp_path, f"model.hf={name}")
+    assert (f"hf download {name} --local-dir DIR" in found.hint) is is_of_hub
+
+
+def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path, hf: Path) -> None:
+    plain = checked(hf, f"model.hf={hf}").model
+    (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
+    assert checked(hf, f"model.hf={hf}").model == plain
+    assert read_object(hf / "config.json")["model_type"]
 
 
 def test_resolve_model_works_on_a_plain_config() -> None:

@@ -17,7 +17,7 @@ from nxtrain.data import prepare as prepare_module
 from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Survey, sections
-from nxtrain.errors import DataError, LostPeerError
+from nxtrain.errors import DataError, LostPeerError, StorageError
 from nxtrain.vocab import ID_MASK
 from tests.unit.data.conftest import OpenAlone
 
@@ -214,7 +214,7 @@ def test_full_disk_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        refused = pytest.raises(DataError, match=r"ids\.npy cannot be written: File too large; free space")
+        refused = pytest.raises(StorageError, match=r"ids\.npy cannot be written: File too large; free space")
         with refused, writing_tokens(path, np.uint16) as append:
             append(np.zeros(100_000, np.uint16))
     finally:

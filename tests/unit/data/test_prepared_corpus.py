@@ -15,6 +15,7 @@ import pytest
 from nxtrain.bench.data_streams import write_sparse
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.columns import IDS, TEXT
+from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import DAMAGED, INVALID_UTF8, MISSING_FIELD, WRONG_TYPE
 from nxtrain.data.tokenization import load_tokenizer
@@ -296,6 +297,9 @@ def test_unknown_formats_mixtures_and_splits_are_refused(tmp_path: Path) -> None
         prepare(mixed, out=tmp_path / "o.arrow")
     prepare(mixed, out=tmp_path / "o.arrow", only="*.parquet")
     assert texts_of(tmp_path / "o.arrow") == documents(3)
+    prepare(mixed, out=tmp_path / "all.arrow", mixed=True)
+    assert texts_of(tmp_path / "all.arrow") == ["A data set.", *documents(3)]
+    assert inspect_corpus(mixed, seq_len=8, mixed=True)["documents"] == 4
     for split in ("train", "test"):
         write_corpus(tmp_path / "hub" / split, "save_to_disk", documents(4)).rename(tmp_path / "hub" / split / "x")
     (tmp_path / "hub" / "dataset_dict.json").write_text("{}")

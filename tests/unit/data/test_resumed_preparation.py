@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,38 @@ def test_a_stop_at_a_bad_row_goes_on_with_skip(sources: list[Path], tmp_path: Pa
     prepare(*sources, out=tmp_path / "p.arrow", on_bad="skip")
     assert (tmp_path / "o.arrow").read_bytes() == (tmp_path / "p.arrow").read_bytes()
     assert (tmp_path / "o.bad.jsonl").read_bytes() == (tmp_path / "p.bad.jsonl").read_bytes()
+
+
+class Counting(Watcher):
+    """Number of the batches that a preparation has written."""
+
+    batches = 0
+
+    def advance(self, num_bytes: int, counts: Counts) -> None:
+        self.batches += 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 20, 35, 60, 199])
+@pytest.mark.parametrize("line", ["{", '{"other": 1}', '{"text": 3}'])
+@pytest.mark.parametrize("shard_bytes", [0, 3000])
+def test_a_refusal_leaves_only_what_spares_the_next_start_some_work(
+    place: int, line: str, shard_bytes: int, tmp_path: Path
+) -> None:
+    lines = [json.dumps({"text": text}) for text in documents(200)]
+    lines[place] = line
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    watcher = Counting()
+    with pytest.raises(DataError, match=f"row {place + 1}"):
+        prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", watcher=watcher, shard_bytes=shard_bytes)
+    left = {path.name for path in tmp_path.iterdir()} - {"a.jsonl"}
+    assert left == ({"o.arrow.partial"} if watcher.batches else set())
+
+
+def test_sources_without_a_document_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": " "}\n{}\n')
+    with pytest.raises(DataError, match="hold no document"):
+        prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", on_bad="skip")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
 
 
 def test_a_begun_preparation_refuses_other_sources_settings_and_times(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import signal
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +109,68 @@ def test_weights_and_biases_gets_every_record_offline(tmp_path: Path) -> None:
         time.sleep(0.05)
         files = sorted((tmp_path / "wandb").rglob("*.wandb"))
     assert logged == [{"step": 1.0, "loss": 2.5}, {"step": 2.0, "grad_norm": 0.5}, {"step": 3.0, "loss": 2.25}]
+
+
+def rows_below(folder: Path) -> list[dict[str, float]]:
+    return [row for file in sorted(folder.rglob("*.wandb")) for row in histories(file)]
+
+
+def log_and_wait(folder: Path, records: list[dict[str, Any]], resume_step: int) -> None:
+    """Log records, tell so, and wait for the end."""
+    sinks = open_sinks(config(folder, wandb="offline"), resume_step, leader=True)
+    for record in records:
+        for sink in sinks:
+            sink.log(record)
+    (folder / "logged").touch()
+    time.sleep(600)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its children at once, as a machine or a container that goes."""
+    children = (Path(f"/proc/{pid}/task/{pid}/children")).read_text().split()
+    os.kill(pid, signal.SIGKILL)
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kept", [[2], [5], [3, 4]], ids=str)
+def test_what_a_kill_took_from_weights_and_biases_is_sent_again(
+    tmp_path: Path, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step up to that of each resume is there; `kept` are the steps of the checkpoints after each kill."""
+    pytest.importorskip("wandb", reason="no wandb: pip install 'nxtrain[wandb]'")
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # of the tests, which would outlive the kill
+    context, resume_step = multiprocessing.get_context("spawn"), 0
+    for step in kept:
+        records = [{"step": at, "loss": 1 / at} for at in range(resume_step + 1, step + 2)]
+        process = context.Process(target=log_and_wait, args=(tmp_path, records, resume_step))
+        process.start()
+        limit_s = time.monotonic() + patient_s(60)
+        while not (tmp_path / "logged").exists():
+            assert time.monotonic() < limit_s
+            assert process.is_alive()
+            time.sleep(0.05)
+        (tmp_path / "logged").unlink()
+        assert process.pid is not None
+        kill_tree(process.pid)
+        process.join()
+        resume_step = step
+    last = {"step": resume_step + 1, "loss": 0.5}
+
+    def log_to_the_end(record: dict[str, Any], resume_step: int) -> int:
+        process = context.Process(target=log, args=(config(tmp_path, wandb="offline"), [record], resume_step))
+        process.start()
+        process.join(patient_s(60))
+        assert process.exitcode == 0
+        return len(rows_below(tmp_path))
+
+    num_rows = log_to_the_end(last, resume_step)
+    wanted = {float(step): 1 / step for step in range(1, resume_step + 1)} | {last["step"]: 0.5}
+    assert {row["step"]: row["loss"] for row in rows_below(tmp_path)} == wanted
+    # A start that ended leaves nothing to send again.
+    assert log_to_the_end({"step": resume_step + 2, "loss": 0.25}, resume_step + 1) == num_rows + 1
 
 
 @pytest.mark.filterwarnings("ignore")

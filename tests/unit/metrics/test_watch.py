@@ -134,6 +134,30 @@ def damaged(folder: Path) -> None:
     (folder / LOGS_DIR / START_FILE).write_text("[]", encoding="utf-8")
 
 
+def rubbish(folder: Path) -> None:
+    done(folder)
+    (folder / METRICS_FILE).write_bytes(bytes(range(200, 256)) * 2000)
+
+
+def brackets(folder: Path) -> None:
+    done(folder)
+    (folder / METRICS_FILE).write_text("[" * 100_000, encoding="utf-8")
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 3, 2000])
+@pytest.mark.parametrize("begun", ["", "{", '{"step": 4, "loss": 0.', '{"step": 4, "alarm": "x'])
+def test_a_file_that_a_run_writes_is_not_damaged(tmp_path: Path, num_records: int, begun: str) -> None:
+    """At any size: of a long file, the first line that is read is a part of one."""
+    folder = write_run(tmp_path, records=[record(step) for step in range(1, num_records + 1)])
+    followed = Followed(folder)
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write(begun)
+    assert "damaged" not in followed.line()[0]
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write("rubbish\n" if not begun else "\n")
+    assert ("damaged" in followed.line()[0]) is True
+
+
 @pytest.mark.parametrize(
     ("make", "said", "ended"),
     [
@@ -141,7 +165,9 @@ def damaged(folder: Path) -> None:
         (failed, "failed: rank 1 was killed", False),
         (done, "done", True),
         (silent, "silent for ", False),
-        (damaged, "step 0", False),
+        (damaged, "step 0  metrics.jsonl is damaged", False),
+        (rubbish, "metrics.jsonl is damaged", True),
+        (brackets, "metrics.jsonl is damaged", True),
     ],
 )
 def test_the_state_of_a_run_is_said(tmp_path: Path, make: Callable[[Path], None], said: str, ended: bool) -> None:

@@ -53,7 +53,7 @@ def number(value: object) -> float:
 
 
 def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
-    """Numbers of the last record of each step, and the number of lines that are none; a torn end is no such line."""
+    """Numbers of the last record of each step, and the number of lines that are none; a begun line is no such line."""
     found: dict[int, dict[str, float]] = {}
     damaged = 0
     *whole, torn = content.split(b"\n")
@@ -63,11 +63,11 @@ def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
         try:
             read: Any = json.loads(line.decode(errors="replace"))
         except ValueError:
-            damaged += at < len(whole)
+            damaged += at < len(whole) or not line.startswith(b"{")
             continue
         step = number(read.get("step")) if isinstance(read, dict) else math.nan
         if not (step >= 0 and step == int(step) and step <= 2**53):
-            damaged += at < len(whole) or isinstance(read, dict)
+            damaged += 1
             continue
         found[int(step)] = {key: number(read.get(key)) for key in NUMBERS}
     return found, damaged
@@ -92,7 +92,8 @@ def test_columns_are_those_of_a_plain_reading(
     found = read_columns(file)
     assert found.steps.tolist() == sorted(expected)
     assert found.damaged == damaged
-    assert found.torn == (bool(content) and not content.endswith(b"\n"))
+    tail = content.rpartition(b"\n")[2]
+    assert found.torn == tail.startswith(b"{")
     for key in NUMBERS:
         values = [expected[step][key] for step in sorted(expected)]
         if any(map(math.isfinite, values)):

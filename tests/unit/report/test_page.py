@@ -138,6 +138,16 @@ def foreign_lines(folder: Path) -> None:
     (folder / METRICS_FILE).write_text('{"epoch": 1, "train_loss": 2}\n' * 5, encoding="utf-8")
 
 
+def rubbish(folder: Path) -> None:
+    write_run(folder, starts=[start(0, 60, began=100.0, outcome="")])
+    (folder / METRICS_FILE).write_bytes(bytes(range(200, 256)) * 100)
+
+
+def brackets(folder: Path) -> None:
+    write_run(folder, starts=[start(0, 60, began=100.0, outcome="")])
+    (folder / METRICS_FILE).write_text("[" * 100_000, encoding="utf-8")
+
+
 def still_written(folder: Path) -> None:
     write_run(folder, starts=[start(0, 60, began=100.0, outcome="")])
     with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
@@ -175,6 +185,8 @@ def unknown_machine(folder: Path) -> None:
         (empty, "the folder is empty"),
         (foreign, "this is no run folder of nxtrain"),
         (foreign_lines, "5 lines of metrics.jsonl are no records of nxtrain"),
+        (rubbish, "metrics.jsonl is damaged: it holds no record"),
+        (brackets, "metrics.jsonl is damaged: it holds no record"),
         (still_written, "the last line of metrics.jsonl has no end"),
         (folders_for_files, "metrics.jsonl cannot be read"),
         (one_step, ""),

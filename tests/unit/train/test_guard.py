@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from nxtrain.checkpoint import directory
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
-from nxtrain.run_folder import LOGS_DIR
+from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
@@ -29,7 +30,13 @@ BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm":
 
 
 def guard(
-    folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None, norms: Sequence[float] = ()
+    folder: Path,
+    policy: str,
+    *,
+    rank: int = 0,
+    screen: io.StringIO | None = None,
+    norms: Sequence[float] = (),
+    mirror: str = "",
 ) -> NumericsGuard:
     """One that sees nothing but bad steps, unless a loss is finite; `norms` are those of the steps from 1."""
 
@@ -43,6 +50,7 @@ def guard(
         run=SimpleNamespace(dir=folder),
         metrics=SimpleNamespace(spike_threshold=0.1),
         train=SimpleNamespace(global_batch=4),
+        checkpoint=SimpleNamespace(mirror=mirror),
     )
     collectives = SimpleNamespace(barrier=lambda: None)
     state = SimpleNamespace(
@@ -81,6 +89,26 @@ def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, poli
     assert "is written again, and lacks nothing" in screen.getvalue()
     expected = {"skip": ["skipped"], "rollback": ["rolled_back", "persistent"]}[policy]
     assert [line["verdict"] for line in JsonlLog(file).read()] == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "mirror", "is_possible"),
+    [((), "", False), ((7, 9), "", False), ((3,), "", True), ((9, 6), "", True), ((), "s3://bucket/run", True)],
+)
+@pytest.mark.parametrize("bad", [BAD, {**GOOD, "param_norm": math.inf}], ids=["step", "weights"])
+def test_a_resume_is_advised_only_where_a_checkpoint_may_be_from_before(
+    tmp_path: Path, steps: tuple[int, ...], mirror: str, is_possible: bool, bad: dict[str, float]
+) -> None:
+    for step in steps:
+        folder = directory.step_path(tmp_path / CHECKPOINTS_DIR, step)
+        folder.mkdir(parents=True)
+        (folder / directory.META).touch()
+    watch = guard(tmp_path, "stop", mirror=mirror)
+    watch.begin(6, {})
+    with pytest.raises(DivergedError) as ended:
+        watch.judge(7, dict(bad))
+    assert ("Resume from a checkpoint before it with a lower" in str(ended.value)) is is_possible
+    assert ("No checkpoint is from before it: start again with a lower" in str(ended.value)) is not is_possible
 
 
 def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Path) -> None:

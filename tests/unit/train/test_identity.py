@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.config.check import Resolved
@@ -77,6 +80,26 @@ def test_what_has_drifted_is_refused_by_its_key_and_allowed_by_it(
     tokenizer.write_text("{}", encoding="utf-8")
     monkeypatch.undo()
     hold(tmp_path, tokenizer, (key,), (key,), monkeypatch)
+
+
+@settings(max_examples=20, deadline=None)
+@given(changed=st.sets(st.sampled_from(["vocab_size", "hidden_size", "num_hidden_layers", "rope_theta"]), min_size=1))
+def test_of_another_shape_only_the_differing_keys_are_named(changed: set[str]) -> None:
+    here = meta_at(
+        0, run_plan(Path("run"), {"source": "tokens", "path": "rows.npy"}, steps=4), RunInputs.of("rows", None)
+    )
+    other = {**here.config, **{key: 2 * here.config[key] for key in changed}}
+    with pytest.raises(CheckpointError) as refused:
+        refuse_drift(
+            Path("step-00000002"),
+            here.model_copy(update={"config": other}),
+            here,
+            run_plan(Path("run"), {"source": "tokens", "path": "rows.npy"}, steps=4),
+        )
+    named = set(re.findall(r"config\.(\w+) is ", str(refused.value)))
+    assert named == changed
+    for key in changed:
+        assert f"config.{key} is {2 * here.config[key]!r} there and {here.config[key]!r} here" in str(refused.value)
 
 
 def test_another_order_of_the_rows_is_held_as_other_data(tmp_path: Path) -> None:

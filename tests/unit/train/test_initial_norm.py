@@ -17,6 +17,7 @@ from nxtrain.mesh import Axis
 from nxtrain.nn.init import draw_shard
 from nxtrain.sharding import Init, ShardSpec
 from nxtrain.train import build
+from nxtrain.train.health import initial_norm
 from nxtrain.train.health.initial_norm import ClosedForm, measure_initial_norm
 from tests.support.ranks import RankPool, ranks
 from tests.support.runs import records, run_plan, token_file, train_rank
@@ -85,6 +86,26 @@ def test_runs_of_every_layout_record_the_same_norms(ranks: RankPool, tmp_path: P
     for norm, expected in found:
         assert norm == pytest.approx(found[0][0], rel=1e-3)
         assert norm == pytest.approx(expected, rel=0.02)
+
+
+def both_norms(backend: Backend, resolved: Resolved) -> tuple[float, float]:
+    """Norm of drawn weights as the hosts sum it for lazy devices, and as the devices do."""
+    mesh = build.mesh_of(resolved, backend)
+    model = build.build_model(resolved, backend, mesh, init="draw")
+    state = build.build_state(resolved, model, backend, mesh)
+    of_devices = backend.fetch({"norm": state.gradients.norm(state.data_parallel.shards)})["norm"]
+    return initial_norm._norm_on_host(state), of_devices
+
+
+@pytest.mark.parametrize(("parallel", "precision"), [*LAYOUTS, ({"tp": 2, "dp": 2}, {})])
+def test_hosts_sum_the_norm_that_the_devices_sum(
+    ranks: RankPool, tmp_path: Path, parallel: dict[str, Any], precision: dict[str, Any]
+) -> None:
+    data = {"source": "tokens", "path": "none"}
+    plan = run_plan(tmp_path, data, steps=2, parallel=parallel, precision=precision)
+    world = parallel["tp"] * parallel["dp"] * parallel.get("pp", 1)
+    for on_host, on_device in ranks.run(world, both_norms, plan):
+        assert on_host == pytest.approx(on_device, rel=1e-6)
 
 
 def wrong_scale(backend: Backend, resolved: Resolved) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from nxtrain.errors import BackendError, CheckpointError
+from nxtrain.errors import BackendError, CheckpointError, InputError
+from nxtrain.train.step import TrainState
 from nxtrain.train.supervision import preflight
-from nxtrain.train.supervision.preflight import check_folder
+from nxtrain.train.supervision.preflight import check_folder, check_space
 from nxtrain.train.supervision.run_lock import only_run
 
 
@@ -43,5 +47,22 @@ def test_a_clock_that_is_a_little_behind_is_none(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match=r"run\.dir=.*cannot be written"):
+    with pytest.raises(InputError, match=r"run\.dir=.*cannot be written: File exists; check the path"):
         check_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("free", "needed", "shown"),
+    [
+        (3 << 20, 9 << 20, ("3.000 MiB", "9.000 MiB")),
+        (1 << 10, 10 << 10, ("0.001 MiB", "0.010 MiB")),
+        (5 * 10**8, 123 * 10**9, ("476.837 MiB", "123.00 GB")),
+    ],
+)
+def test_space_is_shown_with_digits_that_differ_from_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, needed: int, shown: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(preflight, "checkpoint_bytes", lambda state: needed)
+    with pytest.raises(CheckpointError, match=f"has {shown[0]} free, and one checkpoint takes {shown[1]}"):
+        check_space(tmp_path, cast("TrainState", None))
