@@ -183,14 +183,15 @@ def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, a
         ranks_per_node: Ranks of a machine, which hybrid sharding groups.
         attention: Implementation of attention.
     """
-    with _backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)
         return step_memory(resolved, backend, mesh)
 
 
 @contextmanager
-def _backend(world: int, rank: int, ranks_per_node: int, attention: Attention) -> Iterator[FakeBackend]:
+def fake_backend(world: int, rank: int, ranks_per_node: int, attention: Attention) -> Iterator[FakeBackend]:
+    """Backend of a rank of a pretended world, closed in the end; arguments as of `trace_rank`."""
     backend = FakeBackend(world, rank, ranks_per_node, attention)
     try:
         yield backend
@@ -205,16 +206,21 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
     trained = [_own(p) for p in state.model.parameters() if p.requires_grad]
     kept = [_own(x) for kind in state.optimizer.state.values() for x in kind.values()]
     kept += [_own(x) for x in state.data_parallel.shards.values()]
-    train = resolved.config.train
-    num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
-    tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
-    batch = DeviceBatch.of(tokens, tokens, backend.put, tokens if resolved.config.data.doc_mask else None)
+    batch = zero_batch(resolved, backend, mesh)
     with LiveBytes([*parameters, *kept, *state.model.buffers()]) as step:
         train_step(state, batch, 1e-3)
     held = {x.untyped_storage()._cdata for x in parameters}
     apart = [x for x in kept if x.untyped_storage()._cdata not in held]
     trained_bytes = _num_bytes(trained)
     return Traced(trained_bytes, _num_bytes(parameters) - trained_bytes, _num_bytes(apart), step.peak)
+
+
+def zero_batch(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> DeviceBatch:
+    """A rank's part of a global batch of zeros."""
+    train = resolved.config.train
+    num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
+    tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
+    return DeviceBatch.of(tokens, tokens, backend.put, tokens if resolved.config.data.doc_mask else None)
 
 
 def _own(x: Tensor) -> Tensor:

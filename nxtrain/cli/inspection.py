@@ -29,16 +29,29 @@ def inspect_model(
     rank: Annotated[
         int | None, integer(0, MAX_RANKS, help="Show one rank in place of the first of every pipeline stage.")
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Print gathers, passes and reductions of a sharded step, in order.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a model, its pipeline stages, units and shards, and the bytes of a rank; of a run also its checkpoint.
 
-    Nothing is built: a model of any size takes a second and no memory.
+    Nothing is built: a model of any size takes a second and no memory. --trace alone runs a step, on tensors without
+    storage, and prints nothing else.
     """
     from nxtrain.plan.inspection import inspect
     from nxtrain.plan.show_inspection import show_inspection
 
     found = inspect(path, overrides or [])
+    if trace:
+        from nxtrain.bench.step_trace import trace_step
+
+        events = trace_step(found.resolved, found.job)
+        if as_json:
+            write_document({"events": events})
+        else:
+            typer.echo("\n".join(f"{number:3}  {event}" for number, event in enumerate(events, 1)))
+        return
     if as_json:
         write_document(found.to_json(rank))
     else:

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.bench.step_trace import record_events
 from nxtrain.config.check import Resolved
-from nxtrain.family import CausalLM
 from nxtrain.train.step import train_step
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start
@@ -22,80 +19,14 @@ from tests.support.ranks import RankPool
 BLOCKS = 6
 
 
-class _Gathering:
-    """An all-gather that writes down which unit it gathers."""
-
-    def __init__(self, unit: str, log: list[str]) -> None:
-        self._unit, self._log = unit, log
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self._log.append(f"gather {self._unit}")
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _Reduction:
-    """A reduce-scatter that writes down which unit it reduces."""
-
-    def __init__(self, unit: str, log: list[str]) -> None:
-        self._unit, self._log = unit, log
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the argument."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._log.append(f"reduce {self._unit}")
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class _Backward(torch.autograd.Function):
-    """Identity whose backward writes a word down."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[str], word: str) -> Tensor:
-        ctx.note = lambda: log.append(word)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.note()
-        return grads[0], None, None
-
-
 def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[str]:
     """Events of the second step, in order; the first makes groups and hooks."""
     state = start(backend, resolved, weights)
-    log: list[str] = []
-    _record(state.model, "rest", log)
-    model: CausalLM = state.model  # type: ignore[assignment]
-    units: dict[int, nn.Module] = {}
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, FSDPModule)
-        if units.setdefault(id(block._get_fsdp_state()), block) is block:
-            _record(block, str(index), log)
-
-        def forward(module: nn.Module, args: Any, index: int = index) -> None:
-            log.append(f"forward {index}")
-
-        def backward(module: nn.Module, args: Any, out: Tensor, index: int = index) -> Any:
-            return _Backward.apply(out, log, f"backward {index}")
-
-        block.register_forward_pre_hook(forward)  # after that of FSDP, which has gathered by then
-        block.register_forward_hook(backward, prepend=True)  # inside that of FSDP, whose gathering comes first backward
+    log = record_events(state.model)
     for batch in batches(resolved, 2):
         log.clear()
         train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)
     return log
-
-
-def _record(module: nn.Module, unit: str, log: list[str]) -> None:
-    assert isinstance(module, FSDPModule)
-    module.set_custom_all_gather(_Gathering(unit, log))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_Reduction(unit, log))  # type: ignore[arg-type]
 
 
 def events(resolved: Resolved, ranks: RankPool) -> list[str]:

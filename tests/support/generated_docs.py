@@ -21,6 +21,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
 from nxtrain.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import EXIT_CODES, ExitCode
+from nxtrain.plan.inspection import inspect
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
 from nxtrain.plan.shapes import num_params
@@ -173,6 +174,28 @@ def _step(mode: str, network_bytes_s: float) -> str:
     return f"{step_time(job).step_s:.2f}{'' if fits else ', does not fit'}"
 
 
+MEANINGS = {
+    "gather": "the ranks exchange their shards; each has the unit's parameters whole",
+    "forward": "the block's forward pass",
+    "backward": "gradients of the block's inputs and parameters",
+    "reduce": "gradients are summed over the ranks; each keeps its own shard",
+}
+"""Events of a sharded step, in words."""
+
+
+def sharded_step() -> str:
+    """Table of the events of a sharded step of a model with three blocks."""
+    from nxtrain.bench.step_trace import trace_step  # torch, which no other part needs
+
+    overrides = ["parallel.shard=full", "parallel.dp=4", "train.micro_batch=4", "model.config.num_hidden_layers=3"]
+    found = inspect(ROOT / "configs" / "tiny_cpu.toml", overrides)
+    rows = [
+        f"| {number} | {event} | {MEANINGS[event.split()[0]]} |"
+        for number, event in enumerate(trace_step(found.resolved, found.job), 1)
+    ]
+    return "\n".join(["", "| | event | meaning |", "|---|---|---|", *rows, ""])
+
+
 def exit_codes() -> str:
     """Table of exit codes, with the use of a new start."""
     lines = ["", "| code | meaning | restart? |", "|---|---|---|"]
@@ -200,6 +223,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("configuration.md", "keys"): key_tables,
     ("architecture.md", "layers"): layers,
     ("architecture.md", "files"): file_list,
+    ("parallelism.md", "step"): sharded_step,
     ("recovery.md", "exit_codes"): exit_codes,
     ("slurm_kubernetes.md", "restarts"): restarts,
     ("trainium.md", "releases"): releases,
