@@ -34,7 +34,7 @@ PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distribut
 _FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", "recovery")
 """Sections that shape no graph; the model's shape stands for its section."""
 _FREE_KEYS = {
-    *("backend.name", "train.steps", "train.eval_batches"),
+    *("backend.name", "train.steps", "train.epochs", "train.eval_batches"),
     *("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps"),
 }
 _OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")

@@ -105,6 +105,7 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
     }
     return [
         f"train.steps={STEPS}",
+        "train.epochs=0",
         f"optim.decay_steps={config.optim.decay_steps or config.train.steps}",
         f"run.dir={folder}",
         "checkpoint.resume=never",

@@ -13,6 +13,7 @@ from typing import Any
 
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
+from nxtrain.config.duration import duration
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of, values
 from nxtrain.config.precision import precision
@@ -78,7 +79,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *layout(config, world, has_weights=has_weights)]
-    problems += [*_name(config), *_schedule(config), *_profile(config), *_tracker(config)]
+    problems += [*_name(config), *duration(config, loaded.origins), *_profile(config), *_tracker(config)]
     problems += [*_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
@@ -223,18 +224,6 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
             f"tp={parallel.tp} does not divide seq_len={train.seq_len}, as sequence_parallel asks",
             hint=f"use train.seq_len={works}, or parallel.sequence_parallel=false",
         )
-
-
-def _schedule(config: RunConfig) -> Iterator[Problem]:
-    optim = config.optim
-    end = optim.decay_steps or config.train.steps
-    if optim.schedule == "cosine" and optim.min_lr > optim.lr:
-        reason = f"min_lr={optim.min_lr} exceeds lr={optim.lr}"
-        yield Problem("optim.min_lr", reason, hint=f"use optim.min_lr={optim.lr / 10} or less than lr")
-    if optim.warmup_steps > end:
-        name = "optim.decay_steps" if optim.decay_steps else "train.steps"
-        hint = "use fewer, or set optim.decay_steps to the length of the whole run that these steps begin"
-        yield Problem("optim.warmup_steps", f"{optim.warmup_steps} exceeds {name}={end}", hint=hint)
 
 
 def _sharding(config: RunConfig) -> Iterator[Problem]:

@@ -145,6 +145,8 @@ class TrainConfig(Section):
 
     steps: PositiveInt = 1000
     """Optimizer updates of the whole run."""
+    epochs: NonNegativeFloat = 0.0
+    """Passes over the rows of the data, as 3 or 0.5, in place of train.steps; 0: train.steps counts."""
     seq_len: Size = 128
     """Tokens per sequence."""
     global_batch: Size = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Literal, cast
 
 from nxtrain.backends import choose, choose_layers, open_backend
@@ -12,6 +13,7 @@ from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
+from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import Data, StreamLoader, Streams
@@ -110,6 +112,10 @@ def train_on(context: RunContext, reason: str) -> None:
         return
     mirrored = _claim_folder(context)
     data = open_run_data(context, mirrored)
+    context = _with_steps(context, data)
+    if context.is_leader:
+        config = context.config
+        refuse_crash_loop(config.run.dir / LOGS_DIR, fingerprint(dump(config)), config.recovery.max_same_step)
     base = context.ranks.on_leader(lambda: base_fingerprint(context.config), "cannot read the frozen weights")
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
     context.enter(0, "restore")
@@ -143,8 +149,18 @@ def _claim_folder(context: RunContext) -> Mirrored | None:
         mirrored = open_mirrored(config.checkpoint.mirror, folder, context.ranks, context.backend.local_rank)
     if context.is_leader:
         check_folder(config.run.dir)
-        refuse_crash_loop(config.run.dir / LOGS_DIR, fingerprint(dump(config)), config.recovery.max_same_step)
     return mirrored
+
+
+def _with_steps(context: RunContext, data: Data) -> RunContext:
+    """The run with `train.epochs` as steps, once the rows are known."""
+    epochs = context.config.train.epochs
+    if not epochs:
+        return context
+    assert not isinstance(data.source, Streams)
+    counted = with_epochs_as_steps(context.config, data.source.num_rows)
+    context.print_line(f"{epochs:g} epochs of {data.source.num_rows:,} rows: train.steps={counted.train.steps}")
+    return replace(context, plan=replace(context.plan, config=counted))
 
 
 def _prepare_folder(context: RunContext, state: TrainState) -> None:

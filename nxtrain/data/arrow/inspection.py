@@ -120,6 +120,7 @@ class PackingWaste:
         }
 
 
+# 8 arguments: the options of the command
 def inspect_corpus(
     place: Location,
     *,

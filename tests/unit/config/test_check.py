@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.config import check
 from nxtrain.config.check import AVAILABLE, Resolved, resolve_config, resolve_model
 from nxtrain.config.load import load, values
 from nxtrain.config.schema import RunConfig
@@ -221,18 +220,6 @@ def test_a_device_that_compiles_whole_steps_has_no_blocks_to_compile(tmp_path: P
     checked(tmp_path, "compile.torch_compile=true", "backend.name=neuron-native")
 
 
-def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
-    overrides = ("train.steps=10", "optim.warmup_steps=11")
-    assert only(tmp_path, *overrides).reason == "11 exceeds train.steps=10"
-    assert only(tmp_path, *overrides, "optim.decay_steps=10").reason == "11 exceeds optim.decay_steps=10"
-    checked(tmp_path, *overrides, "optim.decay_steps=11")
-
-
-def test_min_lr_bounds_a_cosine_only(tmp_path: Path) -> None:
-    assert only(tmp_path, "optim.lr=1e-5").reason == "min_lr=3e-05 exceeds lr=1e-05"
-    checked(tmp_path, "optim.lr=1e-5", "optim.schedule=constant")
-
-
 def test_a_path_without_a_source_is_not_ignored(tmp_path: Path) -> None:
     assert only(tmp_path, "data.path=x").key == "data.source"
     checked(tmp_path, "data.path=x", "data.source=stdlib")
@@ -388,38 +375,6 @@ def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | No
     assert str(tmp_path / "config.json") in found.reason
 
 
-@pytest.mark.parametrize("uri", ["sqlite:///runs.db", "postgresql+psycopg2://u:p@host/db", "mysql://host/db"])
-@pytest.mark.parametrize("is_installed", [False, True])
-def test_a_database_of_mlflow_is_refused_where_nothing_can_open_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, is_installed: bool
-) -> None:
-    monkeypatch.setattr(check, "find_spec", lambda name: object() if is_installed else None)
-    found = [] if is_installed else [only(tmp_path, f"metrics.mlflow={uri}")]
-    if is_installed:
-        assert checked(tmp_path, f"metrics.mlflow={uri}", world=1)
-    assert all(problem.key == "metrics.mlflow" and "http://HOST:5000" in problem.hint for problem in found)
-    assert checked(tmp_path, "metrics.mlflow=http://host:5000", world=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_of_hub"),
-    [("meta-llama/Llama-3.2-1B", True), ("org/name", True), ("./org/name", False), ("name", False), ("/a/b", False)],
-)
-def test_a_name_of_the_hub_is_to_be_downloaded_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_of_hub: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = only(tmp_path, f"model.hf={name}")
-    assert (f"hf download {name} --local-dir DIR" in found.hint) is is_of_hub
-
-
-def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path, hf: Path) -> None:
-    plain = checked(hf, f"model.hf={hf}").model
-    (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
-    assert checked(hf, f"model.hf={hf}").model == plain
-    assert read_object(hf / "config.json")["model_type"]
-
-
 def test_resolve_model_works_on_a_plain_config() -> None:
     assert resolve_model(RunConfig()).vocab_size > 0
 
@@ -479,3 +434,10 @@ def test_masks_of_adapters_are_drawn_on_every_layout_and_backend(tmp_path: Path,
     for override in ("parallel.pp=3", "backend.name=xla", "compile.torch_compile=true"):
         assert checked(tmp_path, *given, override).config.finetune.dropout == 0.1
     assert only(tmp_path, *given[:3], "finetune.dropout=1.0").key == "finetune.dropout"
+
+
+def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path, hf: Path) -> None:
+    plain = checked(hf, f"model.hf={hf}").model
+    (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
+    assert checked(hf, f"model.hf={hf}").model == plain
+    assert read_object(hf / "config.json")["model_type"]

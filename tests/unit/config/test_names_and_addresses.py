@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxtrain.config import check
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import ConfigError
+from nxtrain.errors import ConfigError, Problem
 from nxtrain.io.object_store import S3Path, open_store, place_of
 from nxtrain.io.paths import local_path
 from tests.support import commands
@@ -143,3 +144,37 @@ def test_a_file_that_sets_nothing_is_known(tmp_path: Path, text: str, is_empty: 
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert load(path, ["train.steps=1"]).sets_anything != is_empty
+
+
+def problems(folder: Path, *overrides: str) -> tuple[Problem, ...]:
+    (folder / "run.toml").touch()
+    try:
+        resolve_config(load(folder / "run.toml", overrides), None)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///runs.db", "postgresql+psycopg2://u:p@host/db", "mysql://host/db"])
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_database_of_mlflow_is_refused_where_nothing_can_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, is_installed: bool
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: object() if is_installed else None)
+    found = problems(tmp_path, f"metrics.mlflow={uri}")
+    assert [problem.key for problem in found] == ([] if is_installed else ["metrics.mlflow"])
+    assert all("http://HOST:5000" in problem.hint for problem in found)
+    assert not problems(tmp_path, "metrics.mlflow=http://host:5000")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of_hub"),
+    [("meta-llama/Llama-3.2-1B", True), ("org/name", True), ("./org/name", False), ("name", False), ("/a/b", False)],
+)
+def test_a_name_of_the_hub_is_to_be_downloaded_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_of_hub: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = problems(tmp_path, f"model.hf={name}")
+    assert {problem.key for problem in found} == {"model.hf"}
+    assert (f"hf download {name} --local-dir DIR" in found[0].hint) is is_of_hub

@@ -1,0 +1,31 @@
+"""A run of epochs is the run of as many steps, in every start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxtrain.config.load import load
+from nxtrain.io.jsonl import read
+from tests.support.commands import in_process, write_config
+
+
+def test_a_run_of_epochs_is_that_of_its_steps(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=4, num_rows=18)
+    batch = load(config).config.train.global_batch
+    steps = -(-2 * 18 // batch)
+    runs = {}
+    for name, length in (("epochs", "train.epochs=2"), ("steps", f"train.steps={steps}")):
+        run = tmp_path / name
+        code, _, said = in_process("train", config, f"run.dir={run}", length)
+        assert code == 0, said
+        assert (f"2 epochs of 18 rows: train.steps={steps}" in said) is (name == "epochs")
+        written = load(run / "config.toml").config.train
+        assert (written.steps, written.epochs) == (steps, 0)
+        runs[name] = [(line["step"], line["loss"], line["lr"]) for line in read(run / "metrics.jsonl")]
+    assert runs["epochs"] == runs["steps"]
+    assert [step for step, *_ in runs["epochs"]] == list(range(1, steps + 1))
+    code, _, said = in_process("train", config, f"run.dir={tmp_path}/epochs", "train.epochs=2")
+    assert code == 0, said
+    code, _, said = in_process("train", config, f"run.dir={tmp_path}/epochs", "train.epochs=3")
+    assert code == 0, said
+    assert [line["step"] for line in read(tmp_path / "epochs/metrics.jsonl")][-1] == -(-3 * 18 // batch)
