@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import resource
+import secrets
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
@@ -14,10 +20,16 @@ import pytest
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import DataError
 from nxtrain.eval import harness
+from nxtrain.eval.scorer import Scorer
 from nxtrain.eval.tasks import passes, quac
+from nxtrain.mesh import Mesh
 from nxtrain.train.generate import Sampling
+from nxtrain.train.trained import Trained
+from tests.support.text_models import text_model
 
 PROBLEMS: list[dict[str, Any]] = [
     {
@@ -81,19 +93,63 @@ class FakeScorer:
         return texts
 
 
-class FakeCodeEval:
-    """A fake of the hub's metric `code_eval`, which has no copy on this machine: programs of the table run here."""
+class Judge:
+    """A judge with the interface of the hub's metric `code_eval`, which has no copy on this machine.
+
+    A program and its test run in a process of their own, with limits of time and memory, without the environment, in
+    an empty folder. They pass if the process gets to the end of the test, where it prints a word of the judge.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._known = folder, dict[str, bool]()
 
     def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
         assert (len(references), len(predictions), k) == (1, 1, [1])
-        found = []
-        for number, program in enumerate(predictions[0]):
-            passed = False
-            with suppress(Exception):
-                exec(f"{program}\n{references[0]}", {})
-                passed = True
-            found.append((number, {"passed": passed, "completion_id": number}))
+        found = [
+            (number, {"passed": self.passes(f"{program}\n{references[0]}"), "completion_id": number})
+            for number, program in enumerate(predictions[0])
+        ]
         return {"pass@1": 0.0}, {0: found}
+
+    def passes(self, program: str) -> bool:
+        if program not in self._known:
+            word = secrets.token_hex(16)
+            file = self._folder / f"{len(self._known)}.py"
+            file.write_text(f"{program}\nprint({word!r})\n", encoding="utf-8")
+            with tempfile.TemporaryDirectory(dir=self._folder) as empty, suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(
+                    [sys.executable, "-I", str(file)],
+                    cwd=empty,
+                    env={},
+                    capture_output=True,
+                    preexec_fn=self._limit,
+                    timeout=60,
+                    check=False,
+                )
+                self._known[program] = done.returncode == 0 and done.stdout.endswith(f"{word}\n".encode())
+        return self._known.setdefault(program, False)
+
+    @staticmethod
+    def _limit() -> None:
+        for kind, most in ((resource.RLIMIT_CPU, 3), (resource.RLIMIT_AS, 1 << 30), (resource.RLIMIT_FSIZE, 1 << 20)):
+            resource.setrlimit(kind, (most, most))
+
+
+@pytest.mark.parametrize(
+    ("body", "passes"),
+    [
+        ("return 2 * x", True),
+        ("print('noise'); return 2 * x", True),
+        ("return 3 * x", False),
+        ("while True: pass", False),
+        ("return 'x' * (1 << 40)", False),
+        ("raise SystemExit(0)", False),
+        ("import os; os._exit(0)", False),
+        ("return (", False),
+    ],
+)
+def test_the_judge_passes_programs_that_reach_the_end_of_their_test(tmp_path: Path, body: str, passes: bool) -> None:
+    assert Judge(tmp_path).passes(f"def f(x):\n    {body}\nassert f(3) == 6\n") is passes
 
 
 @pytest.fixture
@@ -106,13 +162,15 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def local(folder: Path, name: str, splits: Sequence[str], rows: Sequence[dict[str, Any]]) -> harness.HarnessTask:
-    """Our task on rows of a file: its YAML is included, and the place of the data is another."""
+def local(
+    folder: Path, name: str, splits: Sequence[str], rows: Sequence[dict[str, Any]], *keys: str
+) -> harness.HarnessTask:
+    """Our task on rows of a file: its YAML is included, and the place of the data is another, as are given keys."""
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     yaml = f"include: {harness.OWN_TASKS}/{name}.yaml\ntask: local_{name}\ndataset_path: json\n"
     files = ", ".join(f"{each}: {folder}/rows.jsonl" for each in splits)
     yaml += f"dataset_kwargs: {{data_files: {{{files}}}}}\n"
-    (folder / "local.yaml").write_text(yaml, encoding="utf-8")
+    (folder / "local.yaml").write_text("\n".join([yaml, *keys]), encoding="utf-8")
     names = [f"local_{name}"]
     return harness.HarnessTask(names[0], 0, 0, 0, harness.open_registry(names, folder))
 
@@ -126,7 +184,7 @@ def test_two_hundred_samples_give_the_unbiased_estimates(
 ) -> None:
     import evaluate
 
-    offline.setattr(evaluate, "load", lambda metric: {"code_eval": FakeCodeEval()}[metric])
+    offline.setattr(evaluate, "load", lambda metric: {"code_eval": Judge(tmp_path)}[metric])
     offline.setenv(harness.CODE_VARIABLE, "1")
     table: dict[str, Sequence[str]] = {}
     for problem in PROBLEMS:
@@ -141,6 +199,42 @@ def test_two_hundred_samples_give_the_unbiased_estimates(
     assert found["n"] == len(PROBLEMS)
     assert len(model.asked) == 400
     assert {(count, sampling) for _, count, sampling in model.asked} == {(1024, Sampling(temperature, 0, 0.95))}
+
+
+REPEATS = 24
+SAMPLED = {"prompt": "def same(x):\n    return x  # ", "canonical_solution": "", "entry_point": "same"} | {
+    "task_id": "local/same",
+    "test": "def check(candidate):\n    assert candidate(3) == 3\n",
+}
+"""A problem that a model solves by writing anything that ends with its line."""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_of_a_real_model_are_run_by_a_real_judge(offline: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import evaluate
+
+    offline.setattr(evaluate, "load", lambda metric: {"code_eval": Judge(tmp_path)}[metric])
+    offline.setenv(harness.CODE_VARIABLE, "1")
+    (tmp_path / "hf").mkdir()
+    scorer = Scorer(Trained.find(str(text_model(tmp_path / "hf"))), CpuBackend(), Ranks(Mesh(1, 0)))
+    written: list[str] = []
+    ask = scorer.continuations
+
+    def continuations(*args: Any, **options: Any) -> list[str]:
+        written.extend(texts := ask(*args, **options))
+        return texts
+
+    offline.setattr(scorer, "continuations", continuations)
+    found = local(tmp_path, "humaneval_pass_at_1", ["test"], [SAMPLED], f"repeats: {REPEATS}").run(scorer, None)
+    programs = [SAMPLED["prompt"] + text for text in written]
+    right = 0
+    for program in programs:
+        with suppress(SyntaxError, ValueError):  # ValueError: a zero byte
+            right += ast.dump(ast.parse(program)) == ast.dump(ast.parse("def same(x):\n    return x"))
+    assert len(programs) == REPEATS
+    assert len(set(programs)) > REPEATS // 2
+    assert 0 < right < REPEATS, "the draw shows nothing"
+    assert found["pass@1_programs"] == pytest.approx(right / REPEATS)
 
 
 @pytest.mark.filterwarnings("ignore")
