@@ -14,6 +14,14 @@ from __future__ import annotations
 KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
+    "nxtrain/bench/step_trace.py": {
+        "_Gathering.__call__: dist.all_gather_into_tensor(output_tensor)": "given: the interface of FSDP2's collectives",
+        "_Reduction.__call__: dist.reduce_scatter_tensor(output_tensor)": "given: likewise",
+    },
+    "nxtrain/checkpoint/async_writer.py": {
+        "CheckpointWriter._lack_of_memory: needed[host] +=": "host: dictionary",
+        "CheckpointWriter._lack_of_memory: free[host] =": "host: dictionary",
+    },
     "nxtrain/cli/launch.py": {"launch: launch_on(out=out)": "host: a folder"},
     "nxtrain/doctor/collectives_rank.py": {
         "_measure: backend.collectives.all_reduce(x)": "fresh: `torch.zeros` right above, or the sum before",

@@ -176,6 +176,7 @@ def test_a_folder_with_what_is_no_file_is_refused(
 READ_BY = {"read_bytes", "read_text"}
 
 OWN = {
+    "nxtrain/checkpoint/async_writer.py": 2,  # of the kernel
     "nxtrain/config/cache_dir.py": 1,  # of the kernel
     "nxtrain/io/regular.py": 1,
     "nxtrain/io/object_store.py": 2,  # of S3, and of what was written there a moment ago
