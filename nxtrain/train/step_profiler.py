@@ -1,4 +1,4 @@
-"""Profile of some steps on chosen ranks, by torch's profiler, with a span for each kind of work."""
+"""Profile of some steps on chosen ranks, by torch's profiler, with a span for each step and each kind of work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from nxtrain.backends.base import Backend
 from nxtrain.errors import cause_of
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 from nxtrain.run_folder import PROFILES_DIR
+
+_STEP, _WORK, _SECTION = 0, 1, 2
+"""Depths of open spans: a step, a kind of work in the step, and a section of this work."""
 
 
 class StepProfiler(RunObserver):
@@ -40,17 +43,20 @@ class StepProfiler(RunObserver):
         self._file = logs / PROFILES_DIR / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
         self._print_line, self._backend = print_line, backend
         self._profile: Any = None
-        self._span: Any = None
-        self._section: Any = None
+        self._open: list[Any] = []
+        self._step = 0
 
     def enter(self, step: int, work: Work) -> None:
         if self._profile is None:
             if step not in self._steps:
                 return
             self._start()
-        self._close_span()
-        self._span = record_function(f"nxtrain.{work}")
-        self._span.__enter__()
+        if step != self._step:
+            self._close(_STEP)
+            self._begin(f"nxtrain.step {step}")
+            self._step = step
+        self._close(_WORK)
+        self._begin(f"nxtrain.{work}")
 
     def _start(self) -> None:
         options: dict[str, Any] = {"activities": supported_activities() or [ProfilerActivity.CPU]}
@@ -66,32 +72,30 @@ class StepProfiler(RunObserver):
 
     def section(self, name: Section) -> None:
         if self._profile is not None:
-            self._close_section()
-            self._section = record_function(f"nxtrain.{name}")
-            self._section.__enter__()
+            self._close(_SECTION)
+            self._begin(f"nxtrain.{name}")
 
     def finish(self, step: int) -> None:
-        self._close_span()
+        self._close(_WORK)
         if self._profile is not None and step >= self._steps[-1]:
             self._write()
 
     def end(self, outcome: Outcome, why: str) -> None:
-        self._close_span()
         if self._profile is not None:
             self._write()
 
-    def _close_section(self) -> None:
-        section, self._section = self._section, None
-        if section is not None:
-            section.__exit__(None, None, None)
+    def _begin(self, name: str) -> None:
+        span = record_function(name)
+        span.__enter__()
+        self._open.append(span)
 
-    def _close_span(self) -> None:
-        self._close_section()
-        span, self._span = self._span, None
-        if span is not None:
-            span.__exit__(None, None, None)
+    def _close(self, depth: int) -> None:
+        """Close the open spans at a depth and below it."""
+        while len(self._open) > depth:
+            self._open.pop().__exit__(None, None, None)
 
     def _write(self) -> None:
+        self._close(_STEP)
         profiled, self._profile = self._profile, None
         self._steps = range(0)
         if self._backend is not None:

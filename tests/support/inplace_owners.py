@@ -15,7 +15,7 @@ KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/bench/step_trace.py": {
-        "_Gathering.__call__: dist.all_gather_into_tensor(output_tensor)": "given: the interface of FSDP2's collectives",
+        "_Gathering.__call__: dist.all_gather_into_tensor(output_tensor)": "given: by FSDP2, for the result",
         "_Reduction.__call__: dist.reduce_scatter_tensor(output_tensor)": "given: likewise",
     },
     "nxtrain/checkpoint/async_writer.py": {

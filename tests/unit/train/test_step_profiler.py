@@ -44,9 +44,21 @@ def test_the_chosen_steps_and_no_others_are_in_the_profile(tmp_path: Path) -> No
     assert [names.count(f"nxtrain.{work}") for work in ("data", "training")] == [2, 2]
     assert "aten::mm" in names
     assert names.count("nxtrain.forward") == 2
-    spans = [event for event in found if event["name"] == "nxtrain.forward"]
-    product = next(event for event in found if event["name"] == "product 3")
-    assert any(s["ts"] <= product["ts"] and product["ts"] + product["dur"] <= s["ts"] + s["dur"] for s in spans)
+    assert [name for name in names if name.startswith("nxtrain.step ")] == ["nxtrain.step 3", "nxtrain.step 4"]
+    for step in (3, 4):
+        product = one(found, f"product {step}")
+        of_step = [each for each in found if each["name"] == "nxtrain.forward" and within(product, each)]
+        assert len(of_step) == 1
+        assert within(of_step[0], one(found, f"nxtrain.step {step}"))
+
+
+def one(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (event,) = (event for event in found if event["name"] == name)
+    return event
+
+
+def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return bool(outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"])
 
 
 def test_a_run_that_ends_within_the_steps_writes_those_it_has(tmp_path: Path) -> None:
