@@ -27,6 +27,7 @@ from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.bench.pipeline_rank import _Sleep
+from nxtrain.bench.step_trace import _Backward
 from nxtrain.config.finetune import BLOCK
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.finetune.quantized import _RestoredProduct
@@ -311,6 +312,16 @@ def sleep(ranks: Ranks, rng: Random) -> Work:
     return Work(f"_Sleep on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
 
 
+def record_backward(ranks: Ranks, rng: Random) -> Work:
+    """An identity that records its backward pass."""
+    shape = ranks.draw_shape(rng, 4)
+
+    def call(x: Tensor) -> Tensor:
+        return _Backward.apply(x, list[str](), "backward 0")  # type: ignore[no-any-return]
+
+    return Work(f"_Backward on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
+
+
 def gather_sequence(ranks: Ranks, rng: Random) -> Work:
     """Parts of a sequence, put together."""
     return _region(ranks, rng, _GatherSequence, lambda x: ranks.gathered(ranks.heard(x)))
@@ -406,6 +417,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Gradient: gradient,
     _Leave: leave,
     _Sleep: sleep,
+    _Backward: record_backward,
     _GatherSequence: gather_sequence,
     _ScatterSequence: scatter_sequence,
     _ReduceGradient: reduce_gradient,
