@@ -189,10 +189,11 @@ def test_an_elastic_run_shrinks_to_one_node_and_grows_again_and_trains_on_the_sa
 ) -> None:
     """Of two summands the order does not matter, so that the losses of one rank are those of two, bit for bit."""
     batch = f"train.global_batch={WORLD}"
-    configure(tmp_path / "golden")
+    steps = 60  # the node has to be back before the other one has done them all alone
+    configure(tmp_path / "golden", steps=steps)
     golden = Golden.of(supervise(started_by, tmp_path / "golden", overrides=[batch]))
     folder = tmp_path / "elastic"
-    configure(folder, patience_s=30.0)
+    configure(folder, steps=steps, patience_s=30.0)
     with agents(folder, batch, "parallel.dp=0", nodes=f"1:{WORLD}") as run:
         run.await_step(4)
         run.kill_node(1)
