@@ -42,9 +42,16 @@ def _place(text: str) -> Location:
 def _output(text: str) -> Path:
     """Path of this machine: an address is refused, since an unfinished output grows and is cut."""
     if text.startswith(SCHEME):
-        upload = f"aws s3 cp FILE.arrow {text}"
-        raise ConfigError(f"--out {text}: the output is written on a disk; name a file, and upload it then: {upload}")
+        prefix = text.rpartition("/")[0]
+        raise ConfigError(f"--out {text}: the output is written on a disk; name a file, and add --upload {prefix}")
     return _path(text)
+
+
+def _prefix(text: str) -> str:
+    """Address of S3."""
+    if not text.startswith(SCHEME):
+        raise ConfigError(f"--upload {text} is no address of S3; give one such as {SCHEME}bucket/corpora")
+    return text
 
 
 def _num_bytes(text: str | int) -> int:
@@ -96,6 +103,10 @@ def prepare(
         ),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Delete what --out holds, finished or not.")] = False,
+    upload: Annotated[
+        str | None,
+        typer.Option(metavar="s3://...", help="Prefix for a copy of the result.", show_default=False, parser=_prefix),
+    ] = None,
 ) -> None:
     """Copy the documents of text, JSON Lines, Parquet and Arrow files into one Arrow file that training maps.
 
@@ -111,6 +122,14 @@ def prepare(
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
+    if upload is not None:
+        from nxtrain.data.arrow.upload import upload as copy
+        from nxtrain.io.object_store import S3Path
+        from nxtrain.process.console import standard_error
+
+        is_new = copy(outcome.outputs, S3Path(upload.rstrip("/")))
+        said = "holds a copy" if is_new else "holds this corpus already"
+        standard_error().print(f"{upload} {said}", markup=False)
 
 
 @data.command(epilog="Example: nxtrain data inspect docs --only *.md --json")

@@ -1,0 +1,58 @@
+"""Copies of a prepared corpus in S3, from which runs on other machines read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxtrain.data.arrow.work import Outputs
+from nxtrain.errors import ConfigError
+from nxtrain.io.checksummed_file import digest_of
+from nxtrain.io.object_store import S3Path, S3Store, content_of
+from nxtrain.process.progress import Progress
+
+
+def upload(outputs: Outputs, root: S3Path) -> bool:
+    """Copy a finished preparation below an address, under the names that it has on the disk.
+
+    The summary goes last: an equal one in the bucket means that the whole corpus is there. Each block is verified as it
+    is read, and S3 verifies what arrives.
+
+    Args:
+        outputs: The finished preparation.
+        root: Prefix for the corpus, its summary and its bad rows.
+
+    Returns:
+        True if something was copied.
+
+    Raises:
+        ConfigError: The prefix holds another corpus under this name.
+        BackendError: S3 refuses the request, or boto3 is not installed.
+        StorageError: The storage fails.
+    """
+    store, summary = S3Store(root), content_of(outputs.summary)
+    there = store.sizes()
+    if outputs.summary.name in there:
+        if content_of(root / outputs.summary.name) == summary:
+            return False
+        reason = f"{root / outputs.summary.name} is of another corpus, and a run may read it"
+        raise ConfigError(f"--upload {root}: {reason}; choose another prefix or --out, or delete it there first")
+    files = list(_files(outputs))
+    with Progress(f"copying {outputs.out.name} to {root}", sum(file.stat().st_size for file in files)) as progress:
+        done = 0
+        for file in files:
+            store.upload(file.relative_to(outputs.out.parent).as_posix(), file, digest_of(file))
+            done += file.stat().st_size
+            progress.show(done)
+    store.put(outputs.summary.name, summary)
+    return True
+
+
+def _files(outputs: Outputs) -> Iterator[Path]:
+    """The corpus and its bad rows."""
+    if outputs.out.is_dir():
+        yield from sorted(path for path in outputs.out.iterdir() if path.is_file())
+    else:
+        yield outputs.out
+    if outputs.bad.exists():
+        yield outputs.bad
