@@ -195,4 +195,4 @@ def test_the_commands_take_addresses_and_refuse_one_for_the_output(folder: Path,
     assert '"documents": 30' in call("inspect", f"{ROOT}/01", "--json").output
     refused = call("prepare", f"{ROOT}/01", "--out", f"{ROOT}/o.arrow")
     assert isinstance(refused.exception, ConfigError)
-    assert "aws s3 cp FILE.arrow" in str(refused.exception)
+    assert "add --upload" in str(refused.exception)
