@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from nxtrain.errors import BackendError, explained
-from nxtrain.process import garbage, stacks
-from nxtrain.process.streams import open_standard_streams
+from nxtrain.common.errors import BackendError, explained
+from nxtrain.common.process import garbage, stacks
+from nxtrain.common.process.streams import open_standard_streams
 
 
 def main() -> None:

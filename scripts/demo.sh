@@ -27,7 +27,7 @@ prompt="    def __init__(self"
 say "=== what it writes after \"$prompt\""
 "$nxtrain" generate "$run" --prompt "$prompt" --max-new-tokens 120 --temperature 0.5
 say "=== how it learned"
-"$venv/bin/python" -m nxtrain.metrics.loss_chart "$run"
+"$venv/bin/python" -m nxtrain.tools.report.loss_chart "$run"
 say "=== its report: one HTML page, to be opened in a browser"
 "$nxtrain" report "$run" >&2
 say "=== done; the run folder is $run. Three commands to try next, in $PWD:"

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxtrain.io import jsonl
+from nxtrain.common.io import jsonl
 
 if TYPE_CHECKING:
-    from nxtrain.bench.overlap import Interval, Profile
     from nxtrain.parallel.simulate import Span
+    from nxtrain.tools.bench.overlap import Interval, Profile
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
@@ -39,7 +39,7 @@ def main() -> None:
     if options.picture != "pipeline" and options.run is None:
         parser.error(f"{options.picture} needs RUN, a run folder")
     if options.picture == "overlap":
-        from nxtrain.bench.overlap import read_profiles
+        from nxtrain.tools.bench.overlap import read_profiles
 
         svg = overlaps(read_profiles(options.run))
     elif options.picture == "loss":
@@ -182,8 +182,8 @@ def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
 
 def _measured() -> list[tuple[str, list[Span]]]:
     """The shortest of five steps of four stages under each schedule, and its bubble."""
-    from nxtrain.bench.pipeline import StageWork, fastest, measure
     from nxtrain.plan.pipeline import computations, figures
+    from nxtrain.tools.bench.pipeline import StageWork, fastest, measure
 
     works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
     found = []

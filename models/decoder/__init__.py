@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import BuildContext, Decoder, ModelConfig, ModelFamily
-from nxtrain.stages import LayerCosts
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import BuildContext, Decoder, ModelConfig, ModelFamily
+from nxtrain.common.stages import LayerCosts
 from nxtrain_models.decoder import config as shape
 from nxtrain_models.decoder import hf
 from nxtrain_models.decoder.config import DecoderConfig

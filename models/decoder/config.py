@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nxtrain.errors import Problem
-from nxtrain.family import ModelConfig
-from nxtrain.mesh import divisors, listed
+from nxtrain.common.errors import Problem
+from nxtrain.common.family import ModelConfig
+from nxtrain.common.mesh import divisors, listed
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # these values are combined with float32 numbers

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain_models.decoder.config import DecoderConfig
 
 _ORIGIN = "config.json"

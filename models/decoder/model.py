@@ -16,13 +16,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nxtrain.family import BuildContext
+from nxtrain.common.family import BuildContext
+from nxtrain.common.sharding import Init, ShardSpec
+from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, RopeScaling
-from nxtrain.sharding import Init, ShardSpec
-from nxtrain.stages import StagePart
 from nxtrain_models.decoder.config import DecoderConfig
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nxtrain.errors import Problem
+from nxtrain.common.errors import Problem
 from nxtrain_models.decoder.config import Count, DecoderConfig
 
 

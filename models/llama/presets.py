@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxtrain.family import Preset
+from nxtrain.common.family import Preset
 from nxtrain_models.decoder.config import RopeScaling
 from nxtrain_models.llama.config import LlamaConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxtrain.family import Preset
+from nxtrain.common.family import Preset
 from nxtrain_models.qwen2.config import Qwen2Config
 
 _7B = Qwen2Config(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxtrain.family import Preset
+from nxtrain.common.family import Preset
 from nxtrain_models.qwen3.config import Qwen3Config
 
 _8B = Qwen3Config(

@@ -1,4 +1,4 @@
-"""Backends of devices, the only packages that import a vendor's libraries; `open_backend` opens one."""
+"""Devices: their kernels, their transport between ranks, and vendors' libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.backends.xla.environment import EXTRACTION, extracting
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 
 if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support

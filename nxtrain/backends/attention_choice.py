@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig

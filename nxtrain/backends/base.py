@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
-from nxtrain.distributed.collectives import Collectives, Pending
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis, Mesh
-from nxtrain.process.greetings import without_greetings
+from nxtrain.common.distributed.collectives import Collectives, Pending
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.process.greetings import without_greetings
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from nxtrain.backends.kernel_base import Kernels
-    from nxtrain.distributed.heartbeats import HeartbeatStore
-    from nxtrain.sharding import Init, Segment, ShardSpec
+    from nxtrain.common.distributed.heartbeats import HeartbeatStore
+    from nxtrain.common.kernels import Kernels
+    from nxtrain.common.layers import LayerSet
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,6 @@ class Support:
 
     ok: bool
     reason: str
-
-
-class Head(Protocol):
-    """The output projection, with a loss that never computes all logits at once."""
-
-    weight: nn.Parameter
-    specs: dict[str, ShardSpec]
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
-        ...
 
 
 class DeviceEvent(Protocol):
@@ -67,36 +52,6 @@ class DeviceEvent(Protocol):
     def elapsed_time(self, end_event: DeviceEvent) -> float:
         """Milliseconds from this event to a later one, both reached."""
         ...
-
-
-class LayerSet(ABC):
-    """Maker of the layers that are sharded over tp, for one rank; on plain collectives or on a vendor's layers.
-
-    All sets give their parameters the same names, shapes and `ShardSpec`s.
-
-    Attributes:
-        tp: Tensor parallel axis.
-        sequence_parallel: Between these layers, activations are sharded along the sequence, (S / tp, B, D).
-    """
-
-    tp: Axis
-    sequence_parallel: bool
-
-    @abstractmethod
-    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False) -> nn.Module:
-        """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other; a bias starts as zeros."""
-
-    @abstractmethod
-    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
-        """Row layer: (S, B, in/tp) to (S/tp, B, out)."""
-
-    @abstractmethod
-    def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
-        """Vocabulary embedding: (S, B) tokens to (S/tp, B, D)."""
-
-    @abstractmethod
-    def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
-        """Output projection and loss."""
 
 
 class Binding:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend, fetched_names
-from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
-from nxtrain.distributed.failures import FailureReporter
-from nxtrain.distributed.heartbeats import HeartbeatStore
-from nxtrain.distributed.rendezvous import meet
-from nxtrain.mesh import Mesh
-from nxtrain.process.deadlines import first_use_limit_s, limit_words
-from nxtrain.process.greetings import without_greetings
-from nxtrain.process.placement import Placement
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
+from nxtrain.common.distributed.failures import FailureReporter
+from nxtrain.common.distributed.heartbeats import HeartbeatStore
+from nxtrain.common.distributed.rendezvous import meet
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
+from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.placement import Placement
 
 
 class C10dBackend(Backend):

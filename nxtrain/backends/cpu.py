@@ -16,7 +16,7 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import KernelBuildError, load
 from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cpu_native.shared_memory import SharedMemoryCollectives
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 
 
 class CpuBackend(C10dBackend):

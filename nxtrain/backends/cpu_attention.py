@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_products import has_products
-from nxtrain.backends.kernels import repeat_heads
+from nxtrain.backends.torch_attention import repeat_heads
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

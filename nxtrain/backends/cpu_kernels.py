@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_attention import blocked_attention, is_short, wide_flash_attention
 from nxtrain.backends.cpu_products import has_products
-from nxtrain.backends.document_attention import attention_by_document
-from nxtrain.backends.kernel_base import AdamStep, Rows
-from nxtrain.backends.kernels import FusedKernels, row_tiles
-from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
+from nxtrain.backends.rounding import round_by_pairs_on_host
+from nxtrain.backends.torch_attention import attention_by_document
+from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
+from nxtrain.common.kernels import AdamStep, RoundingKey, Rows
 
 TILE_ENTRIES = 1 << 19
 """Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""

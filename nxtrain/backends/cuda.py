@@ -13,10 +13,11 @@ from nxtrain.backends.base import DeviceEvent, Support
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.capability import bf16_warning
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.kernel_base import Rows
-from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
-from nxtrain.distributed.c10d_collectives import WAIT_CLOCK
-from nxtrain.errors import BackendError
+from nxtrain.backends.torch_attention import sdpa
+from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
+from nxtrain.common.errors import BackendError
+from nxtrain.common.kernels import Rows
 
 PEAK_FLOPS = {
     "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16

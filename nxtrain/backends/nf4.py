@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.common.errors import BackendError
 from nxtrain.config.finetune import BLOCK
-from nxtrain.errors import BackendError
 
 GROUP = 256
 """Blocks of a group."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from nxtrain.common.kernels import RoundingKey
 
 # A Python number would make torch-xla compare in float64, which Trainium does not have.
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
@@ -28,32 +29,6 @@ def _int32(number: int) -> Tensor:
 
 _FIFTEEN, _SIXTEEN, _17_BITS, _16_BITS, _HIGH_HALF = map(_int32, (15, 16, 0x1FFFF, 0xFFFF, -0x10000))
 _FACTORS = _int32(0x7FEB352D), _int32(0x846CA68B - (1 << 32))
-
-
-@dataclass(frozen=True)
-class RoundingKey:
-    """Key of a tensor's random bits, apart from the step; made by `nxtrain.optim.rounding`.
-
-    Args:
-        rows: (R,) int32, hash of seed, name and global row, odd.
-        pairs: (P,) int32, hash of the number of each pair of columns.
-        columns: (C,) int32, hash of the number of each column's pair.
-        odd: (C,) bool, the column takes the high half.
-        begins_odd: The first column is the second of its pair.
-        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that
-            draws bits of its own cannot be used.
-    """
-
-    rows: Tensor
-    pairs: Tensor
-    columns: Tensor
-    odd: Tensor
-    begins_odd: bool
-    shared: bool
-
-    def narrow(self, start: int, num_rows: int) -> RoundingKey:
-        """Key of adjacent rows."""
-        return replace(self, rows=self.rows.narrow(0, start, num_rows))
 
 
 def step_hash(step: Tensor) -> Tensor:

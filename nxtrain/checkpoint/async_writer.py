@@ -24,10 +24,10 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError
-from nxtrain.process.background import Task
-from nxtrain.sharding import Layout
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.process.background import Task
+from nxtrain.common.sharding import Layout
 
 
 @dataclass(frozen=True)

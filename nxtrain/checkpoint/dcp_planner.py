@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from nxtrain.checkpoint.shards import TensorShard, mismatches
-from nxtrain.errors import CheckpointError
+from nxtrain.common.errors import CheckpointError
 
 
 class ChunkSavePlanner(SavePlanner):

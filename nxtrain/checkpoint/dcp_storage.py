@@ -25,10 +25,10 @@ from torch.futures import Future
 
 from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
-from nxtrain.io.object_store import Location, open_source
-from nxtrain.sharding import Layout
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
+from nxtrain.common.io.object_store import Location, open_source
+from nxtrain.common.sharding import Layout
 
 PIECE_BYTES = 1 << 26
 """Most bytes of a tensor that are held in memory before they are copied to their target."""

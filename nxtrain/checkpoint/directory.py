@@ -9,11 +9,11 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.errors import CheckpointError
-from nxtrain.io.atomic import sync_folder, write_durably
-from nxtrain.io.object_store import Location
-from nxtrain.io.regular import read_text
-from nxtrain.run_folder import CHECKPOINTS_DIR, LATEST_FILE
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.atomic import sync_folder, write_durably
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LATEST_FILE
 
 META = "meta.json"
 MANIFEST = "manifest.json"

@@ -16,10 +16,10 @@ from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
-from nxtrain.distributed.agreement import Ranks, collective
-from nxtrain.errors import DamagedError
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.sharding import Layout
+from nxtrain.common.distributed.agreement import Ranks, collective
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.sharding import Layout
 
 
 def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:

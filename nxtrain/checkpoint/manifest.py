@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nxtrain.checkpoint.directory import MANIFEST
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.checksummed_file import FileDigest
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.io.read_retry import damage, unsteady
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.checksummed_file import FileDigest
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.read_retry import damage, unsteady
 
 CODES = {
     torch.float64: "F64",

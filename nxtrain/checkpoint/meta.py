@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.directory import META
-from nxtrain.errors import CheckpointError, DamagedError, cause_of
-from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.io.read_retry import ROTTEN, damage, unsteady
+from nxtrain.common.errors import CheckpointError, DamagedError, cause_of
+from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.read_retry import ROTTEN, damage, unsteady
 
 FORMAT = 2
 _SEAL = "crc32"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxtrain.checkpoint import directory
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError, NxtrainError
-from nxtrain.io.checksummed_file import FileDigest
-from nxtrain.io.object_store import Location, ObjectStore, content_of, open_store, place_of
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError, NxtrainError
+from nxtrain.common.io.checksummed_file import FileDigest
+from nxtrain.common.io.object_store import Location, ObjectStore, content_of, open_store, place_of
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
 """Name of `meta.json` in a quarantined checkpoint."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from nxtrain.checkpoint.directory import Retention, step_of
 from nxtrain.checkpoint.mirror import Mirror, copy
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.io.checksummed_file import FileDigest, transferred
-from nxtrain.process.background import Task
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.io.checksummed_file import FileDigest, transferred
+from nxtrain.common.process.background import Task
 
 EXCHANGE_S = 0.5
 """Longest pause, in seconds, between two exchanges of the progress of all ranks."""

@@ -15,13 +15,13 @@ from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.resume_plan import Request, Start, named, plan_resume
 from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Rewind, read_records, write_records
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.checksummed_file import verify
+from nxtrain.common.io.object_store import Location, place_of
+from nxtrain.common.io.read_retry import unsteady
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.checksummed_file import verify
-from nxtrain.io.object_store import Location, place_of
-from nxtrain.io.read_retry import unsteady
-from nxtrain.run_folder import CHECKPOINTS_DIR
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Literal
 from nxtrain.checkpoint.directory import step_path
 from nxtrain.checkpoint.resume_survey import Held, Located, Survey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Rewind, RunHistory
-from nxtrain.errors import DamagedError
+from nxtrain.common.errors import DamagedError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nxtrain.checkpoint.rewinds import MIRROR, Records
-from nxtrain.errors import DamagedError
-from nxtrain.io.object_store import Location
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io.object_store import Location
 
 T = TypeVar("T")
 

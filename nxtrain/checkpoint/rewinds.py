@@ -17,11 +17,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.checkpoint.mirror import Mirror
-from nxtrain.distributed.agreement import StorageScope
-from nxtrain.errors import DamagedError
-from nxtrain.io.atomic import replace_bytes
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.io.read_retry import damage, unsteady
+from nxtrain.common.distributed.agreement import StorageScope
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io.atomic import replace_bytes
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.read_retry import damage, unsteady
 
 FILE = "lineage.json"
 _SEAL = "crc32"

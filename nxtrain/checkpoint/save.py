@@ -14,11 +14,11 @@ from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import FileWriter, Staged
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.distributed.agreement import StorageScope, collective
-from nxtrain.errors import CheckpointError, NxtrainError
-from nxtrain.io.atomic import write_durably
-from nxtrain.io.checksummed_file import FileDigest, verify
-from nxtrain.io.regular import read_bytes
+from nxtrain.common.distributed.agreement import StorageScope, collective
+from nxtrain.common.errors import CheckpointError, NxtrainError
+from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.checksummed_file import FileDigest, verify
+from nxtrain.common.io.regular import read_bytes
 
 
 def write_state(

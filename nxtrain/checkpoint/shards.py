@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from nxtrain.sharding import Layout, ShardBox
+from nxtrain.common.sharding import Layout, ShardBox
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Local tensors of a rank: kind, then the parameter's name in the model."""

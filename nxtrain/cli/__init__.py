@@ -1,1 +1,1 @@
-"""The command line: one subcommand is one lazy import and one call."""
+"""Commands: one subcommand is one lazy import and one call."""

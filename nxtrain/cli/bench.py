@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from nxtrain.cli.options import AsJson, integer, number
+from nxtrain.common.io.paths import local_path
 from nxtrain.config.bounds import MAX_SIZE
-from nxtrain.io.paths import local_path
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
 
@@ -49,7 +49,7 @@ def bench_train(
 
     Ratios are of CPU time with one thread, of the device's clock on GPUs, and of wall time otherwise.
     """
-    from nxtrain.bench.train import bench_train, workload
+    from nxtrain.tools.bench.train import bench_train, workload
 
     work = workload(
         steps=steps,
@@ -80,8 +80,8 @@ def bench_scaling(
 
     Efficiency is tokens per second of two ranks over those of two independent runs, which share the machine, too.
     """
-    from nxtrain.bench.scaling import bench_scaling
-    from nxtrain.bench.train import workload
+    from nxtrain.tools.bench.scaling import bench_scaling
+    from nxtrain.tools.bench.train import workload
 
     work = workload(
         steps=steps,
@@ -104,7 +104,7 @@ def bench_collectives(
     as_json: AsJson = False,
 ) -> None:
     """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
-    from nxtrain.bench.collectives import CollectivesJob, bench_collectives
+    from nxtrain.tools.bench.collectives import CollectivesJob, bench_collectives
 
     sizes = [int(size) if size.isdecimal() else 0 for size in _names(sizes_kib)]
     bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
@@ -120,7 +120,7 @@ def bench_startup(
     as_json: AsJson = False,
 ) -> None:
     """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
-    from nxtrain.bench.startup import bench_startup
+    from nxtrain.tools.bench.startup import bench_startup
 
     bench_startup(config=first_step, rounds=rounds, as_json=as_json)
 
@@ -138,7 +138,7 @@ def bench_data(
 
     Also how many it tokenizes and packs, beside the bare tokenizer, and the start on a large prepared corpus.
     """
-    from nxtrain.bench.data import bench_data
+    from nxtrain.tools.bench.data import bench_data
 
     sizes = {"mib": mib, "text_mib": text_mib, "file_mib": file_mib, "seq_len": seq_len}
     bench_data(sizes, rounds=rounds, as_json=as_json)
@@ -158,7 +158,7 @@ def bench_growth(
     as_json: AsJson = False,
 ) -> None:
     """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
-    from nxtrain.bench.growth import bench_growth
+    from nxtrain.tools.bench.growth import bench_growth
 
     bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json, chart=chart)
 
@@ -175,7 +175,7 @@ def bench_xla(
 
     The model is so narrow that computing it takes next to nothing; what remains is to record, to hash and to launch.
     """
-    from nxtrain.bench.xla import bench_xla
+    from nxtrain.tools.bench.xla import bench_xla
 
     bench_xla(layers=layers, micro_batches=micro_batches, rounds=rounds, steps=steps, as_json=as_json)
 
@@ -188,7 +188,7 @@ def bench_optim(
     as_json: AsJson = False,
 ) -> None:
     """Update parameters under every rule of precision.update, and compare with torch's fused AdamW."""
-    from nxtrain.bench.optim import bench_optim
+    from nxtrain.tools.bench.optim import bench_optim
 
     bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
 
@@ -222,7 +222,7 @@ def bench_pipeline(
 
     With zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), x = F+max(0,B-W): times of forward, backward and weight part.
     """
-    from nxtrain.bench.pipeline import StageWork, bench_pipeline
+    from nxtrain.tools.bench.pipeline import StageWork, bench_pipeline
 
     stages = StageWork(pp, virtual_pp, schedule, micro, work, forward_ms / 1e3, layers, seq_len)
     bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
@@ -239,7 +239,7 @@ def bench_checkpoint(
     as_json: AsJson = False,
 ) -> None:
     """Save and load a state, and compare with the disk's own speed, torch.save and plain DCP."""
-    from nxtrain.bench.checkpoint import bench_checkpoint
+    from nxtrain.tools.bench.checkpoint import bench_checkpoint
 
     if not bench_checkpoint(folder=folder, mib=mib, rounds=rounds, check=check, as_json=as_json):
         raise typer.Exit(1)
@@ -254,6 +254,6 @@ def bench_materialize(
     as_json: AsJson = False,
 ) -> None:
     """Make one rank's shard of a big model in bf16; fails if that takes more than 1.3 times its bytes and 1 GiB."""
-    from nxtrain.bench.materialize import bench_materialize
+    from nxtrain.tools.bench.materialize import bench_materialize
 
     bench_materialize(preset=preset, tp=tp, pp=pp, stage=stage, as_json=as_json)

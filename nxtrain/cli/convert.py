@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nxtrain.cli.options import integer
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.io.s3 import SCHEME
 from nxtrain.config.bounds import MAX_SIZE
-from nxtrain.errors import ConfigError
-from nxtrain.io.paths import local_path
-from nxtrain.io.s3 import SCHEME
 
 if TYPE_CHECKING:
-    from nxtrain.io.object_store import Location
+    from nxtrain.common.io.object_store import Location
 
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 
@@ -51,7 +51,7 @@ def _warn_of_newer(src: str, checkpoint: Location) -> None:
 @convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
 def hf_to_nxtrain(src: Source, dst: Target) -> None:
     """Read a Hugging Face folder, write a checkpoint."""
-    from nxtrain.convert.hf import hf_to_nxtrain
+    from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 
     hf_to_nxtrain(src, dst)
     typer.echo(f"{dst} holds the weights of {src}, as a checkpoint at step 0")
@@ -70,14 +70,14 @@ def nxtrain_to_hf(
 
     The adapter of a run with finetune.method=lora is added to the weights below it.
     """
-    from nxtrain.convert.hf import nxtrain_to_hf
+    from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
 
     checkpoint = nxtrain_to_hf(src, dst, base=base)
     _warn_of_newer(src, checkpoint)
     typer.echo(f"{dst} holds the weights of {checkpoint}, in Hugging Face's format")
     if verify:
         from nxtrain.backends import open_backend
-        from nxtrain.convert.verify_export import verify_export
+        from nxtrain.checkpoint.convert.verify_export import verify_export
 
         found = verify_export(checkpoint, dst, open_backend("cpu"))
         rounding = f", and rounding costs ours {found.rounding:.2f} of what it costs them" if found.rounding else ""
@@ -87,9 +87,9 @@ def nxtrain_to_hf(
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")
 def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     """Read a checkpoint of a run with finetune.method=lora, write its adapter in PEFT's format."""
+    from nxtrain.checkpoint.convert.hf import refuse_to_overwrite
+    from nxtrain.checkpoint.convert.peft import FILES, read_checkpoint, write_adapter
     from nxtrain.checkpoint.mirror import locate_checkpoint
-    from nxtrain.convert.hf import refuse_to_overwrite
-    from nxtrain.convert.peft import FILES, read_checkpoint, write_adapter
 
     checkpoint = locate_checkpoint(src)
     _warn_of_newer(src, checkpoint)
@@ -102,8 +102,8 @@ def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
 @convert.command(epilog="Example: nxtrain convert peft-to-hf runs/chat/adapter chat-hf --base Llama-3.2-1B")
 def peft_to_hf(src: Source, dst: Target, base: Base = None) -> None:
     """Read an adapter in PEFT's format, add it to the weights below it, write a Hugging Face folder."""
-    from nxtrain.convert.hf import write_merged
-    from nxtrain.convert.peft import merged_adapter
+    from nxtrain.checkpoint.convert.hf import write_merged
+    from nxtrain.checkpoint.convert.peft import merged_adapter
 
     write_merged(merged_adapter(src, base), dst)
     typer.echo(f"{dst} holds the weights below {src} with the adapter added, in Hugging Face's format")
@@ -140,8 +140,8 @@ def nxd_to_nxtrain(
     SRC is a tag, or a folder of tags, of which the last that was finished is taken. Weights of its Llama, and the state
     of AdamW with or without ZeRO-1, from files that save_checkpoint wrote, also with use_xser.
     """
+    from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
     from nxtrain.config.load import load
-    from nxtrain.convert.nxd_read import nxd_to_nxtrain
 
     goes_on = load(run).config if run else None
     meta = nxd_to_nxtrain(src, dst, config=shape, weights_only=weights_only, first_copy=first_copy, run=goes_on)
@@ -180,9 +180,9 @@ def nxtrain_to_nxd(
     In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
     go on with the optimizer and the schedule where the run was, and begin their data anew.
     """
+    from nxtrain.checkpoint.convert.nxd_write import Target, nxtrain_to_nxd
+    from nxtrain.checkpoint.convert.optimizer_settings import optimizer_settings_of
     from nxtrain.checkpoint.mirror import locate_checkpoint
-    from nxtrain.convert.nxd_write import Target, nxtrain_to_nxd
-    from nxtrain.convert.optimizer_settings import optimizer_settings_of
 
     rates = None if weights_only else optimizer_settings_of(src, run)
     _warn_of_newer(src, locate_checkpoint(src))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nxtrain.cli.options import AsJson, integer
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.paths import local
+from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_INT
-from nxtrain.errors import ConfigError
-from nxtrain.io.paths import local
-from nxtrain.io.s3 import SCHEME
-from nxtrain.process.document import write_document
 
 if TYPE_CHECKING:
-    from nxtrain.io.object_store import Location
+    from nxtrain.common.io.object_store import Location
 
 data = typer.Typer(no_args_is_help=True, help="Prepare a corpus for training, and inspect one.")
 
@@ -34,7 +34,7 @@ def _path(text: str) -> Path:
 
 def _place(text: str) -> Location:
     """Path of this machine, or an address of S3; parameters that may be either are annotated as paths, for typer."""
-    from nxtrain.io.object_store import place_of
+    from nxtrain.common.io.object_store import place_of
 
     return place_of(text) if text.startswith(SCHEME) else _path(text)
 
@@ -113,9 +113,9 @@ def prepare(
     With a tokenizer the file holds token ids. The same command goes on where a kill ended it, and gives the same bytes.
     A bad row stops it with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
     """
+    from nxtrain.common.process.signals import noted
     from nxtrain.data.arrow.preparation import Request, prepare_corpus
     from nxtrain.data.arrow.presentation import ConsoleWatcher
-    from nxtrain.process.signals import noted
 
     field = field or ("messages" if chat else "text")
     request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed)
@@ -123,9 +123,9 @@ def prepare(
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
     if upload is not None:
+        from nxtrain.common.io.object_store import S3Path
+        from nxtrain.common.process.console import standard_error
         from nxtrain.data.arrow.upload import upload as copy
-        from nxtrain.io.object_store import S3Path
-        from nxtrain.process.console import standard_error
 
         is_new = copy(outcome.outputs, S3Path(upload.rstrip("/")))
         said = "holds a copy" if is_new else "holds this corpus already"

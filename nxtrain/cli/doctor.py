@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.options import AsJson, Overrides, integer
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_RANKS
-from nxtrain.errors import ConfigError
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain doctor configs/llama2_7b_trn1.toml --collectives"
 
@@ -43,8 +43,8 @@ def doctor(
     Ends with 0 if all is well, and with 5 after a fault; each fault has its consequence and a fix. Without CONFIG the
     machine is checked for any run, and a run that is under way is no fault: fit for a health check.
     """
-    from nxtrain.doctor.collectives import world_of
-    from nxtrain.doctor.examine import EXIT_CODE, examine, line_of, to_json
+    from nxtrain.tools.doctor.collectives import world_of
+    from nxtrain.tools.doctor.examine import EXIT_CODE, examine, line_of, to_json
 
     if first_node and not collectives:
         raise ConfigError("--first-node is of the test of links, which only --collectives asks for; add --collectives")

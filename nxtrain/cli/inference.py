@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nxtrain.cli.options import AsJson, integer, number
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import write_document
+from nxtrain.common.process.placement import Placement
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.errors import ConfigError
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import write_document
-from nxtrain.process.placement import Placement
 
 if TYPE_CHECKING:
-    from nxtrain.train.trained import Trained
+    from nxtrain.tools.eval.trained import Trained
 
 GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40'
 
@@ -60,9 +60,9 @@ def generate(
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
     place = _place(visible_cores)
-    from nxtrain.process.console import standard_error
-    from nxtrain.train.generate import Request, Sampling
-    from nxtrain.train.generate import generate as continue_texts
+    from nxtrain.common.process.console import standard_error
+    from nxtrain.tools.eval.generate import Request, Sampling
+    from nxtrain.tools.eval.generate import generate as continue_texts
 
     request = Request(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
     streams = place.is_leader and not as_json and len(prompt) == 1
@@ -128,14 +128,14 @@ def evaluate(
     if not names:
         raise ConfigError(f"--tasks {tasks!r} names no task; give NAME,..., or leave it out for the offline suite")
     if names in {("list",), ("help",)}:
-        from nxtrain.eval.suites import listed
+        from nxtrain.tools.eval.suites import listed
 
         typer.echo(listed())
         return
     place = _place(visible_cores)
-    from nxtrain.eval.command import Options, table
-    from nxtrain.eval.command import evaluate as evaluate_checkpoints
-    from nxtrain.process.console import standard_error
+    from nxtrain.common.process.console import standard_error
+    from nxtrain.tools.eval.command import Options, table
+    from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
 
     found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
     if not place.is_leader:
@@ -152,8 +152,8 @@ def evaluate(
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
     """Name the checkpoint that was found at an address, unless the output does, and warn if it is not the newest."""
     from nxtrain.checkpoint.mirror import choice_of, is_same
-    from nxtrain.io.object_store import place_of
-    from nxtrain.process.console import standard_error
+    from nxtrain.common.io.object_store import place_of
+    from nxtrain.common.process.console import standard_error
 
     if model.is_hf or is_same(place_of(address), model.place):
         return

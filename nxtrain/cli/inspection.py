@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.options import AsJson, Overrides, integer
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_RANKS
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain inspect configs/llama2_70b_trn1.toml model.preset=llama3.1-405b parallel.dp=8 --tree"
 
@@ -44,7 +44,7 @@ def inspect_model(
 
     found = inspect(path, overrides or [])
     if trace:
-        from nxtrain.bench.step_trace import trace_step
+        from nxtrain.tools.trace.step_trace import trace_step
 
         events = trace_step(found.resolved, found.job)
         if as_json:

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from nxtrain.cli.options import ConfigPath, Overrides, integer
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.paths import local_path
 from nxtrain.config.bounds import MAX_RANKS
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.io.paths import local_path
 
 APPLY = {
     "--first-node": ("local",),

@@ -31,13 +31,13 @@ from nxtrain.cli.plan import plan
 from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
 from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
 from nxtrain.cli.report import report, watch
+from nxtrain.common.errors import ConfigError, NxtrainError, StoppedBySignal, explained
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process import garbage
+from nxtrain.common.process.document import write_document
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.process.streams import pipe_safe_streams
 from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE
-from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
-from nxtrain.io.paths import local_path
-from nxtrain.process import garbage
-from nxtrain.process.document import write_document
-from nxtrain.process.placement import Placement
-from nxtrain.process.streams import pipe_safe_streams
 
 if TYPE_CHECKING:
     from nxtrain.config.check import Resolved
@@ -120,7 +120,7 @@ def _report(error: NxtrainError, place: Placement) -> None:
     try:
         from rich.text import Text
 
-        from nxtrain.process.console import standard_error
+        from nxtrain.common.process.console import standard_error
     except ImportError:  # perhaps this import is the error to report
         print(f"error: {error}", file=sys.stderr)
         return
@@ -150,9 +150,9 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> tuple[L
 
 def _advise(config: RunConfig) -> None:
     """Print an advice if another checkpoint interval would save much time."""
+    from nxtrain.common.run_folder import LOGS_DIR
     from nxtrain.metrics.start_log import read
     from nxtrain.plan.goodput import advice
-    from nxtrain.run_folder import LOGS_DIR
 
     if line := advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every):
         typer.echo(line, err=True)
@@ -183,22 +183,22 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     loaded, plan = _load(config, overrides, world=place.world)
     if place.is_leader and not loaded.sets_anything:
         print(f"warning: {config} sets nothing, so that all values are defaults or overrides", file=sys.stderr)
+    from nxtrain.common.process.clock import process_began
+    from nxtrain.common.process.signals import noted
     from nxtrain.launch.debug import open_debug_folder
     from nxtrain.launch.neuron import reexec_with_environment
-    from nxtrain.process.clock import process_began
-    from nxtrain.process.signals import noted
 
     reexec_with_environment(loaded.config, os.environ, place.local_world)
     note = open_debug_folder(loaded.config, is_alone=place.is_alone)
     if note and place.is_leader:
         print(note, file=sys.stderr)
     with noted() as signals:  # from here on, since torch takes seconds to import
-        from nxtrain.compile.miss_watch import watch_misses
+        from nxtrain.tools.compile.miss_watch import watch_misses
         from nxtrain.train.run import train
 
         garbage.settle()
         if faults := os.environ.get("NXTRAIN_FAULTS"):
-            from nxtrain.testing.faults import arm
+            from nxtrain.common.testing.faults import arm
 
             arm(faults, loaded.config.run.dir, place.rank)
         with watch_misses(plan, os.environ):
@@ -238,7 +238,7 @@ def compile_(
     same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
     A node that holds some pipeline stages only compiles their graphs, and writes a manifest for these.
     """
-    from nxtrain.compile.precompile import precompile
+    from nxtrain.tools.compile.precompile import precompile
 
     precompile(
         config,
@@ -275,7 +275,7 @@ def graphs(
     The training step is traced and not executed. Fails with exit code 5 when ranks or steps need different graphs, when
     a collective spans a group that is no axis of the mesh, and when the host reads a value inside a step.
     """
-    from nxtrain.graphs.command import graphs, present
+    from nxtrain.tools.trace.command import graphs, present
 
     found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
     present(found, as_json=as_json)
@@ -317,7 +317,7 @@ def keys() -> None:
 @cache.command("ls", epilog="Example: nxtrain cache ls /var/tmp/neuron-compile-cache --json")
 def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
     """List compiled graphs: done, failed, locked, stale (locked by somebody who is gone) or pending."""
-    from nxtrain.compile.commands import ls
+    from nxtrain.tools.compile.commands import ls
 
     ls(where, as_json)
 
@@ -325,7 +325,7 @@ def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
 @cache.command("verify", epilog="Example: nxtrain cache verify configs/llama2_7b_trn1.toml")
 def cache_verify(where: CacheFolder = None) -> None:
     """Hold every done entry to its hashes; new ones get them, damaged ones go to the quarantine (exit code 5)."""
-    from nxtrain.compile.commands import verify
+    from nxtrain.tools.compile.commands import verify
 
     verify(where)
 
@@ -336,7 +336,7 @@ def cache_sync(
     dst: Annotated[str, typer.Argument(metavar="DST", help=PLACE, show_default=False)],
 ) -> None:
     """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
-    from nxtrain.compile.commands import sync_places
+    from nxtrain.tools.compile.commands import sync_places
 
     sync_places(src, dst)
 
@@ -349,7 +349,7 @@ def cache_clean(
     stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
 ) -> None:
     """Mend a cache; without an option, as with --failed --stale. What a compiler works on is left alone."""
-    from nxtrain.compile.commands import clean
+    from nxtrain.tools.compile.commands import clean
 
     clean(where, max_gib, failed, stale)
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import reserve_output
 from nxtrain.config.bounds import MAX_SIZE, quoted
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import reserve_output
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
 Overrides = Annotated[

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.options import AsJson, ConfigPath, Overrides, integer, number
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_RANKS
-from nxtrain.errors import ConfigError
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.dp=0"
 
@@ -77,7 +77,7 @@ def plan(
     prediction, note = predict(config, overrides or [], question, assumed)
     compared: dict[str, tuple[int, int]] = {}
     if trace:
-        from nxtrain.bench.fake_rank import trace_job
+        from nxtrain.tools.trace.fake_rank import trace_job
 
         compared = trace_job(prediction.job, prediction.stage).beside(prediction.bytes)
     if as_json:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.options import AsJson, number
+from nxtrain.common.errors import DivergedError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_SIZE
-from nxtrain.errors import DivergedError
-from nxtrain.io.paths import local_path
-from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain report runs/trainium runs/gpu --parity"
 
@@ -40,8 +40,8 @@ def report(
 
     Runs may still train, or be damaged: the page then says so.
     """
-    from nxtrain.report.command import report as write_report
-    from nxtrain.report.parity import Bounds
+    from nxtrain.tools.report.command import report as write_report
+    from nxtrain.tools.report.parity import Bounds
 
     bounds = Bounds(loss_bound, norm_bound) if parity else None
     done = write_report(runs, out, bounds=bounds, scales=scaling, price_usd_h=price)
@@ -62,6 +62,6 @@ def watch(
     ] = 0.0,
 ) -> None:
     """Follow runs from another terminal, by their files: a line for each run, until all of them have ended."""
-    from nxtrain.metrics.watch import watch as follow
+    from nxtrain.tools.report.watch import watch as follow
 
     follow(runs, once=once, every_s=every_s)

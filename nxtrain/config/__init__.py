@@ -1,1 +1,1 @@
-"""Configuration: keys (schema), origin of values (load), rules between keys (check), output (show)."""
+"""Configuration: keys (schema), origins (load), rules between keys (check)."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 
 if TYPE_CHECKING:  # data workers need only the names of folders, and the schema is half of their start
     from nxtrain.config.schema import CompileConfig

@@ -11,6 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.regular import read_bytes
+from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
@@ -20,10 +24,6 @@ from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
-from nxtrain.errors import ConfigError, Problem, cause_of
-from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.io.regular import read_bytes
-from nxtrain.mesh import Mesh, divisors, listed
 
 # Key, available values, and the missing feature that other values need. A new feature deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import shortened
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import ConfigError, Problem
 
 M = TypeVar("M", bound=BaseModel)
 

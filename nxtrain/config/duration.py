@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import MAX_INT
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
 
 
 def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nxtrain.common.errors import Problem
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ShardSpec
 from nxtrain.config.schema import QUANTIZING, RunConfig
-from nxtrain.errors import Problem
-from nxtrain.mesh import Axis
-from nxtrain.sharding import ShardSpec
 
 BLOCK = 64
 """Adjacent weights of a matrix in NF4 that share a scale."""

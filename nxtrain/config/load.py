@@ -10,13 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.io.regular import read_text
 from nxtrain.config.bounds import MAX_DEPTH, faults, quoted, shortened
 from nxtrain.config.decode import decode
 from nxtrain.config.precision import expand
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
-from nxtrain.errors import ConfigError, Problem, cause_of
-from nxtrain.io.regular import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nxtrain.common.errors import Problem
 from nxtrain.config.schema import FULLY_SHARDED, RunConfig
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import Problem
 
 _KEYS = ("params", "accumulate", "reduce", "update", "state")
 _MIXED = ("bf16", "fp32", "fp32", "fp32_master", "fp32")

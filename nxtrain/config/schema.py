@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
+from nxtrain.common.io.paths import local, local_or_bucket, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.io.paths import local, local_or_bucket, storage
 
 
 def _graph_folder(path: Path) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nxtrain.common.errors import Problem
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, ParallelConfig, RunConfig
-from nxtrain.errors import Problem
 
 
 def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:

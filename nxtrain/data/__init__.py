@@ -1,4 +1,4 @@
-"""Data pipeline, from text or token files to batches: corpora, tokenization, packing, the sample order and the loader.
+"""Corpora, tokenization, packing, the order of samples and the loader.
 
 `open_data` turns the `[data]` section into samples, and a `Loader` turns samples into batches without any state: a
 batch is a function of the seed and the step. For `source=arrow` they are `Streams` and a `StreamLoader`, whose state is

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from nxtrain.errors import DataError
-from nxtrain.io.object_store import Location
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
 
 BLOCK_BYTES = 1 << 16
 """Bytes of ids in a block. A row is read with its whole block, which takes a disk hardly longer than the row alone."""

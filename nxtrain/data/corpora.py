@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nxtrain.common.errors import DataError, cause_of
+from nxtrain.common.io.regular import open_regular, read_bytes
 from nxtrain.data.files import unreadable
 from nxtrain.data.walk import matches, walk
-from nxtrain.errors import DataError, cause_of
-from nxtrain.io.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no prose.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})

@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxtrain.common.errors import DataError, LostPeerError, refused
+from nxtrain.common.io.object_store import place_of
+from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare
@@ -15,9 +18,6 @@ from nxtrain.data.samples import EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
-from nxtrain.errors import DataError, LostPeerError, refused
-from nxtrain.io.object_store import place_of
-from nxtrain.io.regular import read_bytes
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig

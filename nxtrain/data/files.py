@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from nxtrain.common.errors import DataError, NxtrainError, StorageError, refused
+from nxtrain.common.io import atomic
+from nxtrain.common.io.regular import NotRegularError, read_bytes, require_regular
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
-from nxtrain.errors import DataError, NxtrainError, StorageError, refused
-from nxtrain.io import atomic
-from nxtrain.io.regular import NotRegularError, read_bytes, require_regular
 
 Tokens = NDArray[np.integer[Any]]
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
+from nxtrain.common.io.regular import read_bytes
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.data.loader import batch_of
 from nxtrain.data.samples import Samples
-from nxtrain.io.regular import read_bytes
-from nxtrain.vocab import IGNORE_INDEX
 
 _CHUNK_TOKENS = 1 << 22
 """Tokens that are counted at once; 32 MiB as int64."""

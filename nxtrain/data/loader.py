@@ -11,10 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
-from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 
 _PERMUTED_STEPS = 16
 """Steps whose rows are found at once."""

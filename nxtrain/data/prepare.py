@@ -18,6 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.atomic import clear_drafts
+from nxtrain.common.io.object_store import S3Path, place_of
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.progress import Progress
+from nxtrain.common.vocab import END_BIT
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
 from nxtrain.data.files import MARKED, read_array, read_checksums, writing_tokens
 from nxtrain.data.mixture import Mixture
@@ -25,12 +31,6 @@ from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_remote, check_table, probe
 from nxtrain.data.storage import RemoteFile, cache_folder
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
-from nxtrain.errors import DataError
-from nxtrain.io.atomic import clear_drafts
-from nxtrain.io.object_store import S3Path, place_of
-from nxtrain.process.console import standard_error
-from nxtrain.process.progress import Progress
-from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.vocab import END_BIT, ID_MASK
 from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
-from nxtrain.errors import DataError
-from nxtrain.io.object_store import Location
-from nxtrain.vocab import END_BIT, ID_MASK
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
+from nxtrain.common.errors import DamagedError, DataError
+from nxtrain.common.io.cached_object import CachedObject
+from nxtrain.common.io.object_store import Location, S3Path, S3Source, S3Store
+from nxtrain.common.io.regular import open_regular
 from nxtrain.config.cache_dir import fill, host_name
 from nxtrain.data.files import unreadable
-from nxtrain.errors import DamagedError, DataError
-from nxtrain.io.cached_object import CachedObject
-from nxtrain.io.object_store import Location, S3Path, S3Source, S3Store
-from nxtrain.io.regular import open_regular
 
 SHARD_ENDING = ".arrow"
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import CheckpointError
 from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
 from nxtrain.data.mixture import Mixture, progress
-from nxtrain.errors import CheckpointError
 
 Place = tuple[int, ...]
 """Place of a lane: an ordinal of its documents, and a token or a row.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from nxtrain.common.errors import DataError, cause_of
+from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.files import Tokens, replacing, unreadable
-from nxtrain.errors import DataError, cause_of
-from nxtrain.io.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 

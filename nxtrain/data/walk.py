@@ -9,9 +9,9 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nxtrain.common.errors import DataError, StorageError
+from nxtrain.common.io.regular import NotRegularError, kind_of
 from nxtrain.data.files import unreadable
-from nxtrain.errors import DataError, StorageError
-from nxtrain.io.regular import NotRegularError, kind_of
 
 _SHOWN = 5
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.process.signals import STOPPING
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, LocalLanes, Place
-from nxtrain.errors import NxtrainError
-from nxtrain.process.signals import STOPPING
 
 LENGTH = struct.Struct("<Q")
 """Head of an answer: bytes that follow."""

@@ -20,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from signal import SIGKILL, Signals
 
+from nxtrain.common.errors import WorkerError
+from nxtrain.common.process.console import standard_error
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, Place
 from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, Task
-from nxtrain.errors import WorkerError
-from nxtrain.process.console import standard_error
 
 AHEAD = 4
 """Steps that a worker makes ahead of the rank."""

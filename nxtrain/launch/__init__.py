@@ -1,1 +1,1 @@
-"""Starting the ranks of a run: each target renders a command over torchrun."""
+"""Start of a run: environment, torchrun, and files for clusters."""

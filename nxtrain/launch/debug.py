@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from nxtrain.common.run_folder import DEBUG_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import Variable, beside
-from nxtrain.run_folder import DEBUG_DIR, LOGS_DIR
 
 _TORCH = "https://docs.pytorch.org/docs/2.9/distributed.html#debugging-torch-distributed-applications"
 _STACKS = "https://docs.pytorch.org/docs/2.9/debugging_environment_variables.html"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.backends.xla.environment import ORIGIN, dead_variables
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
 CACHE = "NEURON_COMPILE_CACHE_URL"

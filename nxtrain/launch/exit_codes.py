@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxtrain.errors import (
+from nxtrain.common.errors import (
     BackendError,
     CheckpointError,
     ConfigError,

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxtrain.backends import device_support
+from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.process import stacks
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.launch.threads import thread_variables
-from nxtrain.process import stacks
 
 AGENT = ("-m", "nxtrain.launch.torchrun")
 

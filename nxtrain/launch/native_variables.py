@@ -17,8 +17,8 @@ from pathlib import PurePath
 
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import SdkVersion
+from nxtrain.common.errors import Problem
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import Problem
 from nxtrain.launch.environment import NATIVE_CACHE, Environment, Variable
 from nxtrain.launch.variables import (
     COMPILER,

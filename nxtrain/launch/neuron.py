@@ -14,17 +14,17 @@ from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
+from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.process.document import give_output_back
 from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.threads import thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
-from nxtrain.process.document import give_output_back
 
 
 @dataclass(frozen=True)

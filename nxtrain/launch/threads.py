@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError
 from nxtrain.launch.environment import Variable
 
 THREADS = "OMP_NUM_THREADS"

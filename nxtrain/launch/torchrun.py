@@ -15,7 +15,7 @@ from __future__ import annotations
 # ruff: noqa: E402
 # isort: off
 # First of all: torch takes seconds to import, in which a request for stacks would end the process.
-from nxtrain.process import garbage, stacks
+from nxtrain.common.process import garbage, stacks
 
 stacks.answer_requests()
 if __name__ == "__main__":
@@ -50,14 +50,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
+from nxtrain.common.errors import BackendError, ConfigError, StoppedBySignal
+from nxtrain.common.process.signals import STOPPING
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
-from nxtrain.errors import BackendError, ConfigError, StoppedBySignal
 from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet, unreachable
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.metrics.start_log import last_step
-from nxtrain.process.signals import STOPPING
-from nxtrain.run_folder import LOGS_DIR
 
 STOPPED = StoppedBySignal.exit_code
 

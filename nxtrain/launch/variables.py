@@ -10,10 +10,10 @@ import math
 
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import SdkVersion
+from nxtrain.common.process.deadlines import first_use_limit_s
+from nxtrain.common.run_folder import DEVICE_PROFILES_DIR, LOGS_DIR, PROFILES_DIR
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import CACHE, Environment, Variable
-from nxtrain.process.deadlines import first_use_limit_s
-from nxtrain.run_folder import DEVICE_PROFILES_DIR, LOGS_DIR, PROFILES_DIR
 
 SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
 """Repository of the sources that are given without a host."""

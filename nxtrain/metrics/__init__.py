@@ -1,1 +1,1 @@
-"""Metrics of a run: throughput, goodput, the metrics file, TensorBoard events and the progress bar."""
+"""Metrics of a run: throughput, goodput, files, trackers and progress."""

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from nxtrain.process.clock import Instant
+from nxtrain.common.process.clock import Instant
 
 MOST_POINTS, EXACT_POINTS = 48, 16
 """Most points (step, training time) that a start keeps, and the number of its newest points that are never thinned."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nxtrain.common.process.clock import Instant, now
 from nxtrain.metrics.goodput import Goodput, Spent, Start, account, standing
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
 from nxtrain.metrics.start_log import REFRESH_S, StartLog, read
-from nxtrain.process.clock import Instant, now
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `Spent` that counts their time."""

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.meters import Clock
 from nxtrain.metrics.status import Status, details, duration, fitting
-from nxtrain.process.console import standard_error
 
 LINE_EVERY_S, LATER_EVERY_S = 10.0, 60.0
 """Seconds between plain lines in the first minutes, and from `LATER_S` on, so that a log of days stays readable."""

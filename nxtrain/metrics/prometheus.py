@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nxtrain.io.atomic import replace_text
+from nxtrain.common.io.atomic import replace_text
 
 PREFIX = "nxtrain_"
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
+from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.meters import Clock
-from nxtrain.process.console import standard_error
 
 KEPT = 10_000
 """Most records that wait in memory; the oldest are dropped first."""

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxtrain.common.errors import BackendError
+from nxtrain.common.io import jsonl
+from nxtrain.common.run_folder import METRICS_FILE, MLFLOW_DIR, PROMETHEUS_FILE, TENSORBOARD_DIR, WANDB_DIR
 from nxtrain.config.load import values
-from nxtrain.errors import BackendError
-from nxtrain.io import jsonl
 from nxtrain.metrics.progress import open_progress
 from nxtrain.metrics.prometheus import PrometheusSink
 from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
-from nxtrain.run_folder import METRICS_FILE, MLFLOW_DIR, PROMETHEUS_FILE, TENSORBOARD_DIR, WANDB_DIR
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig

@@ -15,14 +15,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from nxtrain.io import jsonl
-from nxtrain.io.atomic import replace_text
-from nxtrain.io.jsonl import JsonlLog
-from nxtrain.io.regular import read_text
+from nxtrain.common.io import jsonl
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.io.jsonl import JsonlLog
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.process.clock import Instant
+from nxtrain.common.run_folder import START_FILE, STARTS_FILE
 from nxtrain.metrics.goodput import Spent, Start
 from nxtrain.metrics.run_observer import Outcome, RunObserver
-from nxtrain.process.clock import Instant
-from nxtrain.run_folder import START_FILE, STARTS_FILE
 
 REFRESH_S = 1.0
 """Seconds between replacements of `start.json` while a start gets on."""

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from nxtrain.errors import BackendError
-from nxtrain.io import jsonl
-from nxtrain.io.atomic import replace_text
-from nxtrain.io.regular import read_text
+from nxtrain.common.errors import BackendError
+from nxtrain.common.io import jsonl
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.io.regular import read_text
 
 PROJECT = "nxtrain"
 """Project, or experiment, that the runs belong to."""

@@ -1,1 +1,1 @@
-"""Modules of a decoder, independent of devices and ranks."""
+"""Modules of a decoder and its adapters, independent of devices and ranks."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.sharding import Init, Segment
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, positions_of
-from nxtrain.sharding import Init, Segment
 
 if TYPE_CHECKING:
-    from nxtrain.family import BuildContext
+    from nxtrain.common.family import BuildContext
 
 
 class CausalAttention(nn.Module):

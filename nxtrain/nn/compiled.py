@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import CausalLM
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import CausalLM
 
 
 def compile_blocks(model: nn.Module, backend: Backend) -> None:

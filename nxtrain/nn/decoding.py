@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.errors import ConfigError
-from nxtrain.family import CausalLM
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.rope import Rope
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nxtrain.mesh import Axis
-from nxtrain.sharding import Init, ParamTable, ShardSpec
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import Init, ParamTable, ShardSpec
 
 TILE = 256
 """Edge of a tile in entries; another value would change the weights of every seed."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.sharding import Init, Segment
+from nxtrain.common.sharding import Init, Segment
 
 if TYPE_CHECKING:
-    from nxtrain.family import BuildContext
+    from nxtrain.common.family import BuildContext
 
 
 class GatedMLP(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.sharding import Init, ShardSpec
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.sharding import Init, ShardSpec
 
 
 class RMSNorm(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nxtrain.family import CausalLM
+from nxtrain.common.family import CausalLM
 
 
 def offload_activations(model: nn.Module) -> None:

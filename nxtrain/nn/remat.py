@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from nxtrain.family import CausalLM
+from nxtrain.common.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.mlp import GatedMLP
 

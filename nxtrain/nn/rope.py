@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.kernels import Kernels
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Optimizer: AdamW, its update rules and its learning rate."""
+"""AdamW, its update rules, and the learning rate."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxtrain.backends.kernel_base import AdamStep, Kernels, Rows
-from nxtrain.backends.kernels import bias_correction
-from nxtrain.backends.rounding import RoundingKey, step_hash
+from nxtrain.backends.rounding import step_hash
+from nxtrain.backends.torch_kernels import bias_correction
+from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
+from nxtrain.common.sharding import Layout
 from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.optim.update_rules import Compensated, Copied, Elsewhere, InPlace, Nearest, ParamStorage, Stochastic
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout
+from nxtrain.parallel.precision import Precision
 
 _MEANS = ("exp_avg", "exp_avg_sq")
 

@@ -8,8 +8,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from nxtrain.backends.rounding import RoundingKey, mix_
-from nxtrain.sharding import Layout
+from nxtrain.backends.rounding import mix_
+from nxtrain.common.kernels import RoundingKey
+from nxtrain.common.sharding import Layout
 
 
 def rounding_keys(

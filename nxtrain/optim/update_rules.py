@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nxtrain.backends.rounding import RoundingKey
+from nxtrain.common.kernels import RoundingKey
 
 
 class ParamStorage(Protocol):

@@ -1,1 +1,1 @@
-"""Layers and losses sharded over ranks, on the interface `Collectives` alone."""
+"""Tensor, sequence, pipeline and data parallelism on the interface `Collectives`."""

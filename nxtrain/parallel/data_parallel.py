@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.distributed.collectives import Collectives, Pending
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout
+from nxtrain.common.distributed.collectives import Collectives, Pending
+from nxtrain.common.sharding import Layout
+from nxtrain.parallel.precision import Precision
 
 
 class DataParallel(ABC):

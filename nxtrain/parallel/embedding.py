@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, ShardSpec
 
 
 class VocabEmbedding(nn.Module):

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from nxtrain.family import CausalLM
+from nxtrain.common.family import CausalLM
+from nxtrain.common.sharding import Layout
+from nxtrain.common.stages import units_of
 from nxtrain.parallel.data_parallel import DataParallel
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout
-from nxtrain.stages import units_of
+from nxtrain.parallel.precision import Precision
 
 Backward = Literal["before", "after", "none"]
 """Time at which a backward pass gathers units ahead, beside the gradients of the unit at work."""

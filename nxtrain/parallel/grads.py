@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.distributed.collectives import Collectives
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.sharding import Layout, ShardSpec
 from nxtrain.parallel.data_parallel import DataParallel
-from nxtrain.sharding import Layout, ShardSpec
 
 
 class Gradients:

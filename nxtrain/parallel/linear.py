@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxtrain.common.sharding import Init, Segment, ShardSpec
 from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, Segment, ShardSpec
 
 Product: TypeAlias = Callable[[], Tensor]
 """Function that computes the gradient of a weight."""

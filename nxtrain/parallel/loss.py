@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.sharding import Init, ShardSpec
+from nxtrain.common.vocab import VocabColumns
 from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, ShardSpec
-from nxtrain.vocab import VocabColumns
 
 
 class VocabHead(nn.Module):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from nxtrain.backends.base import LayerSet
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.layers import LayerSet
+from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.embedding import VocabEmbedding
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, Segment
 
 
 class NativeLayers(LayerSet):

@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.distributed.collectives import Collectives, Done, Pending
-from nxtrain.errors import NxtrainError
-from nxtrain.family import CausalLM
-from nxtrain.mesh import Mesh
+from nxtrain.common.distributed.collectives import Collectives, Done, Pending
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.family import CausalLM
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.stages import StagePart
 from nxtrain.parallel.saved_tensors import save_copies_of_views
 from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
-from nxtrain.stages import StagePart
 
 MicroBatches = Sequence[tuple[Tensor, ...]]
 """Tokens, targets, and with masks between documents their starts, (B, S) each.

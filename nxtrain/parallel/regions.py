@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxtrain.distributed.collectives import Collectives
-from nxtrain.mesh import Axis
-from nxtrain.sharding import ShardSpec
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ShardSpec
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""Predictions of a run's time, memory and traffic, computed before the run starts."""
+"""Predictions of time, memory, traffic and cost, before a run."""

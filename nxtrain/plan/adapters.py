@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nxtrain.family import Decoder
+from nxtrain.common.family import Decoder
+from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.plan.shapes import Entries, Stage, beside_blocks, block_entries, block_specs, one_block
-from nxtrain.sharding import Segment, ShardSpec
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import Decoder, family_names, find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import Decoder, family_names, find_family
-from nxtrain.mesh import Mesh
 from nxtrain.plan.adapters import METHODS
 from nxtrain.plan.hardware import Machine, find_machine, read_machines
 from nxtrain.plan.job import Job

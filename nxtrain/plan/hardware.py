@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import GIB, INSTANCES
+from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.io.regular import read_text
 from nxtrain.config.bounds import MAX_RANKS, quoted, shortened
-from nxtrain.errors import ConfigError, Problem, cause_of
-from nxtrain.io.regular import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -10,18 +10,18 @@ from typing import Any
 
 from nxtrain.checkpoint.directory import newest
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.io.regular import read_text
 from nxtrain.plan.hardware import Machine, find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import layout_json
 from nxtrain.plan.shapes import Stage, num_params, one_block
 from nxtrain.plan.tensors import Held, Rank, global_tensors
 from nxtrain.plan.work import trained_params
-from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 
 _ANY_MACHINE = "trn1.32xlarge"
 """Machine of a configuration that names none; of the machine, an inspection reads the number of devices only."""

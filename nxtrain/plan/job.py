@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
+from nxtrain.common.family import Decoder
+from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
-from nxtrain.family import Decoder
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
 from nxtrain.plan.hardware import Machine
 from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
-from nxtrain.stages import StagePart
 
 Attention = Literal["blocked", "fused", "grouped", "masked", "scores"]
 """Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
 grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), a fused kernel with a mask of
-documents and repeated K/V heads (`backends/document_attention.py:masked_attention`), or products with kept scores."""
+documents and repeated K/V heads (`backends/torch_attention.py:masked_attention`), or products with kept scores."""
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from nxtrain.common.stages import units_of
 from nxtrain.parallel.schedule import group_sizes, num_warmup
 from nxtrain.plan.activations import (
     attention_work_bytes,
@@ -29,7 +30,6 @@ from nxtrain.plan.activations import (
 from nxtrain.plan.adapters import adapters_of_block
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.shapes import beside_blocks, one_block
-from nxtrain.stages import units_of
 
 NORM_ROW_BYTES = 4
 """Bytes that the final norm keeps of each row beside its input: a float32."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxtrain.family import Decoder
+from nxtrain.common.family import Decoder
 
 
 @dataclass(frozen=True)

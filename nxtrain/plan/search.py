@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
+from nxtrain.common.errors import Problem
+from nxtrain.common.family import Decoder
+from nxtrain.common.mesh import divisors
 from nxtrain.config.check import layout
 from nxtrain.config.finetune import quantized_cut
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
 from nxtrain.config.stages import order, stages
-from nxtrain.errors import Problem
-from nxtrain.family import Decoder
-from nxtrain.mesh import divisors
 from nxtrain.parallel.schedule import Order
 from nxtrain.plan.adapters import is_matrix
 from nxtrain.plan.hardware import Machine

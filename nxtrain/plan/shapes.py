@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nxtrain.family import Decoder
-from nxtrain.mesh import Axis
-from nxtrain.sharding import Segment, ShardSpec
-from nxtrain.stages import LayerCosts, StagePart, split_layers, split_layers_at
+from nxtrain.common.family import Decoder
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import Segment, ShardSpec
+from nxtrain.common.stages import LayerCosts, StagePart, split_layers, split_layers_at
 
 
 @dataclass(frozen=True)

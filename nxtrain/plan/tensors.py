@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import ShardBox, ShardSpec, row_cut
+from nxtrain.common.stages import units_of
 from nxtrain.config.finetune import BLOCK
-from nxtrain.mesh import Axis, Mesh
 from nxtrain.plan.adapters import adapted_layers, is_matrix
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import state_size
 from nxtrain.plan.moments import accumulated_size
 from nxtrain.plan.shapes import block_specs, rest_specs
-from nxtrain.sharding import ShardBox, ShardSpec, row_cut
-from nxtrain.stages import units_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

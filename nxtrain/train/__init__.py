@@ -1,1 +1,1 @@
-"""From a configuration to a trained model."""
+"""One run: assembly, the training step, evaluation, checkpoints, the end."""

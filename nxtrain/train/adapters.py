@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
+from nxtrain.checkpoint.convert.peft import adapter_of, write_adapter
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import MODEL, owned, tensor_shards
 from nxtrain.config.schema import RunConfig
-from nxtrain.convert.hf_folder import HfFolder
-from nxtrain.convert.peft import adapter_of, write_adapter
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.checkpoint.convert.hf_folder import HfWeights
+from nxtrain.checkpoint.convert.peft import AdapterWeights
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import BuildContext, CausalLM
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
-from nxtrain.convert.hf_folder import HfWeights
-from nxtrain.convert.peft import AdapterWeights
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import BuildContext, CausalLM
-from nxtrain.finetune import quantized
-from nxtrain.finetune.dropout import Dropout
-from nxtrain.finetune.lora import adapt, is_adapter
-from nxtrain.mesh import Mesh
+from nxtrain.nn import quantized
 from nxtrain.nn.compiled import compile_blocks
+from nxtrain.nn.dropout import Dropout
 from nxtrain.nn.init import Fill, draw, materialize
+from nxtrain.nn.lora import adapt, is_adapter
 from nxtrain.nn.offload import offload_activations
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
@@ -34,11 +36,9 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.pipeline import Pipeline
+from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout, ParamTable
-from nxtrain.stages import StagePart, split_layers, split_layers_at
 from nxtrain.train.health.step_history import StepHistory
 from nxtrain.train.step import TrainState
 

@@ -14,13 +14,13 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.shards import Shards
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Skips, left_out
 from nxtrain.data.stream_loader import Place, merged
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError
 from nxtrain.metrics.run_observer import RunObserver, Work
-from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState

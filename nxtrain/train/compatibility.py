@@ -14,13 +14,13 @@ import torch
 
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.shards import MODEL
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.io.regular import read_bytes
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig, RunConfig
 from nxtrain.config.show import dump
-from nxtrain.errors import CheckpointError
-from nxtrain.io.object_store import Location
-from nxtrain.io.regular import read_bytes
-from nxtrain.precision import Precision
+from nxtrain.parallel.precision import Precision
 
 DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.clock import Instant, now
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.placement import Placement
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.mesh import Mesh
 from nxtrain.metrics.run_observer import Work
-from nxtrain.process.clock import Instant, now
-from nxtrain.process.console import standard_error
-from nxtrain.process.placement import Placement
 from nxtrain.train.build import mesh_of
 from nxtrain.train.supervision.watchdog import Watchdog
 

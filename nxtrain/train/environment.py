@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import nxtrain
-from nxtrain.io.atomic import replace_text
-from nxtrain.run_folder import ENVIRONMENT_FILE
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.run_folder import ENVIRONMENT_FILE
 from nxtrain.train.context import RunContext
 
 

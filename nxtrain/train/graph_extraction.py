@@ -13,11 +13,11 @@ import numpy as np
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig, TrainConfig
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
-from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule

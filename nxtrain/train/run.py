@@ -12,12 +12,18 @@ from nxtrain.backends.base import Backend, DeviceEvent
 from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
+from nxtrain.common.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
+from nxtrain.common.process.clock import Instant
+from nxtrain.common.process.console import PipeSafeConsole, standard_error
+from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.process.signals import Signals
+from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
 from nxtrain.config.check import resolve_config
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import Data, StreamLoader, Streams
-from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
@@ -26,12 +32,6 @@ from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import WorkMeter
 from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, Timeline
 from nxtrain.optim.schedule import Schedule
-from nxtrain.process.clock import Instant
-from nxtrain.process.console import PipeSafeConsole, standard_error
-from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
-from nxtrain.process.placement import Placement
-from nxtrain.process.signals import Signals
-from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
 from nxtrain.train.adapters import base_fingerprint, save_adapter
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, meta_at

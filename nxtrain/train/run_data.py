@@ -8,12 +8,12 @@ from typing import Literal
 
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
+from nxtrain.common.run_folder import DATA_DIR
 from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
 from nxtrain.data.loader import Skips
 from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
 from nxtrain.data.workers import WorkerPolicy, Workers
-from nxtrain.run_folder import DATA_DIR
 from nxtrain.train.context import RunContext
 from nxtrain.train.tokenizer import tokenizer_of_weights
 

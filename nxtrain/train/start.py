@@ -14,12 +14,12 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.resume import Found, ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io.object_store import Location, place_of
+from nxtrain.common.io.read_retry import unsteady
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import DamagedError
-from nxtrain.finetune.dropout import resume_dropout
-from nxtrain.io.object_store import Location, place_of
-from nxtrain.io.read_retry import unsteady
+from nxtrain.nn.dropout import resume_dropout
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.context import RunContext

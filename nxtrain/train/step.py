@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.family import CausalLM
-from nxtrain.mesh import Mesh
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.family import CausalLM
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.metrics.run_observer import RunObserver, Section
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
+from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.schedule import Action
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.health.step_history import StepHistory, not_finite
-from nxtrain.vocab import IGNORE_INDEX
 
 _SECTIONS: dict[str, Section] = {"forward": "forward", "backward": "backward", "weight": "backward"}
 """Sections of a pipeline's actions; transfers belong to the section before them."""

@@ -9,9 +9,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from nxtrain.backends.base import Backend
-from nxtrain.errors import cause_of
+from nxtrain.common.errors import cause_of
+from nxtrain.common.run_folder import PROFILES_DIR
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
-from nxtrain.run_folder import PROFILES_DIR
 
 _STEP, _WORK, _SECTION = 0, 1, 2
 """Depths of open spans: a step, a kind of work in the step, and a section of this work."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nxtrain.common.run_folder import SUMMARY_FILE
 from nxtrain.data import Data, target_bytes, target_counts, unigram_entropy
-from nxtrain.run_folder import SUMMARY_FILE
 
 
 @dataclass(frozen=True)

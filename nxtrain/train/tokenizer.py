@@ -7,13 +7,13 @@ from pathlib import Path
 
 from nxtrain.checkpoint import directory, mirror
 from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.regular import read_bytes
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.files import replacing
 from nxtrain.data.tokenization import KnownTokenizer
-from nxtrain.errors import CheckpointError
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.io.regular import read_bytes
-from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.compatibility import RunInputs
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.data.stream_loader import StreamLoader
-from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.retrying_sink import Sink
 from nxtrain.metrics.run_observer import RunObserver

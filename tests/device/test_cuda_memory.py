@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.run_folder import LOGS_DIR, PROFILES_DIR
 from nxtrain.config.check import Resolved
-from nxtrain.run_folder import LOGS_DIR, PROFILES_DIR
 from nxtrain.train import trainer
 from nxtrain.train.step import StepResult
 from tests.support.runs import run_plan, token_file, train_rank

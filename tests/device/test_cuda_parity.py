@@ -11,8 +11,8 @@ import torch
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Mesh
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Mesh
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.train.step import train_step
 from tests.support.adamw import STEPS as NUM_UPDATES

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.rounding import step_hash
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.step import train_step
 from tests.support.adamw import ours
 from tests.support.layers import random

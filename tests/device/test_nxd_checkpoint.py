@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends import open_backend
+from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
+from nxtrain.checkpoint.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
+from nxtrain.checkpoint.convert.verify_export import open_model
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig
-from nxtrain.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
-from nxtrain.convert.verify_export import open_model
-from nxtrain.errors import CheckpointError
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout
 from tests.support import nxd_checkpoints
 from tests.support.checkpoints import blank, cut, meta, same, save
 from tests.support.models import changed

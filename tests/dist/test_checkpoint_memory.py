@@ -13,12 +13,12 @@ from safetensors import safe_open
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import dcp_storage, directory
+from nxtrain.checkpoint.convert import streamed
+from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
 from nxtrain.checkpoint.load import load
-from nxtrain.convert import streamed
-from nxtrain.convert.hf import nxtrain_to_hf
-from nxtrain.io import checksummed_file
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout
+from nxtrain.common.io import checksummed_file
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
 from tests.support.memory import returns_pages, rise_bytes
 from tests.support.parity import layout as layout_of

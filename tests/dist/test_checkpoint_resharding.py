@@ -13,9 +13,9 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manifest
-from nxtrain.errors import CheckpointError
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout
 from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table
 from tests.support.ranks import RankPool
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh
 from tests.support.layers import random
 from tests.support.ranks import RankPool
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nxtrain.backends.base import Backend, Binding
-from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.backends.xla.backend import XlaBackend
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.errors import ConfigError
-from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_meta
 from tests.support.lora import adapters_of
 from tests.support.models import changed, weights_of

@@ -11,7 +11,7 @@ import pytest
 from nxtrain.backends import cpu
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu_native.build import KernelBuildError
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from tests.support.ranks import RankPool
 
 WORLD = 2

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import batch_of
 from nxtrain.train.step import DeviceBatch, eval_step
-from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
 from tests.support.ranks import RankPool

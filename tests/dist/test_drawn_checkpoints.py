@@ -15,8 +15,8 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import Retention
-from nxtrain.errors import ConfigError
-from nxtrain.sharding import Layout
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.sharding import Layout
 from nxtrain.train.build import build_mesh
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step

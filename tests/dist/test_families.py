@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.grads import Gradients
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.models import weights_of
 from tests.support.parity import (
     Gradient,

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.bench.step_trace import record_events
 from nxtrain.config.check import Resolved
+from nxtrain.tools.trace.step_trace import record_events
 from nxtrain.train.step import train_step
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron.backend import NeuronKernels
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.optim import adamw
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel import grads
-from nxtrain.sharding import Layout
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.step import TrainState, train_step
 from tests.support.models import changed, weights_of

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.host_group import HostGroup
-from nxtrain.errors import HangError, LostPeerError, NxtrainError
-from nxtrain.mesh import Mesh
+from nxtrain.common.distributed.host_group import HostGroup
+from nxtrain.common.errors import HangError, LostPeerError, NxtrainError
+from nxtrain.common.mesh import Mesh
 from tests.support.ranks import RankPool
 
 PATIENCE_S = 3.0

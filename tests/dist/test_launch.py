@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
 from nxtrain.config.load import load
-from nxtrain.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
 from nxtrain.launch.debug import agent_settings
 from nxtrain.launch.torchrun import blame
 from tests.support.ranks import context
@@ -167,7 +167,7 @@ LEAVING = """
 import pathlib
 import torch
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 
 def num_threads():
     return len(list(pathlib.Path("/proc/self/task").iterdir()))

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import Init, Segment, ShardSpec
 from nxtrain.parallel.embedding import VocabEmbedding
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, Segment, ShardSpec
 from tests.support.layers import filled, random
 from tests.support.ranks import RankPool
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.start import start

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.finetune.dropout import Dropout
-from nxtrain.finetune.lora import is_adapter, scale_of
-from nxtrain.mesh import Mesh
 from nxtrain.nn import offload
+from nxtrain.nn.dropout import Dropout
+from nxtrain.nn.lora import is_adapter, scale_of
 from nxtrain.train.adapters import save_adapter
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.step import eval_step, train_step

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init, ShardSpec
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, ShardSpec
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import filled, random
 from tests.support.ranks import RankPool
 

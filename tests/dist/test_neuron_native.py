@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Collectives
-from nxtrain.mesh import Mesh
 from tests.support import fake_neuron
 from tests.support.drawn import FULLY_SHARDED, ON_TORCHNEURON, SEED, Degrees, draw, on_torchneuron
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from nxtrain.backends import choose_layers
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.check import Resolved
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init, Segment
 from nxtrain.train.build import build_meta
 from tests.support.layers import filled, random
 from tests.support.models import changed, our_model, weights_of

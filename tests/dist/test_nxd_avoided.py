@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import Init
 from nxtrain.train.build import build_meta
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import random
 from tests.support.models import weights_of
 from tests.support.parity import batches, gradient, layout, local_batch, start

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Done, Op, Pending
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Done, Op, Pending
-from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.grads import Gradients, SquareSum
-from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import train_step
 from tests.support.models import weights_of

@@ -16,8 +16,8 @@ import pytest
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import BackendError
 from nxtrain.config.check import Resolved
-from nxtrain.errors import BackendError
 from tests.support.models import weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours, start
 from tests.support.ranks import RankPool

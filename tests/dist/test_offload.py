@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.kernel_base import AdamStep
-from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.kernels import AdamStep
 from nxtrain.config.check import Resolved
 from nxtrain.optim.update_rules import Elsewhere
 from nxtrain.train.step import TrainState, train_step

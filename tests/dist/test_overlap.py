@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.bench.overlap import read_profiles
-from nxtrain.bench.peers import batch
-from nxtrain.bench.train import SHAPE, Workload
-from nxtrain.bench.worker import ours
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
-from nxtrain.run_folder import LOGS_DIR
+from nxtrain.tools.bench.overlap import read_profiles
+from nxtrain.tools.bench.peers import batch
+from nxtrain.tools.bench.train import SHAPE, Workload
+from nxtrain.tools.bench.worker import ours
 from nxtrain.train import build
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 from nxtrain.backends.c10d import C10dBackend
-from nxtrain.bench.fake_rank import Traced, step_memory
 from nxtrain.config.check import Resolved
 from nxtrain.parallel import products
 from nxtrain.plan.memory import stage_bytes
+from nxtrain.tools.trace.fake_rank import Traced, step_memory
 from nxtrain.train.build import mesh_of
 from tests.support.memory import returns_pages, rise_bytes
 from tests.support.memory_formula import TOLERANCE, Defect, Measured, job_of, with_defect

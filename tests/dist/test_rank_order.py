@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.train.build import mesh_of
 from tests.support.models import weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
-from nxtrain.precision import DTYPES
+from nxtrain.parallel.precision import DTYPES
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout
 from tests.support.ranks import RankPool

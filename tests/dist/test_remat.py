@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Op, Pending
+from nxtrain.common.mesh import Axis
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Op, Pending
-from nxtrain.mesh import Axis
 from tests.support.models import weights_of
 from tests.support.parity import GLOBAL_BATCH, layout, rank_gradient, run_ours
 from tests.support.ranks import RankPool

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Pending
+from nxtrain.common.mesh import Axis
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Pending
-from nxtrain.mesh import Axis
 from nxtrain.train.step import TrainState, train_step
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start

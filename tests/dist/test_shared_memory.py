@@ -21,8 +21,8 @@ from nxtrain.backends import cpu
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native.build import KernelBuildError
-from nxtrain.errors import BackendError, LostPeerError
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.errors import BackendError, LostPeerError
+from nxtrain.common.mesh import Axis, Mesh
 from tests.support.cpp_mutants import mutant_libraries
 from tests.support.ranks import RankPool
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Pending
+from nxtrain.common.mesh import Axis
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Pending
-from nxtrain.mesh import Axis
 from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.models import hf_model, our_model, tokens, weights_of
 from tests.support.parity import (
     GLOBAL_BATCH,

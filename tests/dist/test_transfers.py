@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.errors import NxtrainError
-from nxtrain.mesh import Mesh
-from nxtrain.process.deadlines import limit_words
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.deadlines import limit_words
 from tests.dist.test_collectives import DTYPES, TRANSPORTS, held_by
 from tests.support.ranks import RankPool
 
@@ -128,4 +128,4 @@ def test_a_peer_that_dies_is_named(ranks: RankPool, transport: str) -> None:
     receiver, sender, middle = str(ended.value).split("\nrank ")
     assert middle == "2:\ndied"
     for text in (receiver, sender):
-        assert "nxtrain.errors.LostPeerError: pipeline stage 1 of 3 (rank 2) is gone: " in text
+        assert "nxtrain.common.errors.LostPeerError: pipeline stage 1 of 3 (rank 2) is gone: " in text

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, global_name
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.optim import adamw
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.sharding import Layout, global_name
 from nxtrain.train.build import build_mesh
 from nxtrain.train.step import train_step
 from tests.support.adamw import cut, part

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from nxtrain.backends.xla.world import meet
-from nxtrain.errors import HangError
+from nxtrain.common.errors import HangError
 from tests.support.ranks import context
 
 

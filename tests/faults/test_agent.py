@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import BackendError, StoppedBySignal
-from nxtrain.process.signals import STOPPING
-from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
-from nxtrain.testing.fault_points import VARIABLE
+from nxtrain.common.errors import BackendError, StoppedBySignal
+from nxtrain.common.process.signals import STOPPING
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support import forked_python
 from tests.support.command_ranks import until, write_config
 from tests.support.commands import TOLD, command

@@ -20,9 +20,9 @@ import pytest
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import LATEST
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.errors import StoppedBySignal
-from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.testing.fault_points import VARIABLE
+from nxtrain.common.errors import StoppedBySignal
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support import forked_python
 from tests.support.command_ranks import WORLD, until
 from tests.support.commands import TOLD

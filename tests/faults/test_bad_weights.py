@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import DivergedError
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import DivergedError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import trainer
 from tests.support.commands import train, write_config
 from tests.support.runs import course

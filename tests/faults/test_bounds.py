@@ -12,9 +12,9 @@ import pytest
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
-from nxtrain.errors import HangError
-from nxtrain.process import deadlines
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import HangError
+from nxtrain.common.process import deadlines
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import run
 from tests.support.commands import ended, start_rank, train, write_config
 from tests.support.ports import free_port

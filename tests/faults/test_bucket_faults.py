@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 
+from nxtrain.common.errors import DataError, StorageError
+from nxtrain.common.io import cached_object
 from nxtrain.data import checksums
 from nxtrain.data.arrow import prepared, seal, streams, work
-from nxtrain.errors import DataError, StorageError
-from nxtrain.io import cached_object
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import command, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile.cache import OWN, Cache
-from nxtrain.compile.entries import NEFF, Key, State, parse_key
-from nxtrain.compile.sync import sync
+from nxtrain.tools.compile.cache import OWN, Cache
+from nxtrain.tools.compile.entries import NEFF, Key, State, parse_key
+from nxtrain.tools.compile.sync import sync
 from tests.support.caches import TWO_COMPILERS, add_failed, compiling, key, neff
 
 NUM_PROCESSES = 8

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course, records
 

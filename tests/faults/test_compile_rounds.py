@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile.cache import Cache
-from nxtrain.compile.entries import LOCK, Key, State
-from nxtrain.compile.entry_hashes import read_seal
-from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs
-from nxtrain.compile.tool import TOOL
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
+from nxtrain.tools.compile.cache import Cache
+from nxtrain.tools.compile.entries import LOCK, Key, State
+from nxtrain.tools.compile.entry_hashes import read_seal
+from nxtrain.tools.compile.parallel_compile import Compiled, Job, compile_graphs
+from nxtrain.tools.compile.tool import TOOL
 from tests.support.caches import add_failed, add_locked
 from tests.support.neuron_machine import ROOT, install
 from tests.support.neuron_plugin import PAUSE, Plugin
@@ -185,8 +185,8 @@ def test_a_job_that_nohup_started_outlives_its_terminal(env: dict[str, str]) -> 
 _JOB = f"""
 import os, sys
 from pathlib import Path
-from nxtrain.compile.cache import Cache
-from nxtrain.compile.parallel_compile import Job, compile_graphs
+from nxtrain.tools.compile.cache import Cache
+from nxtrain.tools.compile.parallel_compile import Job, compile_graphs
 command = [sys.executable, "-m", "tests.support.neuron_plugin", *{[A, B, C]}]
 cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
 found = compile_graphs(Job(sys.argv[1], command, os.environ, cache), 2, 0)
@@ -195,7 +195,7 @@ assert set(found.names) == cache.done(), (found.names, cache.done())
 
 
 def compilers(cache: Path) -> list[int]:
-    from nxtrain.compile.lock_owners import naming
+    from nxtrain.tools.compile.lock_owners import naming
 
     return [pid for entry in cache.glob("*/MODULE_*") for pid in naming(str(entry))]
 

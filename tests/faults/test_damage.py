@@ -19,9 +19,9 @@ import pytest
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import read_manifest
-from nxtrain.errors import CheckpointError
-from nxtrain.io import read_retry
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io import read_retry
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support import commands
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start, supervise
 from tests.support.runs import course

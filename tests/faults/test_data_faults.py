@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data import dataset, prepare
-from nxtrain.errors import DataError, StorageError
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import at_batch, command, train, write_config
 from tests.support.runs import course

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import CheckpointError, RestartError
-from nxtrain.io.jsonl import JsonlLog
+from nxtrain.common.errors import CheckpointError, RestartError
+from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.metrics.goodput import account
 from nxtrain.metrics.start_log import read
-from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
 from tests.support.commands import command, train
 from tests.support.runs import records

@@ -17,11 +17,11 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.testing import faults
+from nxtrain.common.testing.fault_points import PatchPoint
 from nxtrain.config.check import Resolved
-from nxtrain.errors import NxtrainError
-from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.testing import faults
-from nxtrain.testing.fault_points import PatchPoint
 from nxtrain.train import run
 from nxtrain.train.context import RunContext
 from tests.support.ranks import RankPool, ranks

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from nxtrain.common.errors import HangError
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.load import load
-from nxtrain.errors import HangError
 from nxtrain.launch.debug import debug_variables
 from nxtrain.metrics.start_log import read
-from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import WORLD, Ranks, until, write_config
 from tests.support.runs import course
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from nxtrain.testing import fault_kinds
-from nxtrain.testing.fault_points import POINTS
+from nxtrain.common.testing import fault_kinds
+from nxtrain.common.testing.fault_points import POINTS
 from tests.support.commands import train, write_config
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import HangError
+from nxtrain.common.errors import HangError
 from tests.support.command_ranks import WORLD, Ranks
 from tests.support.recovery import (
     PACE,

@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxtrain.checkpoint import directory
-from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import BackendError, CheckpointError
-from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.common.errors import BackendError, CheckpointError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support import commands, tiny
 
 SHARD = "rank-00000.safetensors"

@@ -7,7 +7,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from tests.support.commands import ended, start_rank, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course

@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Op, Pending
+from nxtrain.common.mesh import Axis
 from nxtrain.config.load import load
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Op, Pending
 from nxtrain.launch.debug import debug_variables
-from nxtrain.mesh import Axis
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import records
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from nxtrain.errors import DataError, HangError
+from nxtrain.common.errors import DataError, HangError
+from nxtrain.common.testing import fault_kinds
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
-from nxtrain.testing import fault_kinds
 from tests.support.command_ranks import Ranks, until, write_config
 
 STAGES = 4

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import CheckpointError
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, write_config
 from tests.support.runs import course
 

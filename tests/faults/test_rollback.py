@@ -11,8 +11,8 @@ import pytest
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.check import Resolved
-from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.train.health.rollbacks import BEFORE, MOST
 from tests.faults.test_guard import Broken, armed, at, lines, saved, train_broken
 from tests.support.models import BASE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxtrain.errors import StoppedBySignal
+from nxtrain.common.errors import StoppedBySignal
 from tests.support.commands import train, write_config
 from tests.support.runs import course
 

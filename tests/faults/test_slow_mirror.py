@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import HangError, StoppedBySignal
-from nxtrain.io import object_store
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import HangError, StoppedBySignal
+from nxtrain.common.io import object_store
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, ended, start_rank, train, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, configure, last_step, start

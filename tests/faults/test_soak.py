@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.run_folder import LOGS_DIR
+from nxtrain.common.testing.fault_kinds import KINDS
+from nxtrain.common.testing.fault_points import POINTS, parse
 from nxtrain.launch.torchrun import STOPPED
 from nxtrain.metrics.start_log import read
-from nxtrain.report.chart import WIDTH
-from nxtrain.report.command import report as write_page
-from nxtrain.run_folder import LOGS_DIR
-from nxtrain.testing.fault_kinds import KINDS
-from nxtrain.testing.fault_points import POINTS, parse
+from nxtrain.tools.report.chart import WIDTH
+from nxtrain.tools.report.command import report as write_page
 from tests.support.recovery import History
 from tests.support.soak import MARGIN, drawn, soak
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import CrashLoopError, StoppedBySignal
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import CrashLoopError, StoppedBySignal
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks, until, write_config
 from tests.support.runs import course
 

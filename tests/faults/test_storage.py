@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import CheckpointError
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks
 from tests.support.recovery import PACE, Golden, History, assert_recovered, configure, last_step, start, supervise
 from tests.support.small_disks import small_disk

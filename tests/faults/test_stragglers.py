@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
+from nxtrain.common.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
 from tests.support.commands import TOLD, ended, start_rank, write_config

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nxtrain.errors import BackendError
-from nxtrain.testing.fault_points import VARIABLE
+from nxtrain.common.errors import BackendError
+from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support.command_ranks import until
 from tests.support.commands import start, train, write_config
 from tests.support.runs import course

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.errors import WorkerError
+from nxtrain.common.errors import WorkerError
 from tests.support.commands import train, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.runs import course

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init, Layout, ParamTable, ShardBox, ShardSpec
 from nxtrain.config.schema import OptimConfig
-from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.update_rules import Stochastic
-from nxtrain.precision import Precision, Update
-from nxtrain.sharding import Init, Layout, ParamTable, ShardBox, ShardSpec
+from nxtrain.parallel.precision import Precision, Update
 from tests.support.layers import random
 
 STEPS = 50

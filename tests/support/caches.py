@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nxtrain.compile.entries import DONE, LOCK, LOG, NEFF, Key
+from nxtrain.tools.compile.entries import DONE, LOCK, LOG, NEFF, Key
 
 COMPILER = "neuronxcc-2.23.6484.0+3b612583"
 

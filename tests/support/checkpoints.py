@@ -14,9 +14,9 @@ from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import tidy, write_state
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, row_cut
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, row_cut
 from tests.support.parity import layout, table_of
 
 Shards = dict[str, dict[str, Tensor]]

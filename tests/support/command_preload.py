@@ -12,13 +12,6 @@ import pyarrow.compute  # noqa: F401
 import pydantic.type_adapter  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
-import nxtrain.backends.cpu
-import nxtrain.compile.cache
-import nxtrain.compile.miss_watch
-import nxtrain.data.arrow.preparation
-import nxtrain.launch.environment
-import nxtrain.launch.neuron
-import nxtrain.plan.goodput  # noqa: F401
 import nxtrain_models.llama  # noqa: F401
 import tests.support.commands  # noqa: F401
 from tests.support import built_commands

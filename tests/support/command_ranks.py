@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from nxtrain.common.run_folder import METRICS_FILE
+from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.launch.local import AGENT, render
-from nxtrain.run_folder import METRICS_FILE
-from nxtrain.testing.fault_points import VARIABLE
 from tests.support import commands, tiny
 
 WORLD = 2

@@ -19,12 +19,12 @@ from unittest import mock
 import pytest
 import torch
 
+from nxtrain.checkpoint.convert import hf, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
 from nxtrain.cli import main as cli
-from nxtrain.convert import hf, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
+from nxtrain.common.process.signals import STOPPING
+from nxtrain.common.testing import faults  # noqa: F401
+from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.process.signals import STOPPING
-from nxtrain.testing import faults  # noqa: F401
-from nxtrain.testing.fault_points import VARIABLE
 from nxtrain.train import run  # noqa: F401
 from tests.support import forked_python, tiny
 

@@ -8,9 +8,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, LayerSet
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.mesh import Mesh
+from nxtrain.backends.base import Backend
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.layers import LayerSet
+from nxtrain.common.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels, contract_layers
 from tests.support.contract import Setting, hold

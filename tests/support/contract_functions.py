@@ -24,20 +24,20 @@ from nxtrain.backends.cpu_native.kernels import (
     _NativeSwiGLU,
 )
 from nxtrain.backends.cpu_products import has_bf16_products
-from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.backends.nf4 import whole_packing
-from nxtrain.bench.pipeline_rank import _Sleep
-from nxtrain.bench.step_trace import _Backward
+from nxtrain.backends.torch_kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.mesh import Axis
+from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
-from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
-from nxtrain.finetune.quantized import _RestoredProduct
-from nxtrain.mesh import Axis
+from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _Product, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
 from nxtrain.parallel.weight_grads import _Gradient
-from nxtrain.vocab import IGNORE_INDEX, VocabColumns
+from nxtrain.tools.bench.pipeline_rank import _Sleep
+from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import Operand, Work
 from tests.support.contract_kernels import (
     EPS,

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.kernel_base import AdamStep, Kernels
-from nxtrain.backends.rounding import RoundingKey, mix_, step_hash
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.mesh import Mesh
-from nxtrain.vocab import IGNORE_INDEX, VocabColumns
+from nxtrain.backends.rounding import mix_, step_hash
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from tests.support.contract import Operand, Update, Work, compare
 from tests.support.forms import CONTIGUOUS, WHOLE, Shape
 

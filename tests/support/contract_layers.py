@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nxtrain.backends.base import Head, LayerSet
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common.layers import Head, LayerSet
+from nxtrain.common.sharding import Init, Segment
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.linear import Product, SplitBackward
 from nxtrain.parallel.native import NativeLayers
-from nxtrain.sharding import Init, Segment
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.contract import Operand, Work
 from tests.support.contract_functions import Ranks
 from tests.support.forms import CONTIGUOUS, Shape

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY
 from nxtrain.data.arrow.preparation import Outcome, Request, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.io.object_store import Location
 
 FORMATS = (
     "text",

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import ConfigError
-from nxtrain.vocab import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX
 from tests.support.drawn import Drawn
 from tests.support.drawn_runs import first_weights
 from tests.support.models import hf_model

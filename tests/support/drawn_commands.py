@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nxtrain.run_folder import METRICS_FILE
+from nxtrain.common.run_folder import METRICS_FILE
 from tests.support.drawn import CONFIG, ROOT, Drawn
 from tests.support.drawn_runs import Error, first_weights, wanted
 from tests.support.models import hf_model

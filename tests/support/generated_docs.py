@@ -10,16 +10,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RELEASES, install_command
+from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
-from nxtrain.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import EXIT_CODES, ExitCode
 from nxtrain.plan.inspection import inspect
 from nxtrain.plan.memory import rank_bytes
@@ -54,33 +53,21 @@ def key_tables() -> str:
     return "\n".join([*lines, ""])
 
 
-@cache
-def file_list() -> str:
-    """Markdown list of every module of nxtrain and of the model families, by folder."""
-    lines = list[str]()
-    for folder in _folders():
-        package = (folder / "__init__.py").read_text(encoding="utf-8")
-        lines += ["", f"### {folder.relative_to(ROOT)}/", ""]
-        if sentence := _sentence(package):
-            lines += [sentence, ""]
-        rows = [
-            (path.name, _sentence(path.read_text(encoding="utf-8")))
-            for path in sorted(folder.glob("*.py"))
-            if path.name != "__init__.py"
-        ]
-        if rows:
-            lines += ["| file | content |", "|---|---|"]
-        lines += [f"| `{name}` | {_cell(sentence)} |" for name, sentence in rows]
+def rooms() -> str:
+    """Picture of the rooms of nxtrain, each above the rooms that it imports, with the first sentence of each."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (order,) = (c["layers"] for c in contracts["contracts"] if c["name"] == "Imports run one way")
+    lines = ["```text"]
+    for layer in order:
+        if layer == "__main__":
+            continue
+        for room in re.split(r" [|:] ", layer):
+            folder = ROOT / "nxtrain" / room
+            lines.append(f"{room:18}{_sentence(folder)}")
+            lines += [f"  {inner.name:16}{_sentence(inner)}" for inner in sorted(folder.iterdir()) if _is_room(inner)]
+        lines.append("")
+    lines[-1] = "```"
     return "\n".join([*lines, ""])
-
-
-def layers() -> str:
-    """Block of the layers of imports, from the contract of import-linter."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    (found,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
-    return "\n".join(["```text", *found, "```", ""])
 
 
 def releases() -> str:
@@ -185,7 +172,7 @@ MEANINGS = {
 
 def sharded_step() -> str:
     """Table of the events of a sharded step of a model with three blocks."""
-    from nxtrain.bench.step_trace import trace_step  # torch, which no other part needs
+    from nxtrain.tools.trace.step_trace import trace_step  # torch, which no other part needs
 
     overrides = ["parallel.shard=full", "parallel.dp=4", "train.micro_batch=4", "model.config.num_hidden_layers=3"]
     found = inspect(ROOT / "configs" / "tiny_cpu.toml", overrides)
@@ -221,8 +208,7 @@ def _reactions(kind: ExitCode) -> str:
 
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("configuration.md", "keys"): key_tables,
-    ("architecture.md", "layers"): layers,
-    ("architecture.md", "files"): file_list,
+    ("architecture.md", "rooms"): rooms,
     ("parallelism.md", "step"): sharded_step,
     ("recovery.md", "exit_codes"): exit_codes,
     ("slurm_kubernetes.md", "restarts"): restarts,
@@ -253,14 +239,14 @@ def pages() -> Iterator[tuple[Path, str, str]]:
         yield DOCS / file, text, wanted
 
 
-def _folders() -> Iterator[Path]:
-    for top in ("nxtrain", "models"):
-        yield from sorted(path.parent for path in (ROOT / top).rglob("__init__.py"))
+def _is_room(folder: Path) -> bool:
+    return (folder / "__init__.py").exists()
 
 
-def _sentence(source: str) -> str:
-    """First paragraph of a module's docstring, as one line."""
-    return " ".join((ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].split())
+def _sentence(folder: Path) -> str:
+    """First line of a package's docstring."""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    return doc.partition("\n")[0]
 
 
 def _cell(text: str) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla import backend, tracing
 from nxtrain.backends.xla.backend import XlaBackend, XlaCollectives
+from nxtrain.common.distributed.collectives import Pending
+from nxtrain.common.mesh import Axis
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.collectives import Pending
-from nxtrain.graphs.trace import trace
-from nxtrain.mesh import Axis
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.grads import Gradients
+from nxtrain.tools.trace.trace import trace
 
 STEPS = 2
 

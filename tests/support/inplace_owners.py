@@ -14,7 +14,7 @@ from __future__ import annotations
 KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
-    "nxtrain/bench/step_trace.py": {
+    "nxtrain/tools/trace/step_trace.py": {
         "_Gathering.__call__: dist.all_gather_into_tensor(output_tensor)": "given: by FSDP2, for the result",
         "_Reduction.__call__: dist.reduce_scatter_tensor(output_tensor)": "given: likewise",
     },
@@ -23,7 +23,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "CheckpointWriter._lack_of_memory: free[host] =": "host: dictionary",
     },
     "nxtrain/cli/launch.py": {"launch: launch_on(out=out)": "host: a folder"},
-    "nxtrain/doctor/collectives_rank.py": {
+    "nxtrain/tools/doctor/collectives_rank.py": {
         "_measure: backend.collectives.all_reduce(x)": "fresh: `torch.zeros` right above, or the sum before",
     },
     "nxtrain/data/arrow/inspection.py": {
@@ -32,7 +32,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
         "verify_corpus.add: done +=": "host: number",
     },
-    "nxtrain/io/cached_object.py": {
+    "nxtrain/common/io/cached_object.py": {
         "CachedObject._find: self._is_here[block] =": "host: the blocks that this very object has found",
         "CachedObject._store: self._is_here[number:number + len(blocks)] =": "host: likewise",
     },
@@ -50,13 +50,13 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/training.py": {
         "_append_held_out: marked[-1] |=": "fresh: `astype` right above copies",
     },
-    "nxtrain/eval/scorer.py": {
+    "nxtrain/tools/eval/scorer.py": {
         "Scorer._totals: left[owner] -=": "host: list of this very function",
     },
     "nxtrain/parallel/products.py": {
         "_by_blocks: part.copy_": "fresh: a part of `new_empty` above",
     },
-    "nxtrain/distributed/heartbeats.py": {
+    "nxtrain/common/distributed/heartbeats.py": {
         "HeartbeatStore.answers: found[rank] =": "host: dictionary",
     },
     "nxtrain/backends/cpu_native/shared_memory.py": {
@@ -64,7 +64,7 @@ OWNERS: dict[str, dict[str, str]] = {
             "given: `Collectives.all_reduce` may overwrite its input"
         ),
     },
-    "nxtrain/distributed/c10d_collectives.py": {
+    "nxtrain/common/distributed/c10d_collectives.py": {
         "_Async.wait: self.result.mul_": "fresh: made by the collective, which alone scales",
         "_Traced.wait: self.into.copy_": "given: `Collectives.all_reduce` may overwrite its input",
         "C10dCollectives.start_all_reduce: _FUNCTIONAL.all_reduce(x)": "read: the functional form",
@@ -79,7 +79,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "C10dCollectives._start_sum: dist.all_reduce(flat)": "fresh: the bucket that its caller has just allocated",
         "C10dCollectives._pack: part.view(tensor.shape).copy_": "fresh: a part of the bucket that was just allocated",
     },
-    "nxtrain/distributed/collectives.py": {
+    "nxtrain/common/distributed/collectives.py": {
         "Collectives.all_reduce: self.start_all_reduce(x)": "given: `Collectives.all_reduce` may overwrite its input",
     },
     "nxtrain/backends/cpu_kernels.py": {
@@ -94,7 +94,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/backends/cuda.py": {
         "CudaKernels.tiles: room -=": "host: number",
     },
-    "nxtrain/backends/kernels.py": {
+    "nxtrain/backends/torch_kernels.py": {
         "cross_entropy: scores.sub_(peak.unsqueeze(1)).exp_": (
             "given: the logits, which the docstring lets it overwrite"
         ),
@@ -147,37 +147,37 @@ OWNERS: dict[str, dict[str, str]] = {
         "XlaCollectives.start_all_reduce: x.copy_": "given: `Collectives.all_reduce` may overwrite its input",
         "XlaCollectives._reduced: self._xm.all_reduce(fresh)": "fresh: clones of this function",
     },
-    "nxtrain/bench/checkpoint.py": {
+    "nxtrain/tools/bench/checkpoint.py": {
         "State.copy: self._into[key].copy_": "state: buffer of this object",
         "State.torch_load: self._into[key].copy_": "state: buffer of this object",
     },
-    "nxtrain/bench/data_peers.py": {
+    "nxtrain/tools/bench/data_peers.py": {
         "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
         "ids_sides: streaming.MDSWriter(out=place)": "host: name of a folder",
     },
-    "nxtrain/bench/lazy.py": {
+    "nxtrain/tools/bench/lazy.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },
-    "nxtrain/bench/collectives_rank.py": {
+    "nxtrain/tools/bench/collectives_rank.py": {
         "_operation.<lambda>: comm.all_reduce(whole)": "state: buffer of this benchmark",
         "_operation.<lambda>: spare.copy_": "state: buffer of this benchmark",
     },
-    "nxtrain/bench/titan.py": {
+    "nxtrain/tools/bench/titan.py": {
         "titan_step.step: nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },
-    "nxtrain/bench/pipeline_rank.py": {
+    "nxtrain/tools/bench/pipeline_rank.py": {
         "step.Counted.start_send: sent_bytes +=": "host: number",
     },
-    "nxtrain/bench/peers.py": {
+    "nxtrain/tools/bench/peers.py": {
         "transformers_step.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },
-    "nxtrain/io/checksummed_file.py": {
+    "nxtrain/common/io/checksummed_file.py": {
         "ChecksummedWriter.write: rest.data": "read: bytes that are sent",
         "ChecksummedWriter.write: np.frombuffer(self._block, np.uint8)[self._filled:self._filled + len(part)] =": (
             "state: buffer of this object"
@@ -187,7 +187,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "owned: total[chunk.copies] +=": "host: number",
         "owned: before[chunk.copies] +=": "host: number",
     },
-    "nxtrain/convert/hf_folder.py": {
+    "nxtrain/checkpoint/convert/hf_folder.py": {
         "HfWeights.__call__: view.copy_": "state: parameter under construction, which `materialize` fills",
     },
     "nxtrain/checkpoint/load.py": {
@@ -197,20 +197,20 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/checkpoint/manifest.py": {
         "header: text +=": "host: bytes",
     },
-    "nxtrain/convert/nxd_read.py": {
+    "nxtrain/checkpoint/convert/nxd_read.py": {
         "nxd_to_nxtrain: chunks +=": "host: list",
     },
-    "nxtrain/convert/nxd_weights.py": {
+    "nxtrain/checkpoint/convert/nxd_weights.py": {
         "NxdWeights._place: target.copy_": "state: part of the tensor that this reader is putting together",
     },
-    "nxtrain/convert/nxd_write.py": {
+    "nxtrain/checkpoint/convert/nxd_write.py": {
         "_Writer.write_weights: tensors[HEAD] =": "host: dictionary",
         "_Writer._read: target.copy_": "state: part of the buffers that this reader allocated",
     },
     "nxtrain/checkpoint/dcp_planner.py": {
         "ChunkLoadPlanner.finish_plan: tensor.zero_": "state: padding of what is loaded",
     },
-    "nxtrain/convert/streamed.py": {
+    "nxtrain/checkpoint/convert/streamed.py": {
         "batches: free -=": "host: number",
         "_header: text +=": "host: bytes",
     },
@@ -251,14 +251,14 @@ OWNERS: dict[str, dict[str, str]] = {
         "Agent._count_restart: self._worker_group.spec.max_restarts +=": "host: number",
         "Agent._monitor_workers: worker_group.spec.max_restarts +=": "host: number",
     },
-    "nxtrain/convert/hf.py": {"write_merged.read: target.copy_": "given: `write_streamed` has it filled"},
-    "nxtrain/convert/peft.py": {
+    "nxtrain/checkpoint/convert/hf.py": {"write_merged.read: target.copy_": "given: `write_streamed` has it filled"},
+    "nxtrain/checkpoint/convert/peft.py": {
         "AdapterWeights.__call__: view.copy_": "given: parameter under construction, whose docstring says fill",
     },
-    "nxtrain/finetune/quantized.py": {
+    "nxtrain/nn/quantized.py": {
         "filling.fill_one: local.copy_": "given: parameter under construction, as of every `Fill`",
     },
-    "nxtrain/finetune/lora.py": {
+    "nxtrain/nn/lora.py": {
         "adapt: model.requires_grad_": "given: the model, whose docstring says changed in place",
         "_adapt_layer: layer.specs[leaf] =": "host: dictionary",
         "_require_gradient: inputs[0].requires_grad_": "read: autograd's mark alone changes",
@@ -340,13 +340,13 @@ OWNERS: dict[str, dict[str, str]] = {
             "given: `TensorParallel.exit` overwrites it, and autograd knows (`mark_dirty`)"
         ),
     },
-    "nxtrain/sharding.py": {
+    "nxtrain/common/sharding.py": {
         "ShardSpec.shard: view.copy_": "fresh: a view of the shard that this function allocates",
     },
-    "nxtrain/testing/fault_kinds.py": {
+    "nxtrain/common/testing/fault_kinds.py": {
         "flip: local.copy_": "state: parameter, which this fault damages",
     },
-    "nxtrain/testing/faults.py": {
+    "nxtrain/common/testing/faults.py": {
         "_Armed._count_steps.wrapped: self._step +=": "host: number",
     },
     "nxtrain/train/health/numerics.py": {

@@ -8,11 +8,11 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.mesh import Axis
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ShardSpec
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import ShardSpec
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved
 from nxtrain.config.tables import toml_value
-from nxtrain.finetune.lora import A
+from nxtrain.nn.lora import A
 from tests.support.drawn import ONE, Degrees, Drawn, draw
 from tests.support.drawn_runs import first_weights, ours
 from tests.support.models import changed

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nxtrain.bench.fake_rank import Traced
 from nxtrain.config.check import Resolved
 from nxtrain.plan import memory
 from nxtrain.plan.hardware import MACHINES
+from nxtrain.tools.trace.fake_rank import Traced
 
 MODULES = ("shapes", "adapters", "job", "activations", "moments", "memory")
 """Modules of the formula, each after those that it imports."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.family import find_family
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import find_family
-from nxtrain.finetune.quantized import filling
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable
+from nxtrain.nn.quantized import filling
 from nxtrain.train.build import build_meta, fill_model
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ COVERED: dict[str, Stages] = {
     ),
     "nxtrain/plan/*": (
         tuple(f"tests/unit/plan/test_{name}.py" for name in _PLANS),
-        ("tests/unit/plan/test_trace.py", "tests/dist/test_plan_memory.py", "tests/dist/test_plan_peaks.py"),
+        ("tests/unit/tools/trace/test_fake_rank.py", "tests/dist/test_plan_memory.py", "tests/dist/test_plan_peaks.py"),
     ),
     "nxtrain/optim/loss_scale.py": (("tests/unit/optim/test_loss_scale.py",), ("tests/dist/test_fp16.py",)),
     "nxtrain/nn/offload.py": (("tests/unit/nn/test_offload.py",), ("tests/dist/test_data_parallel.py",)),
@@ -90,8 +90,8 @@ COVERED: dict[str, Stages] = {
         _UNIT_CHECKPOINT,
         ("tests/train/test_resume.py", "tests/train/test_mirror_runs.py", "tests/faults/test_returns.py"),
     ),
-    "nxtrain/io/object_store.py": (
-        ("tests/unit/checkpoint/test_mirror.py", "tests/unit/compile/test_sync.py"),
+    "nxtrain/common/io/object_store.py": (
+        ("tests/unit/checkpoint/test_mirror.py", "tests/unit/tools/compile/test_sync.py"),
         _UNIT_CHECKPOINT,
         ("tests/train/test_mirror_runs.py",),
     ),

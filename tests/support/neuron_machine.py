@@ -177,7 +177,7 @@ def _start_runtime() -> None:
 
     from nxtrain.backends.xla.environment import extracting
     from nxtrain.backends.xla.graphs import freeze_older_objects
-    from nxtrain.process.placement import Placement
+    from nxtrain.common.process.placement import Placement
     from tests.support.neuron_plugin import Plugin
     from tests.support.neuron_runtime import Runtime, Witness
 

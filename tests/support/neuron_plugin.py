@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nxtrain.compile.entries import DONE, LOCK, NEFF, Key
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, Key
 from tests.support.caches import COMPILER, compile_now
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nxtrain.common.family import find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import find_family
-from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw_shard
 from tests.support.nxd_signatures import COMMITS, REPOSITORY
 from tests.support.parity import table_of, whole

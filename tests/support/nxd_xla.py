@@ -22,7 +22,7 @@ from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.tracing import pretended_nxd
 from nxtrain.config.check import Resolved
-from nxtrain.graphs.trace import trace
+from nxtrain.tools.trace.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_cpu

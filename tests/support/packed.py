@@ -7,8 +7,8 @@ from random import Random
 
 import numpy as np
 
+from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.vocab import END_BIT, IGNORE_INDEX
 
 SEQ_LEN, END = 64, 0
 

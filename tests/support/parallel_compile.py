@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from nxtrain.compile.entries import DONE, LOCK, LOG, locks
+from nxtrain.tools.compile.entries import DONE, LOCK, LOG, locks
 from tests.support.caches import compile_now
 from tests.support.neuron_plugin import PAUSE, log
 

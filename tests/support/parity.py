@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
-from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.models import hf_model, our_model, plan, tokens
 
 LR = 3e-3

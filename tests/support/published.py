@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nxtrain.common.family import Decoder, find_family
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import Decoder, find_family
 from nxtrain.plan.hardware import GB, GIGABIT, Machine, find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.presets import SHAPES

@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import NxtrainError
 from nxtrain.config.check import Resolved
-from nxtrain.errors import NxtrainError
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from nxtrain.train.trainer import Trainer

@@ -19,10 +19,10 @@ from typing import Any
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, read_manifest
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.process.clock import now
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.launch.torchrun import STOPPED, blame
-from nxtrain.process.clock import now
-from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import course
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.optim.adamw import AdamW
-from nxtrain.precision import DTYPES
-from nxtrain.sharding import Layout
+from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_mesh
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import changed

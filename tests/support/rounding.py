@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.rounding import step_hash
-from nxtrain.mesh import Mesh
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.adamw import host
 
 CPU = CpuKernels()

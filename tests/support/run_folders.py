@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nxtrain.common.process.clock import Instant
+from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 from nxtrain.config.tables import toml_key, toml_value
 from nxtrain.metrics.goodput import Spent, Start
 from nxtrain.metrics.start_log import StartLog
-from nxtrain.process.clock import Instant
-from nxtrain.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.shards import Shards
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.config.check import Resolved
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
-from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nxtrain.doctor.finding import Host
+from nxtrain.tools.doctor.finding import Host
 
 FI_INFO = """\
 provider: efa

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, Start, assert_recovered, last_step

@@ -10,10 +10,10 @@ from pathlib import Path
 from random import Random
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.metrics.goodput import account
 from nxtrain.metrics.start_log import read
 from nxtrain.plan.goodput import Failures
-from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import WORLD
 from tests.support.recovery import EVERY, Golden, History, assert_recovered, configure, last_step, start, supervise
 from tests.support.runs import records

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxtrain.checkpoint import directory
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.train.generate import Request, Sampling, generate
+from nxtrain.tools.eval.generate import Request, Sampling, generate
 from tests.support.models import hf_model, plan
 
 LENGTH = 64

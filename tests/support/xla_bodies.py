@@ -13,12 +13,12 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla.backend import XlaBackend, XlaCollectives
+from nxtrain.common.distributed.collectives import Done, Pending
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.collectives import Done, Pending
-from nxtrain.mesh import Axis, Mesh
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.grads import Gradients
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_xla
 from tests.support.drawn import Drawn

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.signals import Signals
+from nxtrain.common.testing.fault_kinds import flip
 from nxtrain.config.check import Resolved
-from nxtrain.errors import NxtrainError
-from nxtrain.mesh import Mesh
 from nxtrain.metrics.run_observer import Observers, RunObserver, Work
 from nxtrain.optim.schedule import Schedule
-from nxtrain.process.signals import Signals
-from nxtrain.testing.fault_kinds import flip
 from nxtrain.train import graph_extraction
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.health.numerics import NumericsGuard

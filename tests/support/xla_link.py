@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.process.placement import Placement
+from nxtrain.common.process.placement import Placement
 from tests.support.xla_processes import FAST, adopt
 
 NEVER = timedelta(days=1)

@@ -16,15 +16,15 @@ from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla import backend
 from nxtrain.backends.xla.world import join
 from nxtrain.checkpoint import directory
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import NxtrainError
-from nxtrain.graphs import trace
 from nxtrain.metrics.run_observer import Observers, RunObserver
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
-from nxtrain.process.placement import Placement
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.tools.trace import trace
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, meta_at

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from nxtrain.process.placement import Placement
+from nxtrain.common.process.placement import Placement
 from tests.support.patience import patient_s
 from tests.support.xla_processes import FAST, Ended, nxtrain, start
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxtrain.backends import open_backend
-from nxtrain.process.placement import Placement
+from nxtrain.common.process.placement import Placement
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from tests.support.resharding import LAYOUTS, SAVED, continued, plan

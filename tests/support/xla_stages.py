@@ -14,7 +14,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.graphs import hash_of, pending
 from nxtrain.backends.xla.tracing import Tape, TracingBackend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from nxtrain.parallel.regions import TensorParallel
 from tests.support.layers import random
 from tests.support.xla_bodies import Counts

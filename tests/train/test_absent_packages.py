@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.cli import main as cli
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from tests.support.commands import write_config
 
 

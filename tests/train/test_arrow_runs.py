@@ -13,12 +13,12 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.errors import CheckpointError, DataError
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Batch
-from nxtrain.errors import CheckpointError, DataError
 from nxtrain.train.step import DeviceBatch
 from nxtrain.train.trainer import Trainer
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.models import changed
 from tests.support.ranks import RankPool

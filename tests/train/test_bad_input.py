@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from nxtrain.checkpoint import directory
 from nxtrain.cli import main as cli
+from nxtrain.common.errors import CheckpointError, ConfigError, DataError, DivergedError
 from nxtrain.config.show import dump
-from nxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 

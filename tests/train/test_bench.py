@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.bench import optim, worker
-from nxtrain.bench.breakdown import KINDS, OUTSIDE, UPDATE, break_down
-from nxtrain.bench.clocks import Clocks
-from nxtrain.bench.peers import transformers_step
-from nxtrain.bench.train import SHAPE, Workload
-from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
-from nxtrain.family import find_family
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
+from nxtrain.common.family import find_family
+from nxtrain.tools.bench import optim, worker
+from nxtrain.tools.bench.breakdown import KINDS, OUTSIDE, UPDATE, break_down
+from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.peers import transformers_step
+from nxtrain.tools.bench.train import SHAPE, Workload
 from tests.support.commands import command as forked_command
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}

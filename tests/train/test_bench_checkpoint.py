@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.bench import checkpoint
-from nxtrain.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, State
+from nxtrain.tools.bench import checkpoint
+from nxtrain.tools.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, State
 from tests.support.commands import outcome
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.bench.data_wait import LADDER
-from nxtrain.bench.growth import CHECKPOINT, CURVES, LAYERS, START, WORLD, exponent
+from nxtrain.tools.bench.data_wait import LADDER
+from nxtrain.tools.bench.growth import CHECKPOINT, CURVES, LAYERS, START, WORLD, exponent
 from tests.support.commands import forked
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.bench import materialize
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
+from nxtrain.tools.bench import materialize
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.bench.breakdown import COMMUNICATION
-from nxtrain.bench.scaling import ONE, TWO
+from nxtrain.tools.bench.breakdown import COMMUNICATION
+from nxtrain.tools.bench.scaling import ONE, TWO
 
 
 def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None:

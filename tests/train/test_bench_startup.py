@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nxtrain.bench.collectives import GIB, KIB, OPERATIONS
-from nxtrain.bench.startup import FIRST_STEP, HELP, PACKAGE, PYTHON, TORCH, first_step
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
+from nxtrain.tools.bench.collectives import GIB, KIB, OPERATIONS
+from nxtrain.tools.bench.startup import FIRST_STEP, HELP, PACKAGE, PYTHON, TORCH, first_step
 
 
 def config(folder: Path) -> Path:

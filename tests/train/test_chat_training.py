@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LocalLanes, StreamLoader, Streams
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.run_folder import METRICS_FILE
 from tests.support.commands import command, in_process, write_config
 from tests.support.conversations import (
     FAMILIES,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.train.generate import Sampling
+from nxtrain.tools.eval.generate import Sampling
 from tests.support import text_models
 from tests.support.runs import run_plan, train_rank
 

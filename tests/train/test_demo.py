@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.metrics.loss_chart import ASCII, BRAILLE, loss_chart
 from nxtrain.metrics.progress import LINE_EVERY_S
-from nxtrain.train.generate import Sampling
+from nxtrain.tools.eval.generate import Sampling
+from nxtrain.tools.report.loss_chart import ASCII, BRAILLE, loss_chart
 from tests.support.commands import in_process
 from tests.support.text_models import continued
 from tests.train.test_screen import EXPORT, NUMBER, RUN, assert_all_ours

@@ -17,8 +17,8 @@ from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader, bytes_of
 from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.checkpoint.shards import TensorShard
+from nxtrain.common.distributed.agreement import collective
 from nxtrain.config.load import load
-from nxtrain.distributed.agreement import collective
 from nxtrain.train.run import train
 from tests.support.drawn_runs import LOSS, NORM
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nxtrain.common.io.jsonl import read
 from nxtrain.config.load import load
-from nxtrain.io.jsonl import read
 from tests.support.commands import in_process, write_config
 
 

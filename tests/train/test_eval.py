@@ -17,17 +17,17 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.eval import command, harness, scorer
-from nxtrain.eval.offline import OFFLINE
-from nxtrain.eval.scorer import Likelihood, Row, Scorer
-from nxtrain.eval.task import Task
-from nxtrain.mesh import Mesh
-from nxtrain.run_folder import EVALUATIONS_FILE
-from nxtrain.train.generate import Continuation, Sampling, extend
-from nxtrain.train.trained import Trained
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.run_folder import EVALUATIONS_FILE
+from nxtrain.tools.eval import command, harness, scorer
+from nxtrain.tools.eval.generate import Continuation, Sampling, extend
+from nxtrain.tools.eval.offline import OFFLINE
+from nxtrain.tools.eval.scorer import Likelihood, Row, Scorer
+from nxtrain.tools.eval.task import Task
+from nxtrain.tools.eval.trained import Trained
 from tests.support import commands
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
@@ -249,7 +249,7 @@ def test_a_killed_evaluation_goes_on_with_the_same_numbers(run: Path, tmp_path: 
 def test_mistakes_are_told_without_a_traceback(
     hf: Path, argv: tuple[str, ...], code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nxtrain.eval.suites.is_installed", lambda: False)
+    monkeypatch.setattr("nxtrain.tools.eval.suites.is_installed", lambda: False)
     found, _, err = in_process("eval", hf, *argv)
     assert (found, words in " ".join(err.split())) == (code, True), err
 

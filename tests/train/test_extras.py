@@ -211,7 +211,7 @@ SUBSET = (
     "tests/unit/data/test_checksums.py",
     "tests/unit/data/test_arrow_ipc.py",
     "tests/unit/data/test_prepared_corpus.py",
-    "tests/unit/checkpoint/test_hf_folder.py",
+    "tests/unit/checkpoint/convert/test_hf_folder.py",
 )
 """Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, pyarrow and numpy."""
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nxtrain.backends import nf4, open_backend
 from nxtrain.checkpoint import directory
-from nxtrain.convert.verify_export import open_model
+from nxtrain.checkpoint.convert.verify_export import open_model
+from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
-from nxtrain.train.generate import Sampling
+from nxtrain.tools.eval.generate import Sampling
 from tests.support.commands import in_process
 from tests.support.markdown import ROOT, blocks
 from tests.support.models import hf_model, plan

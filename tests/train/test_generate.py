@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.cli.main import app
-from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.errors import CheckpointError, ConfigError, InputError
+from nxtrain.common.errors import CheckpointError, ConfigError, InputError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.placement import Placement
 from nxtrain.launch.neuron import reexec_on_cores
-from nxtrain.mesh import Mesh
-from nxtrain.process.placement import Placement
-from nxtrain.train.generate import Request, Sampling, generate, generate_on
-from nxtrain.train.trained import Trained
+from nxtrain.tools.eval.generate import Request, Sampling, generate, generate_on
+from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
 from tests.support.text_models import DRAWN_FAMILIES, LENGTH, continued, text_model

@@ -18,16 +18,16 @@ from tokenizers import Tokenizer
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
-from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.eval import harness, suites
-from nxtrain.eval import scorer as scorers
-from nxtrain.eval.offline import OFFLINE
-from nxtrain.eval.scorer import Scorer, windows
-from nxtrain.eval.suites import RECIPE
-from nxtrain.mesh import Mesh
-from nxtrain.train.generate import extend
-from nxtrain.train.trained import Trained
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.mesh import Mesh
+from nxtrain.tools.eval import harness, suites
+from nxtrain.tools.eval import scorer as scorers
+from nxtrain.tools.eval.generate import extend
+from nxtrain.tools.eval.offline import OFFLINE
+from nxtrain.tools.eval.scorer import Scorer, windows
+from nxtrain.tools.eval.suites import RECIPE
+from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
 from tests.support.text_models import LENGTH, TEXT, text_model
 
@@ -325,7 +325,7 @@ def test_a_text_that_a_killed_task_has_written_is_not_written_again(
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_of_the_model_is_not_laid_on_the_task(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxtrain.eval.scorer._judge", mock.Mock(side_effect=ValueError("of the model")))
+    monkeypatch.setattr("nxtrain.tools.eval.scorer._judge", mock.Mock(side_effect=ValueError("of the model")))
     task = harness.HarnessTask("own_choice", None, 0, 0, harness.open_registry(["own_choice"], tasks))
     with pytest.raises(ValueError, match="of the model"):
         task.run(open_scorer(hf), None)

@@ -17,16 +17,16 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
-from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import DataError
-from nxtrain.eval import harness
-from nxtrain.eval import scorer as scorers
-from nxtrain.eval.led_scorer import lead
-from nxtrain.eval.scorer import Scorer
-from nxtrain.eval.task import Metrics
-from nxtrain.mesh import Mesh
-from nxtrain.train.trained import Trained
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import DataError
+from nxtrain.common.mesh import Mesh
+from nxtrain.tools.eval import harness
+from nxtrain.tools.eval import scorer as scorers
+from nxtrain.tools.eval.led_scorer import lead
+from nxtrain.tools.eval.scorer import Scorer
+from nxtrain.tools.eval.task import Metrics
+from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
 from tests.support.text_models import LENGTH, TEXT, text_model

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.eval.command import Options, evaluate
+from nxtrain.tools.eval.command import Options, evaluate
 from tests.support.models import BASE
 from tests.support.ranks import RankPool
 from tests.support.runs import SEQ_LEN, course, run_plan, train_rank

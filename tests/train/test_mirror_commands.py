@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, write_config
 from tests.support.s3 import BUCKET, s3, s3_variables
 

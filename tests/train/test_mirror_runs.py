@@ -17,12 +17,12 @@ import pytest
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import mirror, rewinds
+from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.config.check import Resolved
-from nxtrain.convert.hf import nxtrain_to_hf
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.mesh import Mesh
 from nxtrain.metrics.start_log import last_step
-from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from nxtrain.train.start import start

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from nxtrain.checkpoint import directory
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support import commands, tiny
 from tests.support.runs import course
 

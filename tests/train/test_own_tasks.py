@@ -21,14 +21,14 @@ import pytest
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import DataError
-from nxtrain.eval import harness
-from nxtrain.eval.scorer import Scorer
-from nxtrain.eval.tasks import passes, quac
-from nxtrain.mesh import Mesh
-from nxtrain.train.generate import Sampling
-from nxtrain.train.trained import Trained
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import DataError
+from nxtrain.common.mesh import Mesh
+from nxtrain.tools.eval import harness
+from nxtrain.tools.eval.generate import Sampling
+from nxtrain.tools.eval.scorer import Scorer
+from nxtrain.tools.eval.tasks import passes, quac
+from nxtrain.tools.eval.trained import Trained
 from tests.support.text_models import text_model
 
 PROBLEMS: list[dict[str, Any]] = [

@@ -10,9 +10,9 @@ import pytest
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
-from nxtrain.errors import CheckpointError
-from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.models import changed
 from tests.support.ranks import RankPool
 from tests.support.runs import (

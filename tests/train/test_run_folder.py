@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.cli import main as cli
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
-from nxtrain.mesh import Mesh
 from nxtrain.train import trainer
 from nxtrain.train.build import build_model
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, train_step

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.train.generate import Sampling
+from nxtrain.tools.eval.generate import Sampling
 from tests.support.patience import patient_s
 from tests.support.text_models import continued
 
@@ -211,7 +211,7 @@ def test_the_line_of_progress_moves_through_the_launcher(on_screen: tuple[Path, 
 def test_a_line_of_a_watching_thread_takes_the_place_of_the_bar() -> None:
     """On a terminal; a pipe gets the line alone."""
     code = (
-        "import sys; from nxtrain.process.stacks import print_line; sys.stderr.write('step 1/9 of a bar'); "
+        "import sys; from nxtrain.common.process.stacks import print_line; sys.stderr.write('step 1/9 of a bar'); "
         "sys.stderr.flush(); print_line('rank 1 is slow'); sys.stderr.write('step 2/9 of a bar')"
     )
     found = on_terminal([sys.executable, "-c", code], cwd=ROOT)

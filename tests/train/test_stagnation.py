@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.common.family import find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import find_family
-from nxtrain.mesh import Mesh
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step

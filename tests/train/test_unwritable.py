@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError, CheckpointError
+from nxtrain.common.errors import BackendError, CheckpointError
 from tests.support.commands import in_process, write_config
 from tests.support.small_disks import small_disk
 

@@ -11,14 +11,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.cli import main as cli
+from nxtrain.common.errors import CheckpointError, DataError
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.show import dump
-from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.errors import CheckpointError, DataError
-from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.train.generate import Sampling
-from nxtrain.vocab import ID_MASK
+from nxtrain.tools.eval.generate import Sampling
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 from tests.support.text_models import continued

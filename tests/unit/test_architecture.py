@@ -119,21 +119,21 @@ def test_every_folder_of_modules_is_a_package() -> None:
     "module",
     [
         "cli",
-        "compile.commands",
-        "compile.precompile",
+        "tools.compile.commands",
+        "tools.compile.precompile",
         "config.load",
         "config.check",
         "data.arrow.inspection",
         "data.arrow.preparation",
-        "doctor.examine",
-        "family",
-        "graphs.command",
+        "tools.doctor.examine",
+        "common.family",
+        "tools.trace.command",
         "launch.local",
         "launch.targets.render",
-        "mesh",
+        "common.mesh",
         "plan.goodput",
         "plan.timeline",
-        "sharding",
+        "common.sharding",
     ],
 )
 def test_what_needs_no_torch_starts_without_it(module: str) -> None:
@@ -248,8 +248,8 @@ def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
 
 
 RENAMES = {
-    "nxtrain/io/atomic.py": "the one place that writes a draft of a file and renames it",
-    "nxtrain/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
+    "nxtrain/common/io/atomic.py": "the one place that writes a draft of a file and renames it",
+    "nxtrain/tools/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
     "nxtrain/checkpoint/directory.py": "folders of checkpoints: published, quarantined, abandoned",
     "nxtrain/data/arrow/work.py": "shards and bad rows, which grow over many starts before they get their names",
     "nxtrain/metrics/goodput_meter.py": "no path: a method of the log",

@@ -13,8 +13,8 @@ import pytest
 
 import nxtrain
 from nxtrain.cli import main as cli
+from nxtrain.common.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.config.load import load
-from nxtrain.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.launch.local import AGENT, render
 
 CONFIGS = Path(__file__).parents[2] / "configs"

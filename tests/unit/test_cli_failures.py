@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from nxtrain.cli import main as cli
+from nxtrain.common.errors import BackendError, ConfigError, DataError, NxtrainError, StorageError
 from nxtrain.config.load import values
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import BackendError, ConfigError, DataError, NxtrainError, StorageError
 from tests.support.commands import outcome
 
 ROOT = Path(__file__).parents[2]
@@ -210,9 +210,8 @@ def test_streams_that_are_closed_stop_nothing_and_their_descriptors_are_taken() 
     for closed in (">&-", "<&-", "<&- >&- 2>&-"):
         done = shell(f"nxtrain config show {TINY} {closed}")
         assert (done.returncode, done.stderr) == (0, ""), closed
-    look = (
-        "from nxtrain.process.streams import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
-    )
+    look = "from nxtrain.common.process.streams import open_standard_streams as o; "
+    look += "import os, sys; o(); print('x', flush=True); "
     look += "os.write(2, str(os.open(os.devnull, os.O_RDONLY)).encode())"
     done = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "{look}" <&- >&-'], capture_output=True, text=True, check=False, cwd=ROOT

@@ -17,13 +17,13 @@ import pytest
 
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RELEASES
-from nxtrain.bench.overlap import Interval, Profile
+from nxtrain.common.errors import NxtrainError
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
-from nxtrain.errors import NxtrainError
 from nxtrain.parallel.schedule import Action, Kind
 from nxtrain.parallel.simulate import Span
+from nxtrain.tools.bench.overlap import Interval, Profile
 from tests.support import generated_docs
 from tests.support.markdown import (
     FENCE,
@@ -233,13 +233,14 @@ def test_a_broken_link_and_a_wrong_name_are_noticed() -> None:
     text = "[a](none.md) [b](goodput.md#none) [c](goodput.md#how-often-to-save) [d](../README.md) [e](#none) [f](/etc)"
     assert broken_links(index, text) == ["none.md", "goodput.md#none", "#none", "/etc"]
     text = (
-        "`tests/none.py` `tests/unit/test_docs.py` `nxtrain.none` `nxtrain.plan.goodput.Failures` `nxtrain.mesh.Nesh` "
+        "`tests/none.py` `tests/unit/test_docs.py` `nxtrain.none` `nxtrain.plan.goodput.Failures` "
+        "`nxtrain.common.mesh.Nesh` "
         "`test_none.py` `test_docs.py` `train.stepz` `train.steps` `parallel.shard=zero9` `parallel.shard=zero1`"
     )
     wrong = [
         "tests/none.py",
         "nxtrain.none",
-        "nxtrain.mesh.Nesh",
+        "nxtrain.common.mesh.Nesh",
         "test_none.py",
         "train.stepz",
         "parallel.shard=zero9",

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxtrain.errors import ConfigError
-from nxtrain.io.checksummed_file import ChecksummedWriter
-from nxtrain.testing import fault_kinds, fault_points, faults
-from nxtrain.testing.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, PatchPoint, parse
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.checksummed_file import ChecksummedWriter
+from nxtrain.common.testing import fault_kinds, fault_points, faults
+from nxtrain.common.testing.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, PatchPoint, parse
 
 
 def test_every_part_of_a_fault_is_read() -> None:

@@ -18,15 +18,15 @@ import torch
 
 import nxtrain
 import nxtrain_models
-from nxtrain.backends.base import LayerSet
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
 from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cuda import CudaKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
-from nxtrain.mesh import Mesh
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.layers import LayerSet
+from nxtrain.common.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels, contract_layers
 from tests.support.contract import Setting, Update, Work, check_gradient, hold
@@ -41,7 +41,7 @@ ELSEWHERE = {
     "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",
     "nxtrain.backends.neuron.backend:NeuronKernels": "tests/xla/test_input_contract.py",
     "nxtrain.backends.neuron.nxd.layers:NxdLayers": "tests/dist/test_input_contract.py, marked nxd",
-    "nxtrain.bench.fake_rank:_Kernels": "tests/unit/plan/test_trace.py, since its tensors have no values",
+    "nxtrain.tools.trace.fake_rank:_Kernels": "tests/unit/tools/trace/test_fake_rank.py: tensors have no values",
 }
 """Classes that need a vendor's package or compute no values, and the tests that hold them to the contract."""
 

@@ -19,7 +19,7 @@ NOISY = """
 import ctypes, json, os, subprocess, sys
 from typer.main import get_command
 import nxtrain.cli.main as cli
-from nxtrain.process.document import write_document
+from nxtrain.common.process.document import write_document
 
 def noise():
     libc = ctypes.CDLL(None)

@@ -18,9 +18,9 @@ import typer
 
 from nxtrain.cli import main as cli
 from nxtrain.cli import options
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import Options, resolve_job
 from nxtrain.launch.targets.render import RENDERERS

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from nxtrain.backends.base import Backend
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from nxtrain.metrics.run_observer import Work
 from nxtrain.train.health.recompiles import Recompiles
 

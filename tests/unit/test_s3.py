@@ -8,8 +8,8 @@ import pytest
 from boto3.exceptions import S3UploadFailedError
 from botocore import exceptions as told
 
-from nxtrain.errors import BackendError, NxtrainError, StorageError
-from nxtrain.io.s3 import explained
+from nxtrain.common.errors import BackendError, NxtrainError, StorageError
+from nxtrain.common.io.s3 import explained
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.s3 import BUCKET, s3, s3_variables
 

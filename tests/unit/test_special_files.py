@@ -13,24 +13,24 @@ import torch
 from safetensors.torch import save_file
 
 from nxtrain.checkpoint import rewinds
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
+from nxtrain.checkpoint.convert.nxd_files import open_file
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.compile.manifest import read_manifest as read_graphs
+from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, DataError, NxtrainError
+from nxtrain.common.io import jsonl
+from nxtrain.common.io.checksummed_file import FileSource
+from nxtrain.common.io.regular import NotRegularError, open_regular, read_bytes, read_text, require_regular
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
-from nxtrain.convert.hf_folder import HfFolder
-from nxtrain.convert.nxd_files import open_file
 from nxtrain.data.arrow.preparation import Request, Watcher, prepare_corpus
 from nxtrain.data.files import read_array, read_checksums
 from nxtrain.data.prepare import prepare
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import open_file as open_data_file
 from nxtrain.data.tokenization import declared_end, load_tokenizer
-from nxtrain.errors import CheckpointError, ConfigError, DamagedError, DataError, NxtrainError
-from nxtrain.io import jsonl
-from nxtrain.io.checksummed_file import FileSource
-from nxtrain.io.regular import NotRegularError, open_regular, read_bytes, read_text, require_regular
+from nxtrain.tools.compile.manifest import read_manifest as read_graphs
 from tests.support.special_files import KINDS, in_time, put
 
 ROOT = Path(__file__).parents[2]
@@ -178,10 +178,10 @@ READ_BY = {"read_bytes", "read_text"}
 OWN = {
     "nxtrain/checkpoint/async_writer.py": 2,  # of the kernel
     "nxtrain/config/cache_dir.py": 1,  # of the kernel
-    "nxtrain/io/regular.py": 1,
-    "nxtrain/io/object_store.py": 2,  # of S3, and of what was written there a moment ago
+    "nxtrain/common/io/regular.py": 1,
+    "nxtrain/common/io/object_store.py": 2,  # of S3, and of what was written there a moment ago
 }
-"""Reads past `nxtrain.io.regular`, by file."""
+"""Reads past `nxtrain.common.io.regular`, by file."""
 
 
 def _reads(path: Path) -> int:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import PlainKernels
-from nxtrain.mesh import Mesh
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
 from nxtrain.train.health.replica_check import Dissent, Holders, checksums, factors, minority
 from tests.support.layers import random
 
@@ -23,7 +23,7 @@ class Narrow(CpuKernels):
     """Cuts every tensor after two rows."""
 
     def tiles(self, shapes: Any) -> Any:
-        from nxtrain.backends.kernels import row_tiles
+        from nxtrain.backends.torch_kernels import row_tiles
 
         return [[rows] for rows in row_tiles(shapes, 2)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.xla.environment import trace_environment
-from nxtrain.bench.train import OURS, PEER
-from nxtrain.bench.xla import TRACE, LazyWorkload, summarize
+from nxtrain.tools.bench.train import OURS, PEER
+from nxtrain.tools.bench.xla import TRACE, LazyWorkload, summarize
 from tests.support.xla_processes import FAST, nxtrain, start
 
 MICRO_BATCHES = 2
@@ -23,7 +23,7 @@ def counted(side: str, file: Path) -> None:
     """Write the counters of PyTorch/XLA over one step that is not the first."""
     from torch_xla.debug import metrics
 
-    from nxtrain.bench import lazy
+    from nxtrain.tools.bench import lazy
 
     turn = getattr(lazy, side)(LazyWorkload(layers=2, micro_batches=MICRO_BATCHES, steps=1))
     for _ in range(3):

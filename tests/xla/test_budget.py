@@ -46,10 +46,10 @@ OURS = (*nxtrain.__path__, *nxtrain_models.__path__)
 
 def traced(folder: Path) -> None:
     """Write the numbers of calls and of recorded operations in each step of each case."""
+    from nxtrain.common.family import find_family
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
-    from nxtrain.family import find_family
-    from nxtrain.graphs import trace as tracing
+    from nxtrain.tools.trace import trace as tracing
     from nxtrain.train import trainer
 
     family, found = find_family("llama"), {}

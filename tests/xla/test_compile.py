@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxtrain.compile.cache import Cache
-from nxtrain.compile.commands import clean, ls, verify
-from nxtrain.compile.entries import State
-from nxtrain.compile.lock_owners import naming
-from nxtrain.compile.manifest import Manifest, read_manifest
+from nxtrain.tools.compile.cache import Cache
+from nxtrain.tools.compile.commands import clean, ls, verify
+from nxtrain.tools.compile.entries import State
+from nxtrain.tools.compile.lock_owners import naming
+from nxtrain.tools.compile.manifest import Manifest, read_manifest
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import ROOT, assert_real, command, install
 from tests.support.neuron_plugin import PAUSE

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from nxtrain.compile.cache import Cache
-from nxtrain.compile.entries import Key
-from nxtrain.compile.manifest import Manifest, read_manifest
+from nxtrain.tools.compile.cache import Cache
+from nxtrain.tools.compile.entries import Key
+from nxtrain.tools.compile.manifest import Manifest, read_manifest
 from tests.support.neuron_machine import ROOT, assert_real, command, install, rank_variables
 from tests.support.ports import free_port
 from tests.support.xla_processes import Started, start

@@ -8,7 +8,7 @@ from random import Random
 import torch
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from tests.support.models import our_model, plan, weights_of
 from tests.support.packed import SEQ_LEN, drawn_batch, spans
 from tests.support.xla_bodies import document_logits

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from nxtrain.config.check import Resolved
-from nxtrain.graphs.hlo import parse
+from nxtrain.tools.trace.hlo import parse
 from tests.support.lora import adapters_of
 from tests.support.models import changed, weights_of
 from tests.support.parity import OPTIM, layout

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nxtrain.errors import BackendError
-from nxtrain.graphs.command import present
+from nxtrain.common.errors import BackendError
+from nxtrain.tools.trace.command import present
 from tests.support import graph_mutants
 from tests.support.graph_mutants import MUTANTS, STEPS, traced
 from tests.support.models import changed

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.graphs.trace import trace
-from nxtrain.mesh import Mesh
+from nxtrain.tools.trace.trace import trace
 from nxtrain.train import graph_extraction
 from tests.support.models import changed
 from tests.support.parity import layout
@@ -55,9 +55,9 @@ def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], 
     found = []
     for plan in plans:
         short = report(plan)
-        with patch("nxtrain.graphs.trace.few_micro_batches", of_run):
+        with patch("nxtrain.tools.trace.trace.few_micro_batches", of_run):
             whole = report(plan)
-        with patch("nxtrain.graphs.trace.few_micro_batches", first):
+        with patch("nxtrain.tools.trace.trace.few_micro_batches", first):
             found.append((short, whole, report(plan)))
     return found
 

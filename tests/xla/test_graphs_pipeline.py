@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.graphs.command import some_ranks
+from nxtrain.tools.trace.command import some_ranks
 from tests.support.graph_mutants import traced
 from tests.support.models import changed
 from tests.support.parity import layout

@@ -13,7 +13,7 @@ import torch
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.tracing import UPLOADED_ENTRIES, TracingBackend
 from nxtrain.config.check import Resolved
-from nxtrain.graphs.trace import trace
+from nxtrain.tools.trace.trace import trace
 from tests.support.models import changed
 from tests.support.parity import layout
 from tests.support.xla_engine import run_devices

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.common.errors import HangError
 from nxtrain.config.check import Resolved
-from nxtrain.errors import HangError
 from nxtrain.train.health.replica_check import checksums, factors
 from tests.support.layers import random
 from tests.support.models import changed, weights_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from tests.support.models import changed
 from tests.support.parity import layout
 from tests.support.xla_rank_bodies import RANK_MUTANTS, on_a_fake_neuron_machine, outcomes

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.errors import HangError, LostPeerError, RestartError, StoppedBySignal
+from nxtrain.common.errors import HangError, LostPeerError, RestartError, StoppedBySignal
 from tests.support.recovery import Golden, History, assert_recovered, configure, supervise, tensors
 from tests.support.runs import course
 from tests.support.xla_link import compiled, link

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
-from nxtrain.precision import DTYPES
+from nxtrain.parallel.precision import DTYPES
 from tests.support.graph_mutants import traced
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout, table_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from tests.support.xla_engine import run_devices
 from tests.support.xla_stages import MICRO_BATCHES, expected, handed, seen_by, sent_by_the_first, stages, traced
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from nxtrain.errors import BackendError
-from nxtrain.io.atomic import replacing
-from nxtrain.process.console import standard_error
-from nxtrain.process.placement import Placement
+from nxtrain.common.errors import BackendError
+from nxtrain.common.io.atomic import replacing
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.placement import Placement
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "exchange.cpp"))
 COMPILERS = ("g++", "clang++", "c++")

@@ -17,7 +17,7 @@ from torch import Tensor
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
 from nxtrain.backends.cpu_products import has_bf16_products, has_products
-from nxtrain.vocab import VocabColumns
+from nxtrain.common.vocab import VocabColumns
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives, axes_of
-from nxtrain.distributed.collectives import Op, Pending, Result_co
-from nxtrain.distributed.failures import Peers, gone, late
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives, axes_of
+from nxtrain.common.distributed.collectives import Op, Pending, Result_co
+from nxtrain.common.distributed.failures import Peers, gone, late
+from nxtrain.common.mesh import Axis, Mesh
 
 Result = TypeVar("Result")
 

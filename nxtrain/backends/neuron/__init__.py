@@ -1,1 +1,1 @@
-"""AWS Trainium: installed packages, instances, and the backends that train on them."""
+"""AWS Trainium: packages, instances, and the backends of both lanes."""

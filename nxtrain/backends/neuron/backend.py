@@ -13,9 +13,9 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
-from nxtrain.backends.rounding import RoundingKey
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
+from nxtrain.common.kernels import RoundingKey
 
 
 class NeuronKernels(XlaKernels):

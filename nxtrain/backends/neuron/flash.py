@@ -11,8 +11,8 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from nxtrain.backends.kernels import repeat_heads
-from nxtrain.errors import BackendError
+from nxtrain.backends.torch_attention import repeat_heads
+from nxtrain.common.errors import BackendError
 
 
 class FlashFunction(Protocol):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.mesh import Mesh
-from nxtrain.process.greetings import without_greetings
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.greetings import without_greetings
 
 
 class MeshCollectives(C10dCollectives):

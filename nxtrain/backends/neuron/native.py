@@ -28,8 +28,8 @@ from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds
-from nxtrain.errors import BackendError
-from nxtrain.process.greetings import without_greetings
+from nxtrain.common.errors import BackendError
+from nxtrain.common.process.greetings import without_greetings
 
 DEVICE = "neuron"
 """Device without an index, as in AWS's guide: a process owns one logical core, chosen by its local rank."""

@@ -7,7 +7,7 @@ compute a shape that does not fit. For one shape on trn2.3xlarge, that user meas
 from __future__ import annotations
 
 from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_by
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 
 SEQUENCE_TILE, MAX_HEAD_SIZE, MAX_HEADS = 512, 128, 512
 """Tokens that divide a sequence, widest head, and most heads of all sequences of a micro-batch."""

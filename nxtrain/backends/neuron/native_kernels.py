@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nxtrain.backends.kernels import PlainKernels, masked_cross_entropy, rms_norm, sdpa
 from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views, round_on_host
-from nxtrain.backends.rounding import RoundingKey
-from nxtrain.vocab import VocabColumns
+from nxtrain.backends.torch_attention import sdpa
+from nxtrain.backends.torch_kernels import PlainKernels, masked_cross_entropy, rms_norm
+from nxtrain.common.kernels import RoundingKey
+from nxtrain.common.vocab import VocabColumns
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

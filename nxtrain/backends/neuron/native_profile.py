@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity
 
-from nxtrain.run_folder import DEVICE_PROFILES_DIR
+from nxtrain.common.run_folder import DEVICE_PROFILES_DIR
 
 DEVICE_TRACE = "NEURON_RT_INSPECT_DEVICE_PROFILE"
 """Variable of the runtime that asks for traces of instructions, unless it is 0."""

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nxtrain.backends.rounding import RoundingKey, mix_, round_by_pairs, round_one_by_one, step_hash
+from nxtrain.backends.rounding import mix_, round_by_pairs, round_one_by_one, step_hash
+from nxtrain.common.kernels import RoundingKey
 
 Rounder = Callable[[Tensor, Tensor, RoundingKey, Tensor], None]
 """`Kernels.stochastic_round`."""

@@ -1,1 +1,1 @@
-"""PyTorch/XLA: devices, worlds, graphs, tracing and the environment that torch-xla reads."""
+"""PyTorch/XLA: devices, worlds, graphs and tracing."""

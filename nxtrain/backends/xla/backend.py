@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Support, fetched_names
-from nxtrain.backends.kernels import PlainKernels
-from nxtrain.backends.rounding import RoundingKey, round_one_by_one
+from nxtrain.backends.rounding import round_one_by_one
+from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.backends.xla.environment import refuse_dead_variables, support
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
-from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
-from nxtrain.distributed.failures import FailureReporter
-from nxtrain.distributed.heartbeats import HeartbeatStore
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis, Mesh
-from nxtrain.process.placement import Placement
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.distributed.failures import FailureReporter
+from nxtrain.common.distributed.heartbeats import HeartbeatStore
+from nxtrain.common.errors import BackendError
+from nxtrain.common.kernels import RoundingKey
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.process.placement import Placement
 
 
 class XlaCollectives(Collectives):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron.sdk import SdkVersion
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 
 EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 """Variable that `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""

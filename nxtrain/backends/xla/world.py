@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nxtrain.distributed.host_group import HostGroup
-from nxtrain.errors import BackendError, HangError
-from nxtrain.process.deadlines import first_use_limit_s
-from nxtrain.process.placement import Placement
+from nxtrain.common.distributed.host_group import HostGroup
+from nxtrain.common.errors import BackendError, HangError
+from nxtrain.common.process.deadlines import first_use_limit_s
+from nxtrain.common.process.placement import Placement
 
 _PLACE, _NAME = "nxtrain/store", "nxtrain/name"
 _ANSWER = timedelta(seconds=5)

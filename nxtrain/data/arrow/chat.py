@@ -23,10 +23,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from nxtrain.common.errors import ConfigError, cause_of
+from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow.rows import INVALID_UTF8, MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LONG, WRONG_TYPE, BadRowError
 from nxtrain.data.tokenization import TextTokenizer
-from nxtrain.errors import ConfigError, cause_of
-from nxtrain.io.regular import read_bytes
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 

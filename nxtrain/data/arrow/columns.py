@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import ConfigError, DataError
 
 FORMAT_VERSION = 1
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import encode, open_tokenizer
 from nxtrain.data.arrow.preparation import source_rows
 from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
@@ -18,8 +20,6 @@ from nxtrain.data.arrow.sources import Source, find_sources, summary
 from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
-from nxtrain.errors import ConfigError, DataError
-from nxtrain.io.object_store import Location
 
 _EXACT = 1 << 20
 """Lengths below this are counted one by one, longer ones with 11 significant bits."""

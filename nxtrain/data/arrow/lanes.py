@@ -11,14 +11,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import Documents, open_lane
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import DataError
-from nxtrain.io.object_store import Location
 
 
 class MixedLane:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from nxtrain.common.errors import ConfigError, DataError, StoppedBySignal
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.chat import ChatTemplate, with_special_tokens
 from nxtrain.data.arrow.columns import (
     CHECKSUMS,
@@ -31,8 +33,6 @@ from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
 from nxtrain.data.storage import open_file
 from nxtrain.data.tokenization import TextTokenizer
-from nxtrain.errors import ConfigError, DataError, StoppedBySignal
-from nxtrain.io.object_store import Location
 
 BATCH_BYTES = 8 << 20
 """Bytes of text after which a batch ends."""

@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import (
     CHECKSUMS_KEY,
@@ -37,8 +39,6 @@ from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError, chec
 from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import DataFile, open_file, open_stream, read_exactly, shards, summary_of
-from nxtrain.errors import DataError
-from nxtrain.io.object_store import Location
 
 _METADATA_BYTES = 1 << 14
 """Most bytes of a batch's metadata, which come before its body; two columns take some 300."""

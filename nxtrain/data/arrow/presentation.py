@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.signals import Signals
 from nxtrain.data.arrow.preparation import Outcome, Watcher
 from nxtrain.data.arrow.work import Counts
-from nxtrain.process.console import standard_error
-from nxtrain.process.signals import Signals
 
 _LINE_SECONDS = 10.0
 """Time between two plain lines."""

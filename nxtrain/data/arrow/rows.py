@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from nxtrain.common.errors import DataError, cause_of
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import open_stream
-from nxtrain.errors import DataError, cause_of
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Longest document; a longer one would not fit the memory that a preparation promises."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow import ipc
 from nxtrain.data.checksums import BLOCK_BYTES, Summing
 from nxtrain.data.storage import DataFile, read_exactly
-from nxtrain.errors import DataError
-from nxtrain.io.object_store import Location
 
 ENTRY_BYTES = 8
 """Bytes of a block's checksum in the table."""

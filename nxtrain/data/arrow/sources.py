@@ -14,13 +14,13 @@ from typing import Literal
 
 import pyarrow as pa
 
+from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.io.object_store import Location, S3Store, content_of
+from nxtrain.common.io.s3 import split
 from nxtrain.data.arrow.ipc import MAGIC
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import open_file, open_stream, read_exactly
 from nxtrain.data.walk import walk
-from nxtrain.errors import ConfigError, DataError
-from nxtrain.io.object_store import Location, S3Store, content_of
-from nxtrain.io.s3 import split
 
 Kind = Literal["text", "jsonl", "parquet", "arrow", "arrow stream"]
 

@@ -20,14 +20,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.vocab import END_BIT, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.arrow.columns import encode_prompted
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
-from nxtrain.errors import DataError
-from nxtrain.vocab import END_BIT, IGNORE_INDEX, PROMPT_BIT
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.io.regular import require_regular
 from nxtrain.data.arrow.rows import (
     DAMAGED,
     DEFECTS,
@@ -29,8 +31,6 @@ from nxtrain.data.arrow.sources import Source
 from nxtrain.data.arrow.values import document_bytes, is_binary, is_string
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import open_stream
-from nxtrain.io.object_store import Location
-from nxtrain.io.regular import require_regular
 
 _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.atomic import clear_drafts
+from nxtrain.common.io.object_store import place_of
+from nxtrain.common.process.progress import Progress
+from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -22,11 +27,6 @@ from nxtrain.data.samples import probe
 from nxtrain.data.storage import cache_folder
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer
-from nxtrain.errors import DataError
-from nxtrain.io.atomic import clear_drafts
-from nxtrain.io.object_store import place_of
-from nxtrain.process.progress import Progress
-from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.checksummed_file import digest_of
+from nxtrain.common.io.object_store import S3Path, S3Store, content_of
+from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow.work import Outputs
-from nxtrain.errors import ConfigError
-from nxtrain.io.checksummed_file import digest_of
-from nxtrain.io.object_store import S3Path, S3Store, content_of
-from nxtrain.process.progress import Progress
 
 
 def upload(outputs: Outputs, root: S3Path) -> bool:

@@ -19,16 +19,16 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.atomic import replace_bytes, replace_text, sync_folder
+from nxtrain.common.io.jsonl import append, read
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
 from nxtrain.data.arrow.seal import ENTRY_BYTES, Sealing
 from nxtrain.data.checksums import BLOCK_BYTES
-from nxtrain.errors import DataError
-from nxtrain.io.atomic import replace_bytes, replace_text, sync_folder
-from nxtrain.io.jsonl import append, read
-from nxtrain.io.object_store import Location, content_of
-from nxtrain.io.regular import read_bytes
 
 _JOURNAL, _BAD, _SUMMARY, _SHARDS = "journal.jsonl", "bad.jsonl", "summary.json", "shards"
 

@@ -8,7 +8,7 @@ https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide
 
 from __future__ import annotations
 
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.launch.targets.job import SHARED, Job
 from nxtrain.launch.targets.storage import DEPLOYMENT, THROUGHPUT_MB_S, iam_policy, parallelcluster_access, volumes
 from nxtrain.launch.targets.yaml_text import dump_yaml

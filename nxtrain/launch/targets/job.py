@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.decode import nearest
@@ -18,7 +19,6 @@ from nxtrain.config.load import Loaded, load, values
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
-from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
 from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage

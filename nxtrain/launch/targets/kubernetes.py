@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nxtrain.errors import StoppedBySignal
+from nxtrain.common.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import FINAL, SHELL_FUNCTION
 from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, Job
 from nxtrain.launch.targets.yaml_text import dump_yaml

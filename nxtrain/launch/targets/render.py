@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from nxtrain.errors import BackendError, ConfigError
-from nxtrain.io.atomic import replace_text
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.io.atomic import replace_text
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
 from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
 

@@ -7,7 +7,7 @@ algo-1, algo-2, ...; SIGTERM comes 120 seconds before SIGKILL).
 
 from __future__ import annotations
 
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.launch.targets.job import CONFIG_FILE, Job
 
 FOLDER = "/opt/ml/input/data/config"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import quoted
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
 Manifest = dict[str, Any]

@@ -1,1 +1,1 @@
-"""Health of a run's numbers: finite values, spikes, equal replicas, skipped steps, recompilations."""
+"""Health of the numbers: finite values, spikes, equal replicas, recompilations."""

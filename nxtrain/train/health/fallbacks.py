@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 
 from nxtrain.backends.base import Backend
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
+from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.run_observer import RunObserver, Work
-from nxtrain.process.console import standard_error
 
 STEPS = 1
 """Steps after which the operations of a step are known."""

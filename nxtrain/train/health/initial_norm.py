@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common.sharding import ShardSpec
 from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.parallel.grads import SquareSum
-from nxtrain.sharding import ShardSpec
 from nxtrain.train.step import TrainState
 
 DEVIATIONS = 6.0

@@ -14,14 +14,14 @@ from rich.console import Console
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
+from nxtrain.common.io.jsonl import JsonlLog
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.jsonl import JsonlLog
 from nxtrain.metrics.spikes import NormSpikes
 from nxtrain.metrics.stability import Stability
-from nxtrain.process.console import standard_error
-from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.health.step_history import BadSteps, PastStep

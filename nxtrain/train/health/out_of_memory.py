@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nxtrain.common.process.stacks import print_line
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import stage_bytes
-from nxtrain.process.stacks import print_line
-from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.context import RunContext
 from nxtrain.train.step import TrainState
 

@@ -7,9 +7,9 @@ from collections import Counter
 from rich.console import Console
 
 from nxtrain.backends.base import Backend
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
+from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.run_observer import RunObserver, Work
-from nxtrain.process.console import standard_error
 
 WARM_UP = 2
 """Number of times that a kind of work may compile: the first, and the second on the results of the first."""

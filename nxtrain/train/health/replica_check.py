@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.rounding import folded, mix_
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.parallel.fully_sharded import FullySharded
-from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.step import TrainState
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
+from nxtrain.common.io.jsonl import JsonlLog
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.data.loader import Skips, left_out
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.jsonl import JsonlLog
 from nxtrain.metrics.stability import SMOOTHED, SUSTAINED
-from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 
 ROLLBACKS = "rollbacks.jsonl"
 

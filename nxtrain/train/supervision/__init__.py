@@ -1,1 +1,1 @@
-"""Supervision of a run: hangs, stragglers, coordinated stops, crash loops, one run per folder."""
+"""Hangs, stragglers, coordinated stops, crash loops, one run per folder."""

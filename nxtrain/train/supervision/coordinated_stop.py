@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nxtrain.distributed.heartbeats import PATIENCE_S, HeartbeatLink, HeartbeatStore
-from nxtrain.errors import LostPeerError
-from nxtrain.process.deadlines import SingleTask
-from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import print_line
+from nxtrain.common.distributed.heartbeats import PATIENCE_S, HeartbeatLink, HeartbeatStore
+from nxtrain.common.errors import LostPeerError
+from nxtrain.common.process.deadlines import SingleTask
+from nxtrain.common.process.signals import Signals
+from nxtrain.common.process.stacks import print_line
 
 SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
 """Pause between polls for the agreed last step."""

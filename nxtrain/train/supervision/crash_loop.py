@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxtrain.errors import CrashLoopError
+from nxtrain.common.errors import CrashLoopError
+from nxtrain.common.run_folder import STARTS_FILE
 from nxtrain.metrics.goodput import Start
 from nxtrain.metrics.start_log import read
-from nxtrain.run_folder import STARTS_FILE
 
 
 def fingerprint(config: str) -> str:

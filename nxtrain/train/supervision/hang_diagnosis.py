@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from types import FrameType
 
-from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
-from nxtrain.mesh import spans
+from nxtrain.common.distributed.heartbeats import Beat, HeartbeatStore
+from nxtrain.common.mesh import spans
 
 SHOWN = 4
 """Number of ranks whose state a message shows."""
 
-WAITING = ("/torch/distributed/", "/nxtrain/distributed/", "/nxtrain/backends/")
+WAITING = ("/torch/distributed/", "/nxtrain/common/distributed/", "/nxtrain/backends/")
 """Folders of the code in which a rank waits for other ranks, or for a device that waits for them."""
 
 OURS = ("/nxtrain/", "/models/")

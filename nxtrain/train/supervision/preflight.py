@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nxtrain.errors import BackendError, CheckpointError, refused
+from nxtrain.common.errors import BackendError, CheckpointError, refused
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nxtrain.errors import BackendError, RestartError
-from nxtrain.run_folder import LOCK_FILE
+from nxtrain.common.errors import BackendError, RestartError
+from nxtrain.common.run_folder import LOCK_FILE
 
 ENDING_S = 5.0
 """Wait for a holder on this machine, which may be about to end."""

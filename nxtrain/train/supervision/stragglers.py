@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
-from nxtrain.distributed.heartbeats import Beat
+from nxtrain.common.distributed.heartbeats import Beat
 from nxtrain.metrics.work_meter import SAME_WORK
 
 FACTOR = 1.5

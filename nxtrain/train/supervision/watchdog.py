@@ -18,18 +18,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.failures import call_with_timeout, loss
-from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
-from nxtrain.errors import HangError, StoppedBySignal, cause_of
-from nxtrain.io.atomic import replace_text
-from nxtrain.io.checksummed_file import transferred
+from nxtrain.common.distributed.failures import call_with_timeout, loss
+from nxtrain.common.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
+from nxtrain.common.errors import HangError, StoppedBySignal, cause_of
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.io.checksummed_file import transferred
+from nxtrain.common.process import stacks
+from nxtrain.common.process.deadlines import SingleTask, first_use_limit_s
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.process.signals import Signals
+from nxtrain.common.process.stacks import print_line
+from nxtrain.common.run_folder import RANKS_FILE
 from nxtrain.metrics.run_observer import RunObserver, Work
-from nxtrain.process import stacks
-from nxtrain.process.deadlines import SingleTask, first_use_limit_s
-from nxtrain.process.placement import Placement
-from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import print_line
-from nxtrain.run_folder import RANKS_FILE
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision.coordinated_stop import StopCoordinator
 from nxtrain.train.supervision.hang_diagnosis import agree, point, waits

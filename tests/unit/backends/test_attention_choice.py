@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
-from nxtrain.backends import cpu_kernels, document_attention
+from nxtrain.backends import cpu_kernels, torch_attention
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu_kernels import CpuKernels
@@ -33,15 +33,15 @@ from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.cli.main import app
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.doctor import examine
-from nxtrain.errors import ConfigError
-from nxtrain.graphs.choice import choose
 from nxtrain.launch import neuron as launch_neuron
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
+from nxtrain.tools.doctor import examine
+from nxtrain.tools.trace.choice import choose
 from tests.support import sick_machine
 from tests.unit.backends.test_neuron_attention import MODULE, fake_nki_flash_attn_func
 
@@ -79,7 +79,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
     def by_document(*args: Any) -> Tensor:
         recorder.kinds.add("per-document")
-        return document_attention.attention_by_document(*args)
+        return torch_attention.attention_by_document(*args)
 
     module = ModuleType(MODULE)
     module.nki_flash_attn_func = flash  # type: ignore[attr-defined]

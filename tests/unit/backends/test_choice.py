@@ -11,8 +11,8 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.errors import BackendError
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.errors import BackendError
 from tests.support.layers import ALONE, random
 
 NO_GPU = Support(False, "no GPU in this test")

@@ -18,11 +18,11 @@ from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native import kernels as native_kernels
 from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cpu_products import has_bf16_products
-from nxtrain.backends.kernels import sdpa
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Mesh
-from nxtrain.vocab import VocabColumns
+from nxtrain.backends.torch_attention import sdpa
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.vocab import VocabColumns
 from tests.support import contract_functions, contract_kernels
 from tests.support.contract import Setting, hold
 from tests.support.contract_functions import Echo, Ranks

@@ -10,7 +10,7 @@ from threading import Barrier, Thread
 
 import pytest
 
-from nxtrain.process.greetings import without_greetings
+from nxtrain.common.process.greetings import without_greetings
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +55,8 @@ def test_threads_and_nested_uses_share_one_stream(capfd: pytest.CaptureFixture[s
 
 
 def test_a_stream_that_is_closed_stays_closed() -> None:
-    script = "from nxtrain.process.greetings import without_greetings as w\nimport os\nwith w(): os.write(2, b'x')\n"
+    script = "from nxtrain.common.process.greetings import without_greetings as w\n"
+    script += "import os\nwith w(): os.write(2, b'x')\n"
     script += "try: os.fstat(1)\nexcept OSError: os.write(2, b'closed')"
     command = ["bash", "-c", 'exec "$0" -c "$1" >&-', sys.executable, script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -65,10 +66,10 @@ def test_a_stream_that_is_closed_stays_closed() -> None:
 RANK = """
 import sys
 import torch.distributed as dist
-from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.distributed.host_group import HostGroup
-from nxtrain.mesh import Mesh
+from nxtrain.common.distributed.host_group import HostGroup
+from nxtrain.common.mesh import Mesh
 backend = CpuBackend(hang_timeout_s=60)
 backend.background_group(60.0)
 host = HostGroup(60.0)

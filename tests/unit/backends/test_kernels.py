@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import FusedKernels, PlainKernels
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
+from nxtrain.common.kernels import Kernels
 from tests.support.layers import random
 
 KERNELS = {"fused": FusedKernels(), "grouped": CudaKernels(), "plain": PlainKernels()}

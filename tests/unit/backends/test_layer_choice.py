@@ -11,7 +11,7 @@ import pytest
 from nxtrain.backends import choose_layers
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.nxd import binding
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 
 Install = Callable[..., None]
 INDEX = "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com"

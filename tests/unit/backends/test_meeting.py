@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
-from nxtrain.distributed.rendezvous import meet
-from nxtrain.errors import BackendError
+from nxtrain.common.distributed.heartbeats import Beat, HeartbeatStore
+from nxtrain.common.distributed.rendezvous import meet
+from nxtrain.common.errors import BackendError
 
 SHORT = timedelta(seconds=2)
 

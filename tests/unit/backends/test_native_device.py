@@ -20,16 +20,16 @@ from torch.distributed import device_mesh
 from nxtrain.backends import open_backend
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.c10d import AcceleratorBackend
-from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_profile import DEVICE_TRACE
 from nxtrain.backends.neuron.native_rounding import choose_rounder, round_by_views, round_on_host
-from nxtrain.backends.rounding import RoundingKey
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.kernels import RoundingKey
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.errors import BackendError, ConfigError
-from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.step import DeviceBatch, TrainState, train_step

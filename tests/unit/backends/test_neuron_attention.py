@@ -27,8 +27,8 @@ from nxtrain.backends.neuron.flash import flash_attention, load
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
-from nxtrain.errors import BackendError, ConfigError
-from nxtrain.family import find_family
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.family import find_family
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from tests.support.models import plan

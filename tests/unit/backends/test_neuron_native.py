@@ -24,8 +24,8 @@ from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package
 from nxtrain.backends.xla.backend import XlaBackend
-from nxtrain.distributed import rendezvous
-from nxtrain.errors import BackendError
+from nxtrain.common.distributed import rendezvous
+from nxtrain.common.errors import BackendError
 
 GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301", "neuronx-cc": "2.28.7631.0", "nki": "0.7.0"}
 READY = (
@@ -298,7 +298,7 @@ import sys, torch
 from tests.support import fake_neuron
 fake_neuron.install()
 from nxtrain.backends import open_backend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support.models import plan, tokens

@@ -18,10 +18,10 @@ from nxtrain.backends.neuron.hardware import PRODUCT_NAME, this_machine
 from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
-from nxtrain.errors import BackendError, ConfigError
-from nxtrain.mesh import Mesh
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.adamw import host
 from tests.support.layers import random
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
-from nxtrain.distributed.collectives import Done, Pending
-from nxtrain.mesh import Mesh
+from nxtrain.common.distributed.collectives import Done, Pending
+from nxtrain.common.mesh import Mesh
 
 DP = Mesh.build(4, 0, tp=2).dp
 PACKAGE = "neuronx_distributed"

@@ -6,9 +6,9 @@ import pytest
 
 from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.backends.xla.world import misfit
-from nxtrain.distributed.host_group import disagreement, in_world
-from nxtrain.mesh import spans
-from nxtrain.process.placement import Placement
+from nxtrain.common.distributed.host_group import disagreement, in_world
+from nxtrain.common.mesh import spans
+from nxtrain.common.process.placement import Placement
 
 PLACE = Placement(rank=5, world=32, local_rank=5, local_world=32)
 

@@ -21,8 +21,8 @@ from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
+from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.config.load import load
-from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch import neuron as launching
 from nxtrain.train import run
 from nxtrain.train.context import RunContext

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxtrain.errors import DamagedError
-from nxtrain.io import checksummed_file, read_retry
-from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, verify
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io import checksummed_file, read_retry
+from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, verify
 
 BLOCK = 8192
 """A multiple of what direct access needs, and small enough that these files have many."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nxtrain.checkpoint.shards import TensorShard, owned, tensor_shards
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, Segment, ShardSpec
 from tests.support.checkpoints import KINDS, table
 
 SHAPES = ("gqa2", "mqa", "odd", "tied")

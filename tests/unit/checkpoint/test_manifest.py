@@ -17,8 +17,8 @@ from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan
 from nxtrain.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, read_manifest
 from nxtrain.checkpoint.shards import TensorShard
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.sharding import Segment, ShardBox
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.sharding import Segment, ShardBox
 
 RANKS, ROWS, NAMES = 64, 7, [f"layers.{number}.mlp.down_proj.weight" for number in range(12)]
 

@@ -20,13 +20,13 @@ from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.mirror import Mirror, locate_checkpoint, open_mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.rewinds import Rewind, RunHistory
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
-from nxtrain.io import checksummed_file, object_store
-from nxtrain.io.checksummed_file import TransferCounter, transferred
-from nxtrain.io.object_store import FolderStore, ObjectStore, S3Store, open_store, place_of
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import BackendError, CheckpointError, ConfigError, DamagedError
+from nxtrain.common.io import checksummed_file, object_store
+from nxtrain.common.io.checksummed_file import TransferCounter, transferred
+from nxtrain.common.io.object_store import FolderStore, ObjectStore, S3Store, open_store, place_of
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
 from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
@@ -297,7 +297,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nxtrain.io.object_store.ChecksummedWriter.write", full)
+    monkeypatch.setattr("nxtrain.common.io.object_store.ChecksummedWriter.write", full)
     monkeypatch.setattr(
         "nxtrain.checkpoint.dcp_storage.ChecksummedWriter",
         type("Free", (checksummed_file.ChecksummedWriter,), {"write": WRITE}),

@@ -28,7 +28,7 @@ from nxtrain.checkpoint.resume_plan import (
 )
 from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Record, Records, Rewind, RunHistory
-from nxtrain.errors import DamagedError
+from nxtrain.common.errors import DamagedError
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -18,9 +18,9 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table, whole
 
 ALONE = Mesh(1, 0)

@@ -19,9 +19,9 @@ from nxtrain.checkpoint.dcp_storage import Staged
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import write_state
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
 
 ONE = Ranks(Mesh(1, 0))

@@ -16,10 +16,10 @@ from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import write_state
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.io import checksummed_file
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.io import checksummed_file
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 
 BLOCK = 1 << 13
 SPECS = {

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.read_retry import MOST_S, PAUSES_S, RetryBudget
+from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.read_retry import MOST_S, PAUSES_S, RetryBudget
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import find_family
 from nxtrain.config.bounds import MAX_DEPTH, MAX_INT, faults, integer, shortened
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError
-from nxtrain.family import find_family
 
 
 def refused(tmp_path: Path, *overrides: str, text: str = "") -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.errors import ConfigError
 
 PREPARED = ("data.source=arrow", "train.eval_every=0")
 ROWS = ("data.source=tokens", "train.eval_every=0")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.checkpoint.convert.hf_folder import read_object
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.check import AVAILABLE, Resolved, resolve_config, resolve_model
 from nxtrain.config.load import load, values
 from nxtrain.config.schema import RunConfig
-from nxtrain.convert.hf_folder import read_object
-from nxtrain.errors import ConfigError, Problem
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.load import load
-from nxtrain.errors import ConfigError
 from nxtrain.train import run
 from tests.unit.config.test_check import checked, only, problems
 

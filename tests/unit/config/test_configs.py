@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.family import find_family
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.family import find_family
 from nxtrain.launch.local import render
 from tests.support.shipped import CONFIGS, world_of
 from tests.unit.plan.test_command import answer

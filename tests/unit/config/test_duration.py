@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.check import resolve_config
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
 
 
 def problems(folder: Path, text: str, *overrides: str) -> list[Problem]:

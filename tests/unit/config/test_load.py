@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config import decode
 from nxtrain.config.load import load
 from nxtrain.config.schema import MetricsConfig, RunConfig
-from nxtrain.errors import ConfigError, Problem
 
 
 @pytest.fixture

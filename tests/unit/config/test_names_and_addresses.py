@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.object_store import S3Path, open_store, place_of
+from nxtrain.common.io.paths import local_path
 from nxtrain.config import check
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.io.object_store import S3Path, open_store, place_of
-from nxtrain.io.paths import local_path
 from tests.support import commands
 
 REST = "bucket/run"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.precision import PRESETS
 from nxtrain.config.show import dump
-from nxtrain.errors import ConfigError, Problem
 
 KEYS = ("params", "accumulate", "reduce", "update", "state")
 FP16 = ("precision.params=fp16", "precision.update=fp32_master")

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from nxtrain.cli.main import main
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import ParamTable
+from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load, values
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -20,11 +23,8 @@ from nxtrain.data.arrow.streams import Documents, open_lane
 from nxtrain.data.packing import concat
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw
 from nxtrain.optim.schedule import Schedule
-from nxtrain.sharding import ParamTable
-from nxtrain.vocab import ID_MASK
 from tests.support.corpora import write_corpus, write_tokenizer
 from tests.support.parity import table_of
 from tests.support.shipped import CONFIGS, world_of

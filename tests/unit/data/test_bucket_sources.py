@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from nxtrain.cli.data import data as commands
+from nxtrain.common.errors import ConfigError, DataError, StorageError
+from nxtrain.common.io.object_store import Location, S3Path, S3Source
 from nxtrain.data import storage
 from nxtrain.data.arrow import preparation, rows
 from nxtrain.data.arrow.inspection import inspect_corpus
-from nxtrain.errors import ConfigError, DataError, StorageError
-from nxtrain.io.object_store import Location, S3Path, S3Source
 from tests.support.corpora import FORMATS, contents, documents, prepare, write_corpus, write_tokenizer
 from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
 from tests.unit.data.test_resumed_preparation import KilledError, Killing

@@ -19,6 +19,10 @@ import numpy as np
 import pytest
 from botocore.exceptions import NoCredentialsError
 
+from nxtrain.common.errors import BackendError, DataError, StorageError
+from nxtrain.common.io import cached_object
+from nxtrain.common.io.cached_object import CachedObject
+from nxtrain.common.io.object_store import S3Path, S3Source
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Loader, StreamLoader, Streams, open_data
 from nxtrain.data.arrow import preparation
@@ -26,10 +30,6 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
-from nxtrain.errors import BackendError, DataError, StorageError
-from nxtrain.io import cached_object
-from nxtrain.io.cached_object import CachedObject
-from nxtrain.io.object_store import S3Path, S3Source
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.chat import ChatTemplate
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import BadRowError
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import ConfigError, DataError
 from tests.support.corpora import prepare, write_file, write_tokenizer
 
 VOCABULARY = 320

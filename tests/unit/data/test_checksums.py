@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
 from nxtrain.data import checksums as checksums_module
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.data.files import read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import FileSamples, probe
 from nxtrain.data.storage import LocalFile
-from nxtrain.errors import DataError
 from tests.unit.data.conftest import OpenAlone
 
 BLOCK = 256

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.errors import DataError
 from nxtrain.data.corpora import stdlib_corpus, text_corpus
-from nxtrain.errors import DataError
 
 
 def test_stdlib_is_real_text_in_the_same_order_each_time() -> None:

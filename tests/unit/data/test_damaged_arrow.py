@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import DataError
 from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.values import document_bytes
-from nxtrain.errors import DataError
 from tests.support.corpora import documents, drop_checksums, prepare, write_corpus, write_file, write_tokenizer
 from tests.unit.data.test_drawn_sources import check
 

@@ -11,14 +11,14 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from nxtrain.common.errors import DataError, LostPeerError, StorageError
+from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Samples, open_data
 from nxtrain.data import prepare as prepare_module
 from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Survey, sections
-from nxtrain.errors import DataError, LostPeerError, StorageError
-from nxtrain.vocab import ID_MASK
 from tests.unit.data.conftest import OpenAlone
 
 

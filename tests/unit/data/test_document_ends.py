@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
@@ -27,8 +29,6 @@ from nxtrain.data.dataset import Data, open_data
 from nxtrain.data.loader import Batch, BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder, LocalLanes, StreamLoader, Streams
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.mesh import Mesh
-from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.conversations import (
     FAMILIES,
     VOCABULARY,

@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.data.arrow.inspection import inspect_corpus
-from nxtrain.errors import ConfigError, DataError
 from tests.support.corpora import FORMATS, prepare, texts_of, write_corpus
 
 SUFFIXES = (

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import DataError
 from nxtrain.data.files import read_array
 from nxtrain.data.samples import check_table, header
 from nxtrain.data.storage import LocalFile
-from nxtrain.errors import DataError
 
 
 def write(path: Path, shape: str, descr: str = "'<u2'", content: bytes = b"\0" * 68) -> None:

@@ -13,13 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
+from nxtrain.common.vocab import ID_MASK
 from nxtrain.data import held_out, target_bytes, unigram_entropy
 from nxtrain.data.held_out import target_counts, token_bytes
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
 from nxtrain.train.summary import Summary
-from nxtrain.vocab import ID_MASK
 from tests.unit.data.conftest import OpenAlone
 
 TEXTS = [

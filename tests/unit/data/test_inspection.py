@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.inspection import Lengths, PackingWaste, inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.packing import best_fit, concat
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.errors import ConfigError, DataError
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 
 DRAWN = st.lists(st.integers(0, 50), min_size=1, max_size=60)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.loader import left_out
 from nxtrain.data.order import shuffled
 from nxtrain.data.samples import TableSamples
-from nxtrain.vocab import IGNORE_INDEX
 
 NUM_ROWS, SEQ_LEN = 21, 6
 TABLE = np.arange(NUM_ROWS * (SEQ_LEN + 1), dtype=np.uint16).reshape(NUM_ROWS, SEQ_LEN + 1)

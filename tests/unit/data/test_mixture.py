@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.config.bounds import MAX_PERIOD, row_shares
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
@@ -24,7 +25,6 @@ from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, LocalLanes, Place, StreamLoader, merged, places_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import CheckpointError, DataError
 from tests.support.corpora import prepare, write_corpus, write_tokenizer
 from tests.support.lanes import NumberedLane
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import prepare as preparation
 from nxtrain.data.prepare import Prepared, prepare
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.process.progress import Progress
 
 VOCAB = 300
 

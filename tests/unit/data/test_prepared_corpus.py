@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nxtrain.bench.data_streams import write_sparse
+from nxtrain.common.errors import ConfigError, DataError, StorageError
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.columns import IDS, TEXT
 from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import DAMAGED, INVALID_UTF8, MISSING_FIELD, WRONG_TYPE
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.errors import ConfigError, DataError, StorageError
+from nxtrain.tools.bench.data_streams import write_sparse
 from tests.support.corpora import (
     FORMATS,
     compressed,

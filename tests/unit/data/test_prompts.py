@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.lanes import open_documents
@@ -25,9 +27,7 @@ from nxtrain.data.held_out import target_counts
 from nxtrain.data.loader import BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import ConfigError, DataError
 from nxtrain.train.summary import Summary
-from nxtrain.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from tests.support.corpora import drop_checksums, prepare, write_file, write_tokenizer
 
 VOCABULARY, SEQ_LEN = 300, 24

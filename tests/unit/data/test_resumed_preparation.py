@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import DataError, StoppedBySignal
 from nxtrain.data.arrow import preparation, rows, work
 from nxtrain.data.arrow.inspection import verify_corpus
 from nxtrain.data.arrow.preparation import Watcher
 from nxtrain.data.arrow.work import Counts
-from nxtrain.errors import DataError, StoppedBySignal
 from tests.support.corpora import contents, documents, prepare, texts_of, write_corpus, write_tokenizer
 
 

@@ -20,13 +20,13 @@ import pyarrow.dataset
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from nxtrain.common.errors import DataError
 from nxtrain.data.arrow import preparation, seal
 from nxtrain.data.arrow.inspection import inspect_corpus, verify_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.seal import CheckedFile
 from nxtrain.data.checksums import BLOCK_BYTES
 from nxtrain.data.storage import DataFile, read_exactly
-from nxtrain.errors import DataError
 from tests.support.corpora import documents, drop_checksums, prepare, texts_of, write_tokenizer
 
 OLD = (

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import CheckpointError, DataError
+from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -32,8 +34,6 @@ from nxtrain.data.stream_loader import (
     places_of,
 )
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.errors import CheckpointError, DataError
-from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.corpora import drop_checksums, prepare, write_corpus, write_tokenizer
 
 SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from nxtrain.common.errors import DataError
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
-from nxtrain.errors import DataError
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i * i}\n" for i in range(300)]
 

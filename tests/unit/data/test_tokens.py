@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nxtrain.common.errors import DataError
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data import samples as samples_module
-from nxtrain.errors import DataError
 from tests.unit.data.conftest import OpenAlone
 
 

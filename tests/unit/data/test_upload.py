@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.object_store import S3Path, S3Store
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.upload import upload
 from nxtrain.data.arrow.work import Outputs
-from nxtrain.errors import ConfigError
-from nxtrain.io.object_store import S3Path, S3Store
 from tests.support.corpora import documents, prepare, write_corpus
 from tests.support.s3 import BUCKET, s3, s3_variables
 

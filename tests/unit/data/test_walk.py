@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data.corpora import text_corpus
 from nxtrain.data.walk import walk
-from nxtrain.errors import DataError, StorageError
 from tests.support.special_files import as_nobody
 
 

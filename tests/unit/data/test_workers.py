@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from nxtrain.common.errors import DataError, WorkerError
 from nxtrain.data import workers as data_workers
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.lanes import CorpusLanes
@@ -34,7 +35,6 @@ from nxtrain.data.stream_loader import (
 )
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.data.workers import AHEAD, WorkerPolicy, Workers
-from nxtrain.errors import DataError, WorkerError
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.lanes import NumberedLanes
 

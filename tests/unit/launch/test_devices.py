@@ -13,7 +13,7 @@ from nxtrain import backends
 from nxtrain.backends import device_support
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk, torchneuron
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 from nxtrain.launch.local import launch
 
 ROOT = Path(__file__).parents[3]

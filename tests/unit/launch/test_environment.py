@@ -15,8 +15,8 @@ import pytest
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
 from nxtrain.backends.xla.environment import DEAD, Dead
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch import environment as environment_types
 from nxtrain.launch import variables
 from nxtrain.launch.environment import Environment

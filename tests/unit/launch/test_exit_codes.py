@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxtrain.errors import NxtrainError, StoppedBySignal
+from nxtrain.common.errors import NxtrainError, StoppedBySignal
 from nxtrain.launch import torchrun
 from nxtrain.launch.exit_codes import EXIT_CODES, FINAL, SHELL_FUNCTION
 from nxtrain.launch.targets import kubernetes, slurm

@@ -13,10 +13,10 @@ from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.backends.neuron.torchneuron_names import found_in
+from nxtrain.common.errors import ConfigError
 from nxtrain.config import cache_dir
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError
 from nxtrain.launch import native_variables, neuron
 from nxtrain.launch.environment import Environment
 from nxtrain.launch.native_variables import Reads, native_environment, rank_variables

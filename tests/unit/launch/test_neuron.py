@@ -15,9 +15,9 @@ from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package
 from nxtrain.cli import main as cli
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import host_name
 from nxtrain.config.load import load
-from nxtrain.errors import ConfigError
 from nxtrain.launch import neuron
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from nxtrain.launch.targets import clusters, storage
 from nxtrain.launch.targets.job import Options
 from nxtrain.launch.targets.slurm import container_options, enroot_uri

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxtrain.cli import launch as launch_command
+from nxtrain.common.errors import ConfigError
 from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
-from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render as render_local
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job

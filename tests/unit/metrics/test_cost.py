@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.run_folder import LOGS_DIR, METRICS_FILE
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import Observers, Section
 from nxtrain.metrics.sinks import open_sinks
-from nxtrain.metrics.watch import Followed
 from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.run_folder import LOGS_DIR, METRICS_FILE
+from nxtrain.tools.report.watch import Followed
 from tests.support.patience import patient_s
 from tests.support.run_folders import record, write_run
 

@@ -15,13 +15,13 @@ from typing import cast
 
 import pytest
 
+from nxtrain.common.process import clock
+from nxtrain.common.process.clock import Instant, process_began
+from nxtrain.common.run_folder import START_FILE, STARTS_FILE
 from nxtrain.metrics.goodput import EXACT_POINTS, MOST_POINTS, Goodput, account
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import Outcome
 from nxtrain.metrics.start_log import read
-from nxtrain.process import clock
-from nxtrain.process.clock import Instant, process_began
-from nxtrain.run_folder import START_FILE, STARTS_FILE
 
 
 @dataclass
@@ -402,7 +402,7 @@ def test_a_start_keeps_of_earlier_ones_only_where_they_stand(run: Run) -> None:
 
 def test_a_process_knows_when_it_was_started() -> None:
     """Half a second of sleep before Python begins counts, since exec leaves the process as it is."""
-    code = "from nxtrain.process.clock import *; print(now().since(process_began()))"
+    code = "from nxtrain.common.process.clock import *; print(now().since(process_began()))"
     before = time.monotonic()
     done = subprocess.run(
         ["sh", "-c", f"sleep 0.5; exec {sys.executable} -c '{code}'"],

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.progress import open_progress
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details
-from nxtrain.process.console import standard_error
 
 if TYPE_CHECKING:
     from tests.unit.metrics.conftest import FakeClock

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.metrics.progress import ProgressBar
-from nxtrain.process.console import PipeSafeConsole
 
 
 class Dead(io.StringIO):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.errors import BackendError
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import BackendError
 from nxtrain.metrics import trackers
 from nxtrain.metrics.sinks import open_sinks
 from tests.support.patience import patient_s

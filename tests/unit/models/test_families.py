@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from nxtrain.backends.kernels import FusedKernels
-from nxtrain.convert.hf import whole_shapes
-from nxtrain.errors import ConfigError
-from nxtrain.family import BuildContext, find_family
-from nxtrain.mesh import Mesh
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.checkpoint.convert.hf import whole_shapes
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import BuildContext, find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.nn.init import draw_shard
 from nxtrain.parallel.native import NativeLayers
 from nxtrain_models.decoder.config import DecoderConfig

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from nxtrain_models.llama import FAMILY
 from nxtrain_models.llama.config import LlamaConfig
 

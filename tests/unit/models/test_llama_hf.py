@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from nxtrain_models.llama import FAMILY
 
 LEGACY = {  # meta-llama/Llama-3.2-1B, written by transformers 4

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.errors import ConfigError
-from nxtrain.family import CausalLM
-from nxtrain.mesh import Mesh
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import CausalLM
+from nxtrain.common.mesh import Mesh
 from nxtrain.nn import decoding
 from nxtrain.nn.decoding import Decoder
 from tests.support.drawn import FAMILIES

@@ -15,11 +15,11 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native.kernels import NativeKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import FusedKernels, PlainKernels
-from nxtrain.mesh import Mesh
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.nn.rope import Rope, positions_of
-from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.models import SHAPES, our_model, plan, weights_of
 from tests.support.packed import END, SEQ_LEN, drawn_batch, spans
 

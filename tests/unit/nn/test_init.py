@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init, ShardSpec, global_name
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw_shard
-from nxtrain.sharding import Init, ShardSpec, global_name
 from tests.support.models import SHAPES, plan
 from tests.support.parity import layout, table_of, whole
 
@@ -150,7 +150,7 @@ def test_every_tensor_of_a_model_is_drawn(shape: str) -> None:
 PEAK = """
 import resource, sys
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from nxtrain.train.build import build_model
 from tests.support.models import plan
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.mesh import Mesh
+from nxtrain.common.mesh import Mesh
 from nxtrain.nn import offload
 from nxtrain.plan.activations import block_bytes
 from nxtrain.train.build import build_model

@@ -18,12 +18,12 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
 from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cpu_products import has_bf16_products
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.nn.remat import LONG_SEQUENCE
-from nxtrain.precision import DTYPES
+from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_model
 from tests.support.memory import forget_peak, returns_pages
 from tests.support.models import our_model, plan, tokens, weights_of

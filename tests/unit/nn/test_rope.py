@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.nn.init import materialize
 from nxtrain.nn.rope import Rope, RopeScaling, frequencies
 from tests.support.layers import random

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import FusedKernels, PlainKernels
-from nxtrain.mesh import Mesh
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.adamw import AdamW
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.adamw import LAYOUT, RULE, STEPS, first, grads_of, host, ours, precision, torchs
 
 KERNELS = {

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, Segment, ShardSpec, global_name
 from nxtrain.config.schema import OptimConfig
-from nxtrain.mesh import Mesh
 from nxtrain.optim import adamw as adamw_module
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.precision import Update
-from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec, global_name
+from nxtrain.parallel.precision import Update
 from tests.support.adamw import cut, host, part, precision
 from tests.support.layers import random
 

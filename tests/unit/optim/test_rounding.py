@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import step_hash
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.kernels import Kernels
 from tests.support.rounding import rounded
 
 KERNELS = {"CPU kernels": CpuKernels(), "CUDA kernels on CPU tensors": CudaKernels(), "plain kernels": PlainKernels()}

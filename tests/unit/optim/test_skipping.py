@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.kernel_base import Kernels
-from nxtrain.backends.kernels import FusedKernels, PlainKernels
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
+from nxtrain.common.kernels import Kernels
 from nxtrain.optim.adamw import AdamW
-from nxtrain.precision import Update
+from nxtrain.parallel.precision import Update
 from tests.support.adamw import LAYOUT, RULE, SCALE, first, grads_of, host, precision
 
 RULES: list[tuple[Update, torch.dtype, torch.dtype]] = [

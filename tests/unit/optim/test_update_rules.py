@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.schema import OptimConfig
-from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.precision import Update
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.parallel.precision import Update
 from tests.support.adamw import host, precision, rounding_to_nearest
 from tests.support.layers import random
 

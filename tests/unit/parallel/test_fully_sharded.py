@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from nxtrain.common.stages import units_of
 from nxtrain.parallel import fully_sharded
 from nxtrain.parallel.fully_sharded import Prefetch, Sharding
-from nxtrain.precision import Precision
-from nxtrain.stages import units_of
+from nxtrain.parallel.precision import Precision
 
 BLOCKS = 4
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.backends.kernels import FusedKernels
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.collectives import Collectives, Done, Pending
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Collectives, Done, Pending
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sharding import Layout, ParamTable, Segment, ShardSpec, row_cut
 from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
 from nxtrain.parallel.grads import SquareSum, clip_factor
-from nxtrain.precision import Precision
-from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec, row_cut
+from nxtrain.parallel.precision import Precision
 from tests.support.layers import random
 
 

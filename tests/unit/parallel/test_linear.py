@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.linear import ColumnLinear, Product, RowLinear, SplitBackward
-from nxtrain.sharding import Init, Segment
 from tests.support.layers import ALONE, alone, filled, random
 
 S, B, IN, OUT = 5, 3, 4, 6

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain import vocab as vocab_module
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common import vocab as vocab_module
+from nxtrain.common.sharding import Init
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.parallel.loss import VocabHead
-from nxtrain.sharding import Init
-from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import ALONE, alone, filled, random
 
 S, B, D, V = 16, 4, 8, 131

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.bench.fake_rank import step_memory
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import stage_bytes
+from nxtrain.tools.trace.fake_rank import step_memory
 from nxtrain.train.build import mesh_of
 from tests.support.models import plan
 

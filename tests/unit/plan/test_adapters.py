@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from nxtrain.plan.adapters import METHODS, NF4_BYTES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
-from nxtrain.errors import ConfigError
-from nxtrain.family import family_names, find_family
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import flops_per_token, num_params

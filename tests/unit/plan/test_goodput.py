@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import pytest
 
+from nxtrain.common.process.clock import Instant
 from nxtrain.config.schema import CheckpointConfig
 from nxtrain.metrics.goodput import Spent, Start
 from nxtrain.plan.goodput import Failures, advice
-from nxtrain.process.clock import Instant
 from tests.support.failures import Job, memoryless, nodes
 
 HOUR = 3600.0

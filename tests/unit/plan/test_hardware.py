@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.neuron.hardware import GIB, INSTANCES
-from nxtrain.errors import ConfigError
+from nxtrain.common.errors import ConfigError
 from nxtrain.plan.hardware import ALIASES, MACHINES, Machine, find_machine, read_machines
 
 ASKED = ("trn1.2xl", "trn1.32xl", "trn1n", "trn2.3xl", "trn2.48xl", "trn2u", "trn3", "p4d", "p4de", "p5", "p5e", "p5en")

@@ -20,25 +20,26 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.bench.fake_rank import FakeBackend
 from nxtrain.checkpoint.directory import MANIFEST, META
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.cli.main import app
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
-from nxtrain.errors import ConfigError
-from nxtrain.mesh import Axis
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.moments import accumulated_bytes
 from nxtrain.plan.tensors import Rank, global_tensors
-from nxtrain.sharding import ParamTable
+from nxtrain.tools.trace.fake_rank import FakeBackend
 from nxtrain.train.build import build_meta, build_model, build_state
 from tests.support.drawn import FAMILIES
 from tests.support.models import changed, hf_model
-from tests.unit.plan import test_memory, test_trace
+from tests.unit.plan import test_memory
+from tests.unit.tools.trace import test_fake_rank as test_trace
 
 DRAWN = 40
 ALONE = Axis("shard", 0, ((0,),))

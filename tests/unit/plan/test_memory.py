@@ -13,16 +13,16 @@ from torch import Tensor
 from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import attention
-from nxtrain.bench.live_bytes import LiveBytes
+from nxtrain.common.distributed.collectives import Done, Pending
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.collectives import Done, Pending
-from nxtrain.mesh import Axis, Mesh
 from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
 from nxtrain.plan import activations, memory, moments
 from nxtrain.plan import job as job_module
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
+from nxtrain.tools.trace.live_bytes import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.drawn import FAMILIES

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.errors import ConfigError, Problem
-from nxtrain.mesh import Mesh
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.search import impossible

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from nxtrain.errors import CrashLoopError
+from nxtrain.common.errors import CrashLoopError
+from nxtrain.common.run_folder import LOGS_DIR, START_FILE, STARTS_FILE
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.start_log import last_step
-from nxtrain.run_folder import LOGS_DIR, START_FILE, STARTS_FILE
 from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
 
 End = Literal["done", "stopped", "failed", "killed"]

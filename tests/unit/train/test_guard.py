@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
+from nxtrain.common.io.jsonl import JsonlLog
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Ranks
-from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.jsonl import JsonlLog
-from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState

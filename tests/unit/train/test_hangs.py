@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nxtrain.distributed.heartbeats import Beat
+from nxtrain.common.distributed.heartbeats import Beat
 from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.hang_diagnosis import judge, point, waits
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxtrain.checkpoint.meta import Meta, fingerprint
+from nxtrain.common.errors import CheckpointError
 from nxtrain.config.check import Resolved
-from nxtrain.errors import CheckpointError
 from nxtrain.train import compatibility
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from tests.support.runs import run_plan

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Axis
 from nxtrain.nn.init import draw_shard
-from nxtrain.sharding import Init, ShardSpec
 from nxtrain.train import build
 from nxtrain.train.health import initial_norm
 from nxtrain.train.health.initial_norm import ClosedForm, measure_initial_norm

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from nxtrain.errors import BackendError, CheckpointError, InputError
+from nxtrain.common.errors import BackendError, CheckpointError, InputError
 from nxtrain.train.step import TrainState
 from nxtrain.train.supervision import preflight
 from nxtrain.train.supervision.preflight import check_folder, check_space

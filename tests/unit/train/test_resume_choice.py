@@ -16,13 +16,13 @@ from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.resume import ResumePlanner
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.object_store import FolderStore
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError
-from nxtrain.io.object_store import FolderStore
-from nxtrain.mesh import Mesh
-from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
 
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))

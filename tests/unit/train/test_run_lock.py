@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError, RestartError
-from nxtrain.run_folder import LOCK_FILE
+from nxtrain.common.errors import BackendError, RestartError
+from nxtrain.common.run_folder import LOCK_FILE
 from nxtrain.train.supervision import run_lock
 from nxtrain.train.supervision.run_lock import only_run
 

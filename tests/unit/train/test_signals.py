@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nxtrain.process.signals import STOPPING, noted
+from nxtrain.common.process.signals import STOPPING, noted
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_signal_is_noted(number: signal.Signals) -> None:
 
 BUSY = """
 import ctypes
-from nxtrain.process.signals import noted
+from nxtrain.common.process.signals import noted
 with noted():
     print("ready", flush=True)
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nxtrain.run_folder import PROFILES_DIR
+from nxtrain.common.run_folder import PROFILES_DIR
 from nxtrain.train.step_profiler import StepProfiler
 
 

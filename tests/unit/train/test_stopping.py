@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nxtrain.errors import LostPeerError
+from nxtrain.common.errors import LostPeerError
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxtrain.distributed.heartbeats import Beat
+from nxtrain.common.distributed.heartbeats import Beat
 from nxtrain.train.supervision.stragglers import Stragglers
 
 FAST = {"data": 0.001, "training": 0.010}

@@ -13,16 +13,16 @@ from typing import cast
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.heartbeats import HeartbeatStore
-from nxtrain.errors import HangError, LostPeerError
+from nxtrain.common.distributed.heartbeats import HeartbeatStore
+from nxtrain.common.errors import HangError, LostPeerError
+from nxtrain.common.process import stacks
+from nxtrain.common.process.deadlines import SingleTask
+from nxtrain.common.process.signals import Signals
+from nxtrain.common.process.stacks import print_line
+from nxtrain.common.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import Outcome, RunObserver
 from nxtrain.metrics.start_log import StepFile, last_step, read
-from nxtrain.process import stacks
-from nxtrain.process.deadlines import SingleTask
-from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import print_line
-from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision import watchdog as watchdogs
 from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S

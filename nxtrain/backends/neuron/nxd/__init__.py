@@ -1,4 +1,4 @@
-"""Binding to NeuronX Distributed (NxD): parallel layers, order of ranks, sum of gradients.
+"""NeuronX Distributed (NxD): parallel layers, order of ranks, sum of gradients.
 
 Everything else is nxtrain's own: projections fused as segments of one column layer, the loss, ZeRO-1, norm and
 clipping, updates, checkpoints. This package imports NxD only when a run has chosen NxD's layers.

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Binding, LayerSet
+from nxtrain.backends.base import Binding
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.neuron.sdk import unverified_notes
-from nxtrain.distributed.collectives import Collectives, Done, Pending
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis, Mesh
-from nxtrain.process.greetings import without_greetings
-from nxtrain.sharding import ParamTable, ShardSpec
+from nxtrain.common.distributed.collectives import Collectives, Done, Pending
+from nxtrain.common.errors import BackendError
+from nxtrain.common.layers import LayerSet
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.sharding import ParamTable, ShardSpec
 
 
 class NxdBinding(Binding):

@@ -17,8 +17,8 @@ from neuronx_distributed.parallel_layers.parallel_state import (
     model_parallel_is_initialized,
 )
 
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Axis, Mesh
 
 Groups = list[list[int]]
 

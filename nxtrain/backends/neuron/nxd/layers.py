@@ -14,10 +14,10 @@ import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Head, LayerSet
-from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis
-from nxtrain.sharding import Init, Segment, ShardSpec
+from nxtrain.common.errors import BackendError
+from nxtrain.common.layers import Head, LayerSet
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import Init, Segment, ShardSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types that NxD's embedding keeps."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
-from nxtrain.errors import BackendError
+from nxtrain.common.errors import BackendError
 
 
 def load(instance: Instance) -> None:

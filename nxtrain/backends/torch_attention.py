@@ -1,0 +1,59 @@
+"""Attention by torch: causal, and inside of documents, where a query sees the keys of its own document only.
+
+Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
+    """`scaled_dot_product_attention` on (S, B, N, H); `grouped` lets torch repeat the K/V heads."""
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if repeats > 1 and not grouped:
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=repeats > 1 and grouped)
+    return out.permute(2, 0, 1, 3)
+
+
+def repeat_heads(x: Tensor, repeats: int) -> Tensor:
+    """(B, K, S, H) to (B, K * repeats, S, H), copies of a head adjacent; the last two dimensions may be any."""
+    return x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """`Kernels.document_attention` by a mask: all S^2 scores are computed, in a graph that no document changes."""
+    repeats, length = q.shape[2] // k.shape[2], q.shape[0]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if repeats > 1:
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
+    places = torch.arange(length, device=q.device)
+    visible = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, queries, keys)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+    return out.permute(2, 0, 1, 3)
+
+
+def attention_by_document(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, starts: Tensor
+) -> Tensor:
+    """`Kernels.document_attention` by one call for each document, for devices whose numbers the host reads at no cost.
+
+    Args:
+        attention: Causal attention of whole rows, such as `Kernels.attention`.
+        q: (S, B, N, H).
+        k, v: (S, B, K, H).
+        starts: (B, S) first position of each position's document.
+    """
+    rows = []
+    for row, begins in enumerate(starts.tolist()):
+        bounds = [*sorted(set(begins)), len(begins)]
+        parts = [attention(*(x[begin:end, row : row + 1] for x in (q, k, v))) for begin, end in pairwise(bounds)]
+        rows.append(torch.cat(parts))
+    return torch.cat(rows, dim=1)

@@ -1,0 +1,277 @@
+"""Kernels from torch's operations: fused ones for CPU and CUDA, plain ones that any device can lower."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint
+
+from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
+from nxtrain.backends.torch_attention import masked_attention, sdpa
+from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
+from nxtrain.common.vocab import VocabColumns
+
+
+class PlainKernels(Kernels):
+    """Elementary operations with every changing number on the device, so that an XLA graph never changes."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v)
+
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        return masked_attention(q, k, v, starts)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out: Tensor = _SwiGLU.apply(gate_up)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out: Tensor = _Rotate.apply(x, cos, sin)
+        return out
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recompute(function, *inputs)
+
+    def row_square_sums(self, x: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+        return norms.square()
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        beta1, beta2 = how.betas
+        correction1, correction2 = bias_correction(beta1, how.step), bias_correction(beta2, how.step).sqrt()
+        for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+            scaled = grad * how.grad_scale
+            # Not in place: torch-xla checks the shapes of such operations in Python, at thrice the cost to the host.
+            mean = exp_avg * beta1 + scaled * (1.0 - beta1)
+            mean_sq = exp_avg_sq * beta2 + scaled * scaled * (1.0 - beta2)
+            update = (mean / correction1) / (mean_sq.sqrt() / correction2 + how.eps)
+            updated = param * (1.0 - how.lr * how.weight_decay) - how.lr * update
+            for x, new in ((exp_avg, mean), (exp_avg_sq, mean_sq), (param, updated)):
+                x.copy_(new if how.skip is None else torch.where(how.skip, x, new))
+
+    def bits(self, x: Tensor) -> Tensor:
+        return x.view(torch.int32)
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        x.copy_(torch.where(unless, x, new.to(x.dtype)))
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
+
+
+class FusedKernels(PlainKernels):
+    """torch's own fused updates, on CPU and CUDA."""
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        torch._fused_adamw_(
+            list(params),
+            list(grads),
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            [],
+            [how.step] * len(params),
+            lr=how.lr,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            weight_decay=how.weight_decay,
+            eps=how.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._divisor(how.grad_scale),
+            found_inf=None if how.skip is None else how.skip.float(),
+        )
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        torch.where(unless, x, new.to(x.dtype), out=x)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_by_pairs(x, out, key, step)
+
+    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
+        """Divisor of gradients for torch's kernel; None: 1."""
+        return grad_scale.reciprocal()
+
+
+def bias_correction(beta: float, step: Tensor) -> Tensor:
+    """Sum of the weights of a running mean of decay `beta` after some updates: 1 - beta^step.
+
+    Computed by expm1, since 1 - 0.999 has few digits in float32: the first updates would have errors of 3e-5.
+
+    Args:
+        beta: Decay.
+        step: () float32, updates done.
+    """
+    return (step * (math.log(beta) if beta else -math.inf)).expm1().neg()
+
+
+def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]:
+    """Divide parameters by rows into tiles of at most `limit` entries, or of one row; empty parameters give none."""
+    for name, (num_rows, *rest) in shapes.items():
+        width = max(1, limit // max(1, math.prod(rest)))
+        for start in range(0, num_rows, width):
+            yield Rows(name, start, min(width, num_rows - start), whole=width >= num_rows)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMS norm that saves only its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (x32 * rstd * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        grad32 = grad.float()
+        weight_grad = (grad32 * normed).flatten(0, -2).sum(dim=0)
+        inner = grad32 * weight.float()
+        x_grad = (inner - normed * (inner * normed).mean(dim=-1, keepdim=True)) * rstd
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`Kernels.rms_norm` in elementary operations."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """`Kernels.recompute` by torch, which stops the second call after the last value that backward needs."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def _spare_compiler(hidden: Any) -> None:
+    """Keep a function that torch hides from its compiler from importing that compiler.
+
+    The import takes seconds, which an eager run does not need. Once something else has imported the compiler, torch
+    hides the function as usual.
+    """
+    plain: Any = getattr(hidden, "__wrapped__", None)
+
+    def spared(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return plain(*args, **kwargs)
+        vars(plain).pop("__dynamo_disable", None)
+        return hidden(*args, **kwargs)
+
+    if plain is not None and "torch._dynamo" not in sys.modules:
+        plain.__dynamo_disable = spared  # where torch keeps the function that its compiler made
+
+
+for _hidden in (checkpoint, getattr(torch_checkpoint, "_run_fn_with_dynamo_disabled", None)):
+    _spare_compiler(_hidden)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of a concatenated input; saves only the input and computes the unit again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat([gate_grad, F.silu(gate).mul_(grad)], dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def masked_cross_entropy(
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`Kernels.cross_entropy` by a mask of the targets in place of an index, for devices without 64-bit integers.
+
+    Such a device gathers and scatters by int64 hundreds of times slower than by other operations.
+    """
+    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    scores = logits.float() if columns.padding is None else logits.float() + columns.padding
+    counted, here, column = columns.place(targets)
+    numbers = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    hit = (numbers == column.to(torch.int32)) & here.unsqueeze(1)
+
+    peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
+    target_score = scores.masked_fill(~hit, 0.0).sum(dim=1)
+    exp = (scores - peak.unsqueeze(1)).exp()
+    sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
+    losses = sums[0].log() + peak - sums[1]
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    if not needs_grad:
+        return loss, None
+    grad = exp * (counted.float() / sums[0]).unsqueeze(1) - hit.float()
+    return loss, grad.to(dtype)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`Kernels.cross_entropy` in elementary operations."""
+    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    scores = logits.float() if columns.padding is None else logits.float() + columns.padding
+    counted, here, column = columns.place(targets)
+
+    peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
+    target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
+    exp = scores.sub_(peak.unsqueeze(1)).exp_()
+    sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
+    losses = sums[0].log() + peak - sums[1]
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    if not needs_grad:
+        return loss, None
+    grad = exp.mul_((counted.float() / sums[0]).unsqueeze(1))
+    grad.scatter_add_(1, column, -here.float().unsqueeze(1))
+    return loss, grad.to(dtype)

@@ -1,1 +1,0 @@
-"""Speed, always beside another implementation and beside what the machine can do, in one run; and memory."""

@@ -1,0 +1,1 @@
+"""Conversions from and to Hugging Face and NeuronX Distributed."""

@@ -1,0 +1,292 @@
+"""Conversion between checkpoints and Hugging Face folders, streamed: memory holds one tensor in, or some rows out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.finite import Finiteness
+from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder, read_object
+from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
+from nxtrain.checkpoint.convert.streamed import write_streamed
+from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner, ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import FileReader
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import DTYPES, Manifest
+from nxtrain.checkpoint.meta import Meta, fingerprint
+from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.common.distributed.agreement import Ranks, StorageScope, collective
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
+from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.regular import read_bytes
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import ParamTable
+from nxtrain.data.tokenization import declared_end
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.regions import TensorParallel
+
+CHECKPOINT_FILES = (directory.META, directory.TOKENIZER, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
+"""Names of the files in a checkpoint's folder."""
+
+_EXPORTED_FILES = (
+    CONFIG,
+    INDEX,
+    "model*.safetensors",
+    *COMPANIONS,
+)
+ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
+"""Function that fills a host tensor for each shard, some rows of a weight."""
+
+GENERATION_CONFIG = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_BEGIN = ("<|begin_of_text|>", "<s>")
+_END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+def hf_to_nxtrain(src: Path, dst: Path) -> None:
+    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0.
+
+    Args:
+        src: Folder with `config.json` and safetensors.
+        dst: Folder to make; an existing checkpoint is replaced.
+
+    Raises:
+        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        InputError: Weights are not finite; nothing was written.
+    """
+    folder = HfFolder(src)
+    family = find_family(str(folder.config.get("model_type")))
+    config = family.from_hf(folder.config)
+    wanted = whole_shapes(family, config)
+    folder.check(wanted)
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
+    tensors = [TensorShard.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
+    finiteness = Finiteness(src)
+
+    def read(chunk: TensorShard) -> torch.Tensor:
+        tensor = folder.read(chunk.name)
+        finiteness.note(chunk.name, tensor)
+        return tensor.to(chunk.dtype)
+
+    planner = ChunkSavePlanner(tensors, read)
+    meta = Meta(
+        step=0,
+        samples=0,
+        tokens=0,
+        seed=0,
+        family=family.name,
+        config=config.model_dump(mode="json"),
+        dtype=dtype_name(folder.dtype),
+        mesh={"pp": 1, "dp": 1, "tp": 1},
+        kinds=(MODEL,),
+    )
+    tokenizer = src / directory.TOKENIZER
+    if tokenizer.is_file():
+        known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
+        meta = meta.model_copy(update=known)
+    else:
+        meta = meta.model_copy(update={"settings": _declared_ids(folder)})
+    alone = StorageScope(Ranks(Mesh(1, 0)))
+    kept = tokenizer if tokenizer.is_file() else None
+    written = write(dst, planner, meta, alone, tokenizer=kept, check=finiteness.check)
+    read_back(dst, written, alone)
+
+
+def nxtrain_to_hf(
+    src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000, base: Path | None = None
+) -> Location:
+    """Turn a checkpoint into a Hugging Face folder that `transformers` loads; an adapter is added to its base.
+
+    Args:
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
+        dst: Folder to make; an earlier export is replaced.
+        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
+        base: Folder of the weights below an adapter; None: the folder that the run read.
+
+    Returns:
+        The checkpoint that was exported.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: `dst` holds files that no export wrote.
+    """
+    place = locate_checkpoint(src)
+    meta, manifest = open_checkpoint(place)
+    if meta.adapter:
+        write_merged(merged_checkpoint(place, base)[1], dst, max_shard_bytes=max_shard_bytes)
+        return place
+    family, config = meta.model()
+    refuse_to_overwrite(dst, _EXPORTED_FILES)
+    with new_folder(dst) as out:
+        _write_weights(_weights_of(manifest), partial(_read_checkpoint, place, manifest), out, max_shard_bytes)
+        special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
+        ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
+        ids_of_text = {key: value for key, value in ids.items() if value is not None}
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids, **meta.settings.get(CONFIG, {})})
+        write_json(out / GENERATION_CONFIG, {**ids_of_text, **meta.settings.get(GENERATION_CONFIG, {})})
+    return place
+
+
+def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
+    """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    file = folder.path / GENERATION_CONFIG
+    contents = {CONFIG: folder.config, GENERATION_CONFIG: read_object(file) if file.is_file() else folder.config}
+    return {
+        name: {key: content[key] for key in _IDS if content.get(key) is not None} for name, content in contents.items()
+    }
+
+
+def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every tensor of a model, by global name."""
+    alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
+    context = BuildContext(NativeLayers(alone, FusedKernels()), FusedKernels(), torch.float32, seq_len=1)
+    return ParamTable.of(family.build(config, context)).global_shapes()
+
+
+def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder.
+
+    Args:
+        folder: The weights.
+        dst: Folder to make; an earlier export is replaced.
+        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: `dst` holds files that no export wrote.
+    """
+    refuse_to_overwrite(dst, _EXPORTED_FILES)
+    chunks = [TensorShard.whole(name, shape, folder.dtype) for name, shape in folder.shapes.items()]
+
+    def read(targets: Mapping[TensorShard, Tensor]) -> None:
+        for chunk, target in targets.items():
+            target.copy_(folder.read(chunk.name, 0, chunk.block.offsets[0], chunk.block.sizes[0]))
+
+    with new_folder(dst) as out:
+        _write_weights(chunks, read, out, max_shard_bytes)
+        copy_companions(folder.path, out, dtype_name(folder.dtype))
+
+
+def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, max_bytes: int) -> None:
+    files = list(_split(chunks, max_bytes))
+    places: dict[str, str] = {}
+    for number, part in enumerate(files, start=1):
+        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_durably(out / name, partial(write_streamed, tensors=part, read=read))
+        places.update({chunk.name: name for chunk in part})
+    if len(files) > 1:
+        total = sum(chunk.num_bytes for chunk in chunks)
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _weights_of(manifest: Manifest) -> list[TensorShard]:
+    """The weights of a checkpoint, whole."""
+    tensors = ((*key.partition("/"), stored) for key, stored in manifest.tensors.items())
+    return [
+        TensorShard.whole(name, stored.shape, DTYPES[stored.dtype])
+        for kind, _, name, stored in tensors
+        if kind == MODEL
+    ]
+
+
+def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
+    """Divide weights into files of at most `max_bytes`."""
+    file: list[TensorShard] = []
+    for chunk in chunks:
+        if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
+            yield file
+            file = []
+        file.append(chunk)
+    yield file
+
+
+def _read_checkpoint(checkpoint: Location, manifest: Manifest, targets: Mapping[TensorShard, Tensor]) -> None:
+    with collective(f"cannot read {checkpoint}"):
+        reader = FileReader(checkpoint, manifest, targets)
+        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+
+
+def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
+    """Copy a tokenizer, if it exists; return its tokens and ids for the begin and the end of a text, if known."""
+    if not file.is_file():
+        return {"bos": None, "eos": None}
+    content = content_of(file)
+    try:
+        added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error!r}") from error
+    special = {
+        role: next(((name, added[name]) for name in names if name in added), None)
+        for role, names in (("bos", _BEGIN), ("eos", (end, *_END)))
+    }
+    (out / directory.TOKENIZER).write_bytes(content)
+    tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
+    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    return special
+
+
+@contextmanager
+def new_folder(dst: Path) -> Iterator[Path]:
+    """Make a draft folder for the caller to fill; it is renamed to `dst` on success, and removed on failure."""
+    staged: Path | None = None
+    try:
+        staged = directory.prepare(dst)
+        yield staged
+        directory.publish(staged, dst)
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
+    finally:
+        if staged is not None:
+            directory.discard(staged)
+
+
+def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+    """Refuse a target folder with files that no conversion wrote.
+
+    Args:
+        dst: The target folder; may be absent.
+        own: Patterns of the names that a conversion writes.
+
+    Raises:
+        ConfigError: The folder has another file, or is a file itself.
+        NxtrainError: Nothing can be written there.
+    """
+    if dst.exists() and not dst.is_dir():
+        raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
+    foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
+    if foreign:
+        raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=dst.parent).close()
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file and wait until the disk holds it."""
+    write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a type, without its module."""
+    return str(dtype).removeprefix("torch.")

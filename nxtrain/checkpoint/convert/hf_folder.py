@@ -1,0 +1,212 @@
+"""Hugging Face model folders: their tensors, the comparison with a model, and reads of parts of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.finite import Finiteness
+from nxtrain.checkpoint.dcp_storage import bytes_of
+from nxtrain.checkpoint.meta import fingerprint
+from nxtrain.checkpoint.shards import mismatches
+from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.io.regular import read_bytes, require_regular
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ParamTable
+from nxtrain.config.check import quantization
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_SEPARATORS = frozenset("/\\\0")
+"""Characters that no file name contains on a system that writes such folders."""
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class HfFolder:
+    """A folder with `config.json` and safetensors, in one file or several with an index.
+
+    Attributes:
+        path: The folder.
+        config: Content of `config.json`.
+        shapes: Shape of every tensor, by name.
+        dtype: The narrowest type that holds all weights exactly.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or weights are quantized.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_object(path / CONFIG)
+        _refuse_quantized(path, self.config)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        codes: dict[str, str] = {}
+        for file in _weight_files(path):
+            for name, shape, code in _header(file):
+                self.shapes[name], self._files[name], codes[name] = shape, file, code
+        foreign = [f"{name} is {code}" for name, code in codes.items() if code not in _DTYPES]
+        if foreign:
+            raise ConfigError(f"{path}: {foreign[0]}; weights of type {', '.join(_DTYPES)} can be read")
+        self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare the tensors of the folder with those of a model.
+
+        Args:
+            wanted: Whole shape of every tensor of the model, by name.
+
+        Raises:
+            ConfigError: Some are missing, unknown or of another shape; all are named.
+        """
+        found = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
+        problems = mismatches(wanted, found)
+        if problems:
+            raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
+        """Read some entries of a tensor along one dimension, or the whole tensor; other entries are not read."""
+        size = self.shapes[name][dim]
+        entries = slice(start, size if length is None else start + length)
+        where = (*(slice(None),) * dim, entries)
+        require_regular(self._files[name])
+        with safe_open(self._files[name], framework="pt") as file:
+            part: Tensor = file.get_slice(name)[where]
+        return part
+
+    def fingerprint(self) -> str:
+        """Identity of the weights: name, shape and middle row of every tensor. A whole read would take minutes."""
+        parts = list[bytes]()
+        for name, shape in sorted(self.shapes.items()):
+            row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
+            parts += [f"{name} {shape} {row.dtype}".encode(), bytes(bytes_of(row))]
+        return fingerprint(parts)
+
+    def _harmless(self, name: str) -> bool:
+        # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
+        tied_head = name == "lm_head.weight" and self.config.get("tie_word_embeddings", False)
+        return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+class HfWeights:
+    """Reader of this rank's parameters from a Hugging Face folder whose tensors fit the model.
+
+    Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
+
+    Args:
+        src: The folder.
+        table: Sharding of the parameters of this rank's stage.
+        axis: Tensor parallel axis.
+        wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
+
+    Raises:
+        ConfigError: The folder is unreadable or does not fit the model.
+    """
+
+    def __init__(
+        self, src: Path | HfFolder, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._folder = src if isinstance(src, HfFolder) else HfFolder(src)
+        self._table, self._axis = table, axis
+        self._folder.check(wanted)
+        self._finiteness = Finiteness(self._folder.path)
+
+    def __call__(self, name: str, local: Tensor) -> None:
+        """Fill a parameter's shard, a host tensor."""
+        spec = self._table[name]
+        for piece, view in spec.views(local, self._axis):
+            if piece.length:
+                source = spec.global_name(name, piece.segment)
+                view.copy_(self._folder.read(source, spec.dim or 0, piece.start, piece.length))
+                self._finiteness.note(source, view)
+
+    def whole(self, name: str) -> Tensor:
+        """Read a whole tensor, in its own type."""
+        tensor = self._folder.read(name)
+        self._finiteness.note(name, tensor)
+        return tensor
+
+    def check(self) -> None:
+        """Refuse the folder if any value that was read is not finite.
+
+        Raises:
+            InputError: Some values are not finite; names their tensors.
+        """
+        self._finiteness.check()
+
+
+def read_object(file: Path, hint: str = "") -> dict[str, Any]:
+    """JSON object of a file.
+
+    Args:
+        file: The file.
+        hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no JSON object.
+    """
+    try:
+        content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark
+    except OSError as error:
+        way_out = hint or f"is {file.parent} a Hugging Face model?"
+        raise ConfigError(f"cannot read {file}: {error.strerror}; {way_out}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} is no valid JSON: {cause_of(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return content
+
+
+def _weight_files(path: Path) -> list[Path]:
+    files = [path / name for name in (_indexed(path / INDEX) if (path / INDEX).exists() else [WEIGHTS])]
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is not a regular file; is {path} a Hugging Face model?")
+    missing = ", ".join(file.name for file in files if not file.is_file())
+    if missing or not files:
+        raise ConfigError(
+            f"{path} lacks {missing or 'weights'}; pickled weights (*.bin) must be saved as safetensors first"
+        )
+    return files
+
+
+def _indexed(file: Path) -> list[str]:
+    """Names of the weight files of an index; each must be a file of the same folder."""
+    places = read_object(file).get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')
+    for tensor, name in places.items():
+        if not isinstance(name, str):
+            raise ConfigError(f'{file}: "weight_map" gives {tensor} the file {name!r}, which is no name')
+        if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
+            raise ConfigError(
+                f"{file} places {tensor} in {name!r}; weight files lie beside their index, and a name has no "
+                "separator. Fetch the folder from a source that you trust, or bring its files together "
+                "and correct the index"
+            )
+    return sorted(set(places.values()))
+
+
+def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    if found := quantization(config):
+        raise ConfigError(f"{path}: {found}")
+
+
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                part = opened.get_slice(name)
+                yield name, tuple(part.get_shape()), part.get_dtype()
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error

@@ -1,0 +1,156 @@
+"""Files of NeuronX Distributed's checkpoints: discovery, and reading with tensors left on disk.
+
+A folder has a tag for each checkpoint. A tag has `checkpoint` (begun), `model/` and `optim/` with a file per rank,
+`scheduler.pt`, `user_content.pt` and `done` (ended). With `use_xser` a rank's file refers to tensors in separate files.
+
+Source: `save_checkpoint` of neuronx-distributed 0.18, trainer/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.regular import require_regular
+
+BEGUN, DONE, MODEL_DIR, OPTIM_DIR = "checkpoint", "done", "model", "optim"
+SCHEDULER, USER_CONTENT = "scheduler.pt", "user_content.pt"
+
+MEANS = ("exp_avg", "exp_avg_sq")
+"""Names of the optimizer's running means, the same in nxtrain and in NxD."""
+
+MASTER, MASTERS = "master", "sharded_master_weights"
+"""nxtrain's and NxD's name of the float32 master weights."""
+
+BASE_STATE = "base_state"
+"""Key of the optimizer's state in files of ZeRO-1 only."""
+
+_RANK_FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+
+
+def rank_file(*, dp: int = 0, tp: int, pp: int) -> str:
+    """Name of a rank's file."""
+    return f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+
+
+def find_tag(path: Path) -> Path:
+    """Find the checkpoint of a path: the path itself, or the one of a folder of checkpoints that was finished last.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it was not finished.
+    """
+    if (path / MODEL_DIR).is_dir():
+        if (path / BEGUN).exists() and not (path / DONE).exists():  # converters write neither
+            raise CheckpointError(f"{path} is incomplete: NeuronX Distributed did not come to write {DONE}")
+        return path
+    done = sorted(path.glob(f"*/{DONE}"), key=lambda file: file.stat().st_mtime)
+    tags = [file.parent for file in done if (file.parent / MODEL_DIR).is_dir()]
+    if not tags:
+        raise CheckpointError(
+            f"{path} holds no finished checkpoint of NeuronX Distributed: neither {MODEL_DIR}/ nor <tag>/{DONE}"
+        )
+    return tags[-1]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The files of all ranks.
+
+    Args:
+        folder: Folder of the files.
+        dp, tp, pp: Parallel degrees.
+    """
+
+    folder: Path
+    dp: int
+    tp: int
+    pp: int
+
+    @staticmethod
+    def of(folder: Path) -> Grid:
+        """Find the degrees from the names of a folder's files.
+
+        Raises:
+            CheckpointError: Files are missing, or of another kind.
+        """
+        names = sorted(file.name for file in folder.iterdir() if file.suffix == ".pt" and file.is_file())
+        names = [name for name in names if not name.endswith(".info.pt")]
+        found = {name: _RANK_FILE.fullmatch(name) for name in names}
+        strange = [name for name, match in found.items() if match is None]
+        if strange:
+            hint = "; experts are not supported" if "_ep_rank_" in strange[0] else ""
+            raise CheckpointError(f"{folder} holds {strange[0]}, which is no rank's file of a Llama{hint}")
+        if not found and (folder / ".metadata").exists():
+            raise CheckpointError(
+                f"{folder} was saved with use_zero1_dcp, which is not supported; take the weights alone: --weights-only"
+            )
+        if not found:
+            raise CheckpointError(f"{folder} holds no file such as {rank_file(tp=0, pp=0)}")
+        places = [tuple(map(int, match.groups())) for match in found.values() if match]
+        dp, tp, pp = (max(place[axis] for place in places) + 1 for axis in range(3))
+        grid = Grid(folder, dp, tp, pp)
+        wanted = [rank_file(dp=d, tp=t, pp=p) for p in range(pp) for t in range(tp) for d in range(dp)]
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise CheckpointError(f"{folder} lacks {len(missing)} of {len(wanted)} files, such as {missing[0]}")
+        return grid
+
+    def reader(self) -> Callable[[int, int, int], Mapping[str, Any]]:
+        """Function that opens a file by its dp, tp and pp rank; it caches the files of about one stage."""
+
+        @lru_cache(maxsize=self.dp * self.tp)
+        def opened(dp: int, tp: int, pp: int) -> Mapping[str, Any]:
+            return open_file(self.folder / rank_file(dp=dp, tp=tp, pp=pp))
+
+        return opened
+
+
+class TensorReference:
+    """Reference that torch-xla's serialization saves in place of a tensor; `tid` is the tensor's number."""
+
+    tid: int
+
+
+def open_file(path: Path) -> dict[str, Any]:
+    """Open a file: tensors stay on disk until they are used, and pickled code is not run.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or holds more than tensors and plain values.
+    """
+    content = _load(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no dictionary")
+    return {key: _resolved(value, path) for key, value in content.items()}
+
+
+def _resolved(value: Any, path: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _resolved(part, path) for key, part in value.items()}
+    if isinstance(value, TensorReference):
+        if not isinstance(value.tid, int):
+            raise CheckpointError(f"{path} refers to tensor {value.tid!r}, which is no number")
+        tensor = _load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path} refers to tensor {value.tid}, which is none")
+        return tensor
+    return value
+
+
+def _load(path: Path) -> Any:
+    known: list[Any] = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
+    try:
+        require_regular(path)
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"cannot read {path}: {first}") from error

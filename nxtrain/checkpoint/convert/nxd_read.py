@@ -1,0 +1,135 @@
+"""Conversion of NeuronX Distributed's rank files to a checkpoint, one whole tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, dtype_name, refuse_to_overwrite
+from nxtrain.checkpoint.convert.hf_folder import CONFIG
+from nxtrain.checkpoint.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
+from nxtrain.checkpoint.convert.nxd_states import NxdStates
+from nxtrain.checkpoint.convert.nxd_weights import NxdWeights
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError, ConfigError, cause_of
+from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.mesh import Mesh
+from nxtrain.config.schema import RunConfig
+
+FAMILY = "llama"
+OURS = "nxtrain"
+"""Key of NxD's user content that holds the metadata without a place in NxD's format."""
+
+
+def nxd_to_nxtrain(
+    src: Path,
+    dst: Path,
+    *,
+    config: Path | None = None,
+    weights_only: bool = False,
+    first_copy: bool = False,
+    run: RunConfig | None = None,
+) -> Meta:
+    """Convert a checkpoint of NeuronX Distributed's Llama to a checkpoint of nxtrain.
+
+    Args:
+        src: A tag, or a folder of tags, whose last finished one is taken.
+        dst: Folder to make; an existing checkpoint is replaced.
+        config: The model's Hugging Face `config.json`; None: the file in the tag, or beside the tag.
+        weights_only: Omit the state of the optimizer.
+        first_copy: If replicas on tensor parallel ranks differ, take the first.
+        run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
+            data, which NxD does not save. A tag that nxtrain wrote holds the position itself.
+
+    Returns:
+        Metadata of the new checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or has content that nxtrain's format cannot hold.
+        ConfigError: The configuration is missing, or the tensors do not fit the model.
+    """
+    tag = find_tag(src)
+    family, model = _model(tag, config)
+    source = NxdWeights.open(tag, family, model, take_first=first_copy)
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
+    states = None if weights_only or not (tag / OPTIM_DIR).is_dir() else NxdStates.open(source, tag / OPTIM_DIR)
+    kept = _kept(tag / USER_CONTENT)
+    if run is not None and states is not None and not kept:
+        samples = states.step * run.train.global_batch
+        kept = {
+            "samples": samples,
+            "tokens": samples * run.train.seq_len,
+            "seed": run.run.seed,
+            "global_batch": run.train.global_batch,
+        }
+    chunks = source.chunks(MODEL, source.dtype)
+    kinds: tuple[str, ...] = (MODEL,)
+    if states is not None:
+        has_master = MASTER in kept["kinds"] if "kinds" in kept else states.has_master
+        kinds = (MODEL, *MEANS, *((MASTER,) if has_master else ()))
+        chunks += [c for kind in MEANS for c in source.chunks(kind, states.dtype)]
+        chunks += source.chunks(MASTER, torch.float32) if has_master else []
+    meta = Meta(
+        step=states.step if states else 0,
+        samples=kept.get("samples", 0) if states else 0,
+        tokens=kept.get("tokens", 0) if states else 0,
+        global_batch=kept.get("global_batch", 0),
+        seed=kept.get("seed", 0),
+        family=family.name,
+        config=model.model_dump(mode="json"),
+        dtype=dtype_name(source.dtype),
+        state_dtype=dtype_name(states.dtype) if states else "float32",
+        data_fingerprint=kept.get("data_fingerprint", ""),
+        tokenizer_fingerprint=kept.get("tokenizer_fingerprint", ""),
+        config_fingerprint=kept.get("config_fingerprint", ""),
+        mesh={"pp": source.grid.pp, "dp": states.grid.dp if states else 1, "tp": source.grid.tp},
+        kinds=kinds,
+    )
+
+    def read(chunk: TensorShard) -> Tensor:
+        if chunk.kind == MODEL:
+            return source.assemble(chunk, source.local)
+        assert states is not None
+        return source.assemble(chunk, states.local)
+
+    alone = StorageScope(Ranks(Mesh(1, 0)))
+    order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
+    read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone)
+    return read_meta(dst)
+
+
+def _kept(file: Path) -> Mapping[str, Any]:
+    """Metadata that nxtrain wrote to a tag's user content; empty if a script of NxD's wrote the tag."""
+    try:
+        kept: Mapping[str, Any] = open_file(file).get(OURS, {})
+    except CheckpointError:  # absent, or arbitrary content of a user's script
+        return {}
+    return kept
+
+
+def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
+    places = [file] if file else [tag / CONFIG, tag.parent / CONFIG]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"no {CONFIG} in {tag} or beside it: NeuronX Distributed saves tensors only; name the one that its script "
+            "was given: --config FILE"
+        )
+    try:
+        values = json.loads(read_text(found))
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {cause_of(error)}") from error
+    family = find_family(str(values.get("model_type", FAMILY)))
+    if family.name != FAMILY:
+        raise ConfigError(f"{found} describes a {family.name}; rank files of NeuronX Distributed's Llama are read")
+    return family, family.from_hf(values)

@@ -1,0 +1,197 @@
+"""Weights in NeuronX Distributed's rank files: detection of their layout, and assembly of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.hf import dtype_name, whole_shapes
+from nxtrain.checkpoint.convert.nxd_files import MODEL_DIR, Grid, open_file, rank_file
+from nxtrain.checkpoint.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv
+from nxtrain.checkpoint.shards import TensorShard, mismatches
+from nxtrain.common.errors import CheckpointError, ConfigError, Problem
+from nxtrain.common.family import ModelConfig, ModelFamily
+from nxtrain.common.sharding import ShardBox
+
+
+@dataclass(frozen=True)
+class NxdWeights:
+    """The weights of a tag.
+
+    Args:
+        grid: Files of the weights.
+        layout: Place of each tensor in the files.
+        dtype: Type of all weights.
+        take_first: If replicas differ, take the first, as NxD's own converter does.
+    """
+
+    grid: Grid
+    layout: NxdLayout
+    dtype: torch.dtype
+    take_first: bool = False
+
+    @staticmethod
+    def open(tag: Path, family: ModelFamily, config: ModelConfig, *, take_first: bool) -> NxdWeights:
+        """Detect the layout of a tag, and compare its tensors with the model's."""
+        grid = Grid.of(tag / MODEL_DIR)
+        shapes, values = whole_shapes(family, config), config.model_dump(mode="json")
+        first = open_file(grid.folder / rank_file(tp=0, pp=0))
+        tensors = {name: x for name, x in first.items() if isinstance(x, Tensor)}
+        qkv, copies = _attention(tensors, shapes, values, grid.tp)
+        found = NxdLayout(shapes, values, grid.tp, grid.pp, copies, qkv)
+        source = NxdWeights(grid, found, next(iter(tensors.values())).dtype)
+        if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(
+                f"weights of {grid.folder} are {source.dtype}; float32, bfloat16 and float16 are read"
+            )
+        source._check()
+        if copies > 1:
+            source = replace(source, layout=replace(found, platform=source._platform()))
+        return replace(source, take_first=take_first)
+
+    @cached_property
+    def _open(self) -> Callable[[int, int, int], Mapping[str, Any]]:
+        return self.grid.reader()
+
+    @cached_property
+    def stages(self) -> list[list[str]]:
+        """Names of the parameters of each stage, in NxD's order; a tied head is omitted beside the embedding."""
+        stages = []
+        for pp in range(self.grid.pp):
+            names = [name for name in self._open(0, 0, pp) if not name.endswith("rotary_emb.inv_freq")]
+            tied = self.layout.is_tied and EMBEDDING in names
+            stages.append([name for name in names if not (tied and name == HEAD)])
+        return stages
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, str]]:
+        """Stage and NxD's name of the first parameter that holds a tensor, by the tensor's global name."""
+        places: dict[str, tuple[int, str]] = {}
+        for pp, names in enumerate(self.stages):
+            for name in names:
+                for whole, _ in self.layout.param(name, 0).blocks:
+                    places.setdefault(whole, (pp, name))
+        return places
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Stage and name of the parameter that holds a tensor."""
+        return self._places[name]
+
+    def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
+        """Every tensor of a kind, as a whole shard."""
+        whole = (TensorShard.whole(name, shape, dtype) for name, shape in self.layout.shapes.items())
+        return [replace(chunk, kind=kind) for chunk in whole]
+
+    def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
+        """Weight of a parameter on a rank."""
+        tensor: Tensor = self._open(0, tp, pp)[param.name]
+        return tensor
+
+    def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
+        """Assemble a tensor from the ranks' parts, and check that replicas are equal.
+
+        Args:
+            chunk: The tensor.
+            local: Returns a rank's part by kind, parameter, tp rank and pp rank.
+
+        Raises:
+            CheckpointError: A part has another shape, loses digits, or differs from its first replica.
+        """
+        pp, name = self.place(chunk.name)
+        whole = torch.empty(chunk.shape, dtype=chunk.dtype)
+        for tp in range(self.grid.tp):
+            param = self.layout.param(name, tp)
+            part = local(chunk.kind, param, tp, pp)
+            if tuple(part.shape) != param.shape:
+                raise CheckpointError(
+                    f"{self.grid.folder.parent}: {chunk.kind} of {name} on tp rank {tp} is {tuple(part.shape)} instead "
+                    f"of {param.shape}"
+                )
+            for of, block in param.blocks:
+                if of == chunk.name:
+                    self._place(chunk, whole, block.of(part), block, f"{name}, tp rank {tp}")
+        return whole
+
+    def _place(self, chunk: TensorShard, whole: Tensor, part: Tensor, block: ShardBox, where: str) -> None:
+        target = replace(block, local_offsets=block.offsets).of(whole)
+        exact = part.to(chunk.dtype)
+        if part.dtype != chunk.dtype and not torch.equal(exact.to(part.dtype), part):
+            raise CheckpointError(
+                f"{chunk.key} is {dtype_name(part.dtype)} in {where}, and loses digits in {chunk.dtype}"
+            )
+        if block.copy == 0:
+            target.copy_(exact)
+        elif not self.take_first and not _same_bits(target, exact):
+            raise CheckpointError(
+                f"copies of {chunk.key} differ between ranks, by up to {float((target - exact).abs().max()):.3g} "
+                f"({where}), as "
+                "happens to norms; take those of the first rank, as NeuronX Distributed's converter does: --first-copy"
+            )
+
+    def _platform(self) -> Platform:
+        """Detect the order of replicated K/V heads: the one for which the replicas are equal."""
+        name = next(name for name in self.layout.shapes if name.endswith("k_proj.weight"))
+        chunk = TensorShard.whole(name, self.layout.shapes[name], self.dtype)
+        fitting: list[Platform] = []
+        for platform in ("trn1", "trn2"):
+            tried = replace(self, layout=replace(self.layout, platform=platform))
+            try:
+                tried.assemble(chunk, tried.local)
+                fitting.append(platform)
+            except CheckpointError:
+                continue
+        if not fitting:
+            raise CheckpointError(f"copies of {name} differ between ranks, in the order of trn1 and in that of trn2")
+        if len(fitting) > 1 and _queries(self.layout, "trn1") != _queries(self.layout, "trn2"):
+            raise CheckpointError(f"all K heads of {name} are equal, so that the order of the queries cannot be told")
+        return fitting[0]
+
+    def _check(self) -> None:
+        """Compare names, shapes and types with the model's."""
+        wanted: dict[str, object] = {}
+        found: dict[str, object] = {}
+        for pp in range(self.grid.pp):
+            for name in self.stages[pp]:
+                tensor = self._open(0, 0, pp)[name]
+                found[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                try:
+                    wanted[name] = f"{dtype_name(self.dtype)} {self.layout.param(name, 0).shape}"
+                except KeyError:
+                    continue
+        lacking = self.layout.shapes.keys() - self._known(wanted)
+        wanted |= {name: "" for name in lacking}
+        if problems := mismatches(wanted, found):
+            raise ConfigError([Problem("", f"{self.grid.folder} does not fit the model: {p}") for p in problems])
+
+    def _known(self, names: Mapping[str, object]) -> set[str]:
+        return {whole for name in names for whole, _ in self.layout.param(name, 0).blocks}
+
+
+def _attention(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], tp: int
+) -> tuple[Qkv, int]:
+    """Form of q, k and v, and number of replicas of each K/V head."""
+    kv_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight"))
+    q_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("q_proj.weight"))
+    for name, tensor in tensors.items():
+        if name.endswith("qkv_proj.weight_k"):
+            return "grouped", max(1, tensor.shape[0] * tp // kv_rows)
+        if name.endswith("qkv_proj.weight_qkv"):
+            return "fused", max(1, (tensor.shape[0] * tp - q_rows) // (2 * kv_rows))
+    return "separate", 1
+
+
+def _queries(found: NxdLayout, platform: Platform) -> list[object]:
+    tried = replace(found, platform=platform)
+    name = next(name for name in found.shapes if name.endswith("o_proj.weight"))
+    return [tried.param(name, rank).blocks for rank in range(found.tp)]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,274 @@
+"""Conversion of a checkpoint to NeuronX Distributed's rank files, one file in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.hf import new_folder, refuse_to_overwrite, whole_shapes, write_json
+from nxtrain.checkpoint.convert.hf_folder import CONFIG
+from nxtrain.checkpoint.convert.nxd_files import (
+    BASE_STATE,
+    BEGUN,
+    DONE,
+    MASTER,
+    MASTERS,
+    MEANS,
+    MODEL_DIR,
+    OPTIM_DIR,
+    SCHEDULER,
+    USER_CONTENT,
+    rank_file,
+)
+from nxtrain.checkpoint.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv, default_copies
+from nxtrain.checkpoint.convert.nxd_read import FAMILY, OURS
+from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
+from nxtrain.checkpoint.dcp_storage import FileReader
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.common.distributed.agreement import collective
+from nxtrain.common.errors import CheckpointError, ConfigError, Problem
+from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.object_store import Location
+from nxtrain.config.schema import OptimConfig
+
+_FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Layout of the ranks that will read the files.
+
+    Args:
+        tp, pp, dp: Parallel degrees; 0: those of the run that wrote the checkpoint.
+        copies: Number of replicas of each K/V head; 0: the fewest that tp needs.
+        qkv: Form of q, k and v; None: separate, or grouped if heads are replicated.
+        platform: Order of the replicated heads.
+        zero1: The optimizer's state is sharded over dp.
+    """
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+    copies: int = 0
+    qkv: Qkv | None = None
+    platform: Platform = "trn1"
+    zero1: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Settings of the optimizer that NxD saves beside its state.
+
+    Args:
+        optim: The `[optim]` section.
+        lr: Learning rate of the next update.
+    """
+
+    optim: OptimConfig
+    lr: float
+
+
+def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: OptimizerSettings | None) -> Path:
+    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
+
+    Args:
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
+        dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
+        target: Layout of the ranks that will read the tag.
+        rates: Settings of the optimizer, whose state is written; None: write the weights only.
+
+    Returns:
+        The tag.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: NxD's format cannot hold the checkpoint, or the tag has files that no conversion wrote.
+    """
+    src = locate_checkpoint(src)
+    meta, manifest = open_checkpoint(src)
+    family, config = meta.model()
+    if meta.adapter:
+        raise ConfigError(f"{src} holds an adapter; add it to its base first: nxtrain convert nxtrain-to-hf SRC DST")
+    if family.name != FAMILY:
+        raise ConfigError(f"{src} is a {family.name}; NeuronX Distributed's example is a {FAMILY}")
+    values = config.model_dump(mode="json")
+    tp = target.tp or meta.mesh.get("tp", 1)
+    copies = target.copies or default_copies(values, tp)
+    qkv = target.qkv or ("grouped" if copies > 1 else "separate")
+    pp, dp = (getattr(target, axis) or meta.mesh.get(axis, 1) for axis in ("pp", "dp"))
+    places = NxdLayout(whole_shapes(family, config), values, tp, pp, copies, qkv, target.platform)
+    writer = _Writer(src, meta, manifest, places, dp if target.zero1 else 1, target.zero1)
+    if rates is not None:
+        writer.check_states()
+    tag = dst / f"step_{meta.step}"
+    refuse_to_overwrite(tag, _FILES)
+    with new_folder(tag) as out:
+        write_durably(out / BEGUN, lambda file: file.write_text("1"))
+        example = {"qkv_linear": qkv != "separate", "fuse_qkv": qkv == "fused", "kv_shared_group_size": copies}
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **example})
+        writer.write_weights(out / MODEL_DIR)
+        if rates is not None:
+            writer.write_states(out / OPTIM_DIR, rates)
+            _save(_scheduler(meta.step, rates), out / SCHEDULER)
+        _save(_user_content(meta), out / USER_CONTENT)
+        write_durably(out / DONE, lambda file: file.write_text("1"))
+    return tag
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the files of all ranks.
+
+    Args:
+        src: The checkpoint.
+        meta: Metadata of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        layout: Place of each tensor on the ranks.
+        dp: Number of ranks over which the optimizer's state is sharded.
+        zero1: The optimizer's state is sharded over dp.
+    """
+
+    src: Location
+    meta: Meta
+    manifest: Manifest
+    layout: NxdLayout
+    dp: int
+    zero1: bool
+
+    def check_states(self) -> None:
+        """Refuse optimizer state that NxD's format cannot hold."""
+        kinds = set(self.meta.kinds)
+        problems = []
+        if not kinds.issuperset(MEANS):
+            problems.append(f"it holds {', '.join(sorted(kinds))} and no {' and '.join(MEANS)}")
+        if strange := kinds - {MODEL, *MEANS, MASTER}:
+            problems.append(f"its optimizer kept {', '.join(sorted(strange))}, which NeuronX Distributed's does not")
+        if self._has_master and not self.zero1 and self.meta.dtype != "float32":
+            problems.append("float32 masters of narrower weights are kept by ZeRO-1 only; use --zero1")
+        if problems:
+            hint = "or take the weights alone: --weights-only"
+            raise ConfigError([Problem("", f"{self.src}: {problem}", hint=hint) for problem in problems])
+
+    @property
+    def _has_master(self) -> bool:
+        return MASTER in self.meta.kinds
+
+    def write_weights(self, folder: Path) -> None:
+        """Write the files of the model."""
+        folder.mkdir()
+        for pp, tp in self._ranks():
+            params = [self.layout.param(name, tp) for name in self.layout.stage(pp)]
+            tied = self.layout.is_tied and pp == 0 and self.layout.pp == 1
+            tensors = self._read({MODEL: [param for param in params if not (tied and param.name == HEAD)]})[MODEL]
+            if tied:
+                tensors[HEAD] = tensors[EMBEDDING]
+            _save(tensors, folder / rank_file(tp=tp, pp=pp))
+
+    def write_states(self, folder: Path, rates: OptimizerSettings) -> None:
+        """Write the files of the optimizer."""
+        folder.mkdir()
+        kinds = (*MEANS, *((MASTER,) if self._has_master and self.zero1 else ()))
+        for pp, tp in self._ranks():
+            names = self.layout.stage(pp)
+            tied = self.layout.is_tied and EMBEDDING in names
+            whole = [self.layout.param(name, tp) for name in names if not (tied and name == HEAD)]
+            groups = _groups(whole, rates)
+            for dp in range(self.dp):
+                order = [param for _, members in groups for param in members]
+                params = [param.rows(dp, self.dp) if self.zero1 else param for param in order]
+                tensors = self._read(dict.fromkeys(kinds, params))
+                step = torch.tensor(float(self.meta.step))
+                state = {
+                    number: {"step": step.clone(), **{kind: tensors[kind][param.name] for kind in MEANS}}
+                    for number, param in enumerate(params)
+                }
+                content: dict[str, Any] = {"state": state, "param_groups": _param_groups(groups, rates)}
+                if self.zero1:
+                    shapes = {number: torch.Size(param.shape) for number, param in enumerate(order)}
+                    content |= {"state": {}, BASE_STATE: state, "shape_info": shapes}
+                if MASTER in kinds:
+                    content[MASTERS] = {number: tensors[MASTER][param.name] for number, param in enumerate(params)}
+                _save(content, folder / rank_file(dp=dp, tp=tp, pp=pp))
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        return ((pp, tp) for pp in range(self.layout.pp) for tp in range(self.layout.tp))
+
+    def _read(self, wanted: Mapping[str, Sequence[Param]]) -> dict[str, dict[str, Tensor]]:
+        """Read the tensors of one file, by kind and name; padding is zero."""
+        types = {MODEL: self.meta.dtype, MASTER: "float32"}
+        read: dict[str, dict[str, Tensor]] = {}
+        targets: dict[TensorShard, Tensor] = {}
+        first: dict[object, Tensor] = {}
+        again: list[tuple[Tensor, Tensor]] = []
+        for kind, params in wanted.items():
+            dtype = getattr(torch, types.get(kind, self.meta.state_dtype))
+            read[kind] = {param.name: torch.zeros(param.shape, dtype=dtype) for param in params}
+            for param in params:
+                for whole, block in param.blocks:
+                    chunk = TensorShard(kind, param.name, whole, self.layout.shapes[whole], dtype, block)
+                    target = block.of(read[kind][param.name])
+                    if chunk.index in first:  # a rank may hold a head twice
+                        again.append((target, first[chunk.index]))
+                    else:
+                        targets[chunk] = first[chunk.index] = target
+        with collective(f"cannot read {self.src}"):
+            reader = FileReader(self.src, self.manifest, targets)
+            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+        for target, source in again:
+            target.copy_(source)
+        return read
+
+
+def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[float, list[Param]]]:
+    """Weight decay and members of the two groups that NxD's scripts make."""
+    apart = [] if rates.optim.decay_norms else [param for param in params if "norm" in param.name]
+    return [(rates.optim.weight_decay, [param for param in params if param not in apart]), (0.0, apart)]
+
+
+def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: OptimizerSettings) -> list[dict[str, Any]]:
+    """Parameter groups with the keys of torch's AdamW and of NxD's; each ignores the other's keys."""
+    ours = {"lr": rates.lr, "betas": list(rates.optim.betas), "eps": rates.optim.eps, "initial_lr": rates.optim.lr}
+    flags = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
+    theirs = {**flags, "foreach": None, "fused": None, "decoupled_weight_decay": True, "correct_bias": True}
+    rows, first = [], 0
+    for decay, members in groups:
+        ids = list(range(first, first + len(members)))
+        rows.append({**ours, **theirs, "weight_decay": decay, "params": ids})
+        first += len(members)
+    return rows
+
+
+def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
+    """State of the LambdaLR that NxD's scripts use, whose functions are not saved."""
+    return {
+        "base_lrs": [rates.optim.lr] * 2,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_last_lr": [rates.lr] * 2,
+        "lr_lambdas": [None] * 2,
+    }
+
+
+def _user_content(meta: Meta) -> dict[str, Any]:
+    """User content: the position at which NxD's scripts resume, with the data at its begin, and nxtrain's metadata."""
+    kept = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
+    ours = meta.model_dump(mode="json", include=kept)
+    return {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0, "cli_args": {}, OURS: ours}
+
+
+def _save(content: Mapping[Any, Any], file: Path) -> None:
+    try:
+        write_durably(file, partial(torch.save, dict(content)))
+    except RuntimeError as error:  # torch's writer raises it when the disk is full
+        raise CheckpointError(f"cannot write {file}: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,380 @@
+"""Adapters of fine-tuned models: PEFT's folders, our checkpoints of them, and base weights with the update added.
+
+A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors have our names with a prefix and a
+suffix. An update is the product of two matrices, and is added to the base when a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxtrain.backends.nf4 import whole_packing
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.finite import Finiteness
+from nxtrain.checkpoint.convert.hf_folder import HfFolder, read_object
+from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
+from nxtrain.checkpoint.dcp_storage import FileReader
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import DTYPES
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.shards import MODEL, TensorShard, mismatches
+from nxtrain.common.distributed.agreement import collective
+from nxtrain.common.errors import CheckpointError, ConfigError, Problem, cause_of
+from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.io.regular import require_regular
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sharding import ParamTable
+from nxtrain.config.schema import FinetuneConfig
+from nxtrain.config.tables import toml_value
+from nxtrain.nn.lora import A, B, scale_of
+
+FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of the files of a PEFT folder."""
+_BLOCKS = ".layers."
+"""Part of the names of a block's weights, by which matrices in NF4 are told from embedding and head."""
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_FINGERPRINT = "base_fingerprint"
+"""Key of the weights' metadata, which PEFT does not read."""
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "corda_config": (None,),
+    "eva_config": (None,),
+}
+"""Values of keys of `adapter_config.json` that are understood; others change what an adapter computes."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank update of some weights of a model.
+
+    Args:
+        config: Rank, scale and layers.
+        tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`.
+        base: Folder of the weights below; empty if unknown.
+        base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
+    """
+
+    config: FinetuneConfig
+    tensors: Mapping[str, Tensor]
+    base: str = ""
+    base_fingerprint: str = ""
+
+    @property
+    def weights(self) -> set[str]:
+        """Names of the weights that have an update."""
+        return {f"{name.rpartition('.')[0]}{_SUFFIX}" for name in self.tensors}
+
+    def update(self, weight: str, dim: int, start: int, length: int) -> Tensor:
+        """Some entries of the update of a weight along one dimension, in float32."""
+        layer = weight.removesuffix(_SUFFIX)
+        a, b = (self.tensors[f"{layer}.{leaf}"].float() for leaf in (A, B))
+        a, b = (a.narrow(1, start, length), b) if dim else (a, b.narrow(0, start, length))
+        return (b @ a) * scale_of(self.config)
+
+    def require_base(self, base: HfFolder, origin: str) -> None:
+        """Check that a folder holds the weights that the adapter was trained beside, as far as that is known.
+
+        Args:
+            base: The folder.
+            origin: The adapter, for messages.
+
+        Raises:
+            ConfigError: The folder holds other weights.
+        """
+        if self.base_fingerprint and (found := base.fingerprint()) != self.base_fingerprint:
+            raise ConfigError(
+                f"{origin} was trained beside other weights than those in {base.path}: their fingerprint is "
+                f"{self.base_fingerprint!r} there and {found!r} here; give the folder that was trained, {self.base}"
+            )
+
+
+class MergedFolder(HfFolder):
+    """A Hugging Face folder whose weights are read with the update of an adapter.
+
+    Args:
+        path: The folder.
+        adapter: The adapter.
+        dtype: Type of the merged weights, to which the folder's are rounded first; None: their own.
+
+    Raises:
+        ConfigError: The folder is unreadable, or lacks a weight with an update, or has another shape of one.
+    """
+
+    def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
+        super().__init__(path)
+        self._adapter, self._updated = adapter, adapter.weights
+        self._restored = "", torch.empty(0)
+        self.dtype = dtype or self.dtype
+        for weight in sorted(self._updated):
+            layer = weight.removesuffix(_SUFFIX)
+            rows, columns = adapter.tensors[f"{layer}.{B}"].shape[0], adapter.tensors[f"{layer}.{A}"].shape[1]
+            if self.shapes.get(weight) != (rows, columns):
+                found = self.shapes.get(weight, "absent")
+                raise ConfigError(
+                    f"{path}: {weight} is {found}, and its adapter is for {(rows, columns)}; give the base"
+                )
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
+        part = self._base(name, dim, start, length)
+        if name not in self._updated:
+            return part
+        wide = part.to(self.dtype).float() + self._adapter.update(name, dim, start, part.shape[dim])
+        return wide.to(self.dtype)
+
+    def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
+        """Read entries of the weights that the adapter was trained beside: those in NF4 restored."""
+        is_quantized = self._adapter.config.method == "qlora" and len(self.shapes[name]) > 1 and _BLOCKS in name
+        if not is_quantized:
+            return super().read(name, dim, start, length)
+        if self._restored[0] != name:  # parts of one tensor are read one after the other
+            packing = whole_packing(self.shapes[name], self.dtype)
+            self._restored = name, packing.restore(packing.pack([super().read(name)]))
+        whole = self._restored[1]
+        return whole.narrow(dim, start, whole.shape[dim] - start if length is None else length)
+
+
+class AdapterWeights:
+    """Reader of this rank's adapters from a PEFT folder that fits the run.
+
+    Args:
+        src: The folder.
+        config: Rank, scale and layers of the run's adapters.
+        table: Sharding of the parameters of this rank's stage.
+        axis: Tensor parallel axis.
+        wanted: Whole shape of every adapter matrix of the whole model, by name.
+        base: Folder of the weights below.
+
+    Raises:
+        ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.
+    """
+
+    def __init__(
+        self,
+        src: Path,
+        config: FinetuneConfig,
+        table: ParamTable,
+        axis: Axis,
+        wanted: Mapping[str, tuple[int, ...]],
+        base: Path,
+    ) -> None:
+        adapter = read_adapter(src)
+        self._tensors, self._table, self._axis = adapter.tensors, table, axis
+        for key in ("r", "alpha", "rslora"):
+            there, here = getattr(adapter.config, key), getattr(config, key)
+            if there != here:
+                reason = (
+                    f"the adapter in finetune.adapter={src} has {toml_value(there)}, and the run has {toml_value(here)}"
+                )
+                raise ConfigError([Problem(f"finetune.{key}", reason, hint=f"use finetune.{key}={toml_value(there)}")])
+        if problems := mismatches(wanted, {name: tuple(t.shape) for name, t in adapter.tensors.items()}):
+            hint = f"the layers there are {toml_value(adapter.config.targets)}"
+            raise ConfigError([Problem("finetune.adapter", f"{src} does not fit: {p}", hint=hint) for p in problems])
+        adapter.require_base(HfFolder(base), f"the adapter in finetune.adapter={src}")
+        finiteness = Finiteness(src)
+        for name, tensor in adapter.tensors.items():
+            finiteness.note(name, tensor)
+        finiteness.check()
+
+    def __call__(self, name: str, local: Tensor) -> None:
+        """Fill a parameter's shard, a host tensor."""
+        spec = self._table[name]
+        for piece, view in spec.views(local, self._axis):
+            whole = self._tensors[spec.global_name(name, piece.segment)]
+            view.copy_(whole.narrow(spec.dim or 0, piece.start, piece.length))
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read a folder in PEFT's format.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or the adapter is of a kind that nxtrain does not compute.
+    """
+    config = _read_config(folder / CONFIG)
+    tensors: dict[str, Tensor] = {}
+    try:
+        require_regular(folder / WEIGHTS)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            about = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        reason = cause_of(error) if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {folder / WEIGHTS}: {reason}; give a folder that PEFT wrote") from error
+    layers = {name.rpartition(".")[0] for name in tensors}
+    unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
+    unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]
+    if unknown or unpaired:
+        raise ConfigError(f"{folder / WEIGHTS} has {(unknown + unpaired)[0]}, which is no pair of {A} and {B}")
+    rank = config["r"]
+    wrong = [n for n, t in tensors.items() if t.shape[0 if n.endswith(A) else 1] != rank]
+    if wrong:
+        raise ConfigError(f"{folder / WEIGHTS}: {wrong[0]} is not of the rank r={rank} of {CONFIG}")
+    targets = tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
+    try:
+        shape = FinetuneConfig(
+            method="lora",
+            r=rank,
+            alpha=float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora", False)),
+            targets=targets,
+        )
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
+    return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""), about.get(_FINGERPRINT, ""))
+
+
+def write_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write a folder in PEFT's format; files of an earlier adapter are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = adapter.config
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": config.r,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "target_modules": sorted({name.split(".")[-2] for name in adapter.tensors}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(adapter.tensors.items())}
+    about = {"format": "pt"} | ({_FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {})
+    write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata=about))
+    write_durably(folder / CONFIG, partial(_write_json, content))
+
+
+def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
+    """Adapter of a run from its whole matrices."""
+    config = FinetuneConfig.model_validate({"method": "lora", **meta.adapter})
+    return Adapter(config, tensors, meta.base, meta.base_fingerprint)
+
+
+def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
+    """Read the adapter of a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint holds a whole model, or is damaged.
+    """
+    meta, manifest = open_checkpoint(place)
+    if not meta.adapter:
+        raise CheckpointError(f"{place} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
+    targets: dict[TensorShard, Tensor] = {}
+    for key, stored in manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == MODEL:
+            dtype = DTYPES[stored.dtype]
+            targets[TensorShard.whole(name, stored.shape, dtype)] = torch.empty(stored.shape, dtype=dtype)
+    with collective(f"cannot read {place}"):
+        reader = FileReader(place, manifest, targets)
+        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+    return meta, adapter_of(meta, {shard.name: tensor for shard, tensor in targets.items()})
+
+
+def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
+    """Base weights of an adapter's checkpoint with the update added.
+
+    Args:
+        place: The checkpoint.
+        base: Folder of the base weights; None: the folder that the run read.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or its base is another folder's.
+        ConfigError: The base is unreadable.
+    """
+    meta, adapter = read_checkpoint(place)
+    path = base or Path(meta.base)
+    if not path.is_dir():
+        hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
+        raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder here; {hint}")
+    if (found := HfFolder(path).fingerprint()) != meta.base_fingerprint:
+        raise CheckpointError(
+            f"{place} holds an adapter of other weights than those in {path}: their fingerprint is "
+            f"{meta.base_fingerprint!r} there and {found!r} here; give the folder that the run read"
+        )
+    return meta, MergedFolder(path, adapter, getattr(torch, meta.dtype))
+
+
+def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
+    """Base weights of a PEFT folder with the update added.
+
+    Args:
+        folder: The PEFT folder.
+        base: Folder of the base weights; None: that which the adapter names.
+
+    Raises:
+        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained beside other weights.
+    """
+    adapter = read_adapter(folder)
+    path = base or Path(adapter.base)
+    if not (base or adapter.base) or not path.is_dir():
+        named = adapter.base or "nothing"
+        given = f", and --base {base} is no folder" if base else ", which is no folder of this machine; give --base DIR"
+        raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
+    adapter.require_base(HfFolder(path), f"the adapter in {folder}")
+    return MergedFolder(path, adapter)
+
+
+def copy_companions(folder: Path, out: Path, dtype: str) -> None:
+    """Copy the files of a Hugging Face folder that are no weights, with another type in `config.json`."""
+    config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
+    write_durably(out / "config.json", partial(_write_json, config))
+    for name in COMPANIONS:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+
+
+COMPANIONS = (
+    "generation_config.json",
+    directory.TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Files beside the weights of a Hugging Face folder, without `config.json`."""
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    config = read_object(file, "give a folder that PEFT wrote")
+    for key, understood in _UNSUPPORTED.items():
+        if config.get(key, understood[0]) not in understood:
+            raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; only {understood[0]!r} is")
+    if not isinstance(config.get("r"), int):
+        raise ConfigError(f"{file} gives no rank r")
+    return config
+
+
+def _write_json(content: Mapping[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,190 @@
+"""Models of checkpoints and Hugging Face folders on some ranks, and the check of an export with transformers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint.convert.hf_folder import HfFolder, HfWeights
+from nxtrain.checkpoint.convert.peft import merged_checkpoint
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.shards import MODEL
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.family import BuildContext, CausalLM, find_family
+from nxtrain.common.io.object_store import Location
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.nn.init import materialize
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.regions import TensorParallel
+
+EXACT = 1e-4
+"""Largest difference of a score between two orders of summation in float32."""
+
+ROUNDING, WORST_ROUNDING = 1.5, 2.0
+"""Largest error of our scores, in units of that of transformers: over all tokens, and at the worst token. Errors are
+differences from transformers in float32 with the same weights."""
+
+_TOKENS = 256
+
+_ALONE = Mesh(1, 0)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of two implementations.
+
+    Args:
+        difference: Largest difference of a score.
+        rounding: Our root mean square error in units of that of transformers; 0 for float32, whose error is unknown.
+    """
+
+    difference: float
+    rounding: float = 0.0
+
+
+def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
+    """Build the model of a checkpoint and read the weights of this rank; an adapter is added to its base.
+
+    Every rank calls this.
+
+    Args:
+        path: The checkpoint's folder.
+        backend: Backend that runs the model.
+        seq_len: Longest sequence.
+        mesh: The axes of this rank, without a pipeline.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or is an adapter of other weights than those of its base.
+        ConfigError: The base of an adapter is unreadable.
+    """
+    meta = read_meta(path)
+    if meta.adapter:
+        return _open_folder(merged_checkpoint(path)[1], backend, seq_len, mesh)
+    family, config = meta.model()
+    dtype = getattr(torch, meta.dtype)
+    layers = _layers(backend, mesh, dtype)
+    model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
+    materialize(model, backend.put, fill=None)
+    load(path, {MODEL: dict(model.named_parameters())}, Layout(ParamTable.of(model), mesh))
+    return cast(CausalLM, model)
+
+
+def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
+    """Build the model of a Hugging Face folder and read the weights of this rank.
+
+    Args:
+        path: The folder.
+        backend: Backend that runs the model.
+        seq_len: Longest sequence.
+        mesh: The axes of this rank, without a pipeline.
+
+    Raises:
+        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        CheckpointError: Its weights are not all finite.
+    """
+    return _open_folder(HfFolder(path), backend, seq_len, mesh)
+
+
+def _layers(backend: Backend, mesh: Mesh, dtype: torch.dtype) -> NativeLayers:
+    wide = backend.kernels.widens_products(dtype)
+    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, wide_products=wide)
+    return NativeLayers(parallel, backend.kernels)
+
+
+def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
+    family = find_family(str(folder.config.get("model_type")))
+    config = family.from_hf(folder.config)
+    # A CPU computes no float16 attention, and float32 holds it exactly.
+    dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
+    layers = _layers(backend, mesh, dtype)
+    model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
+    table = ParamTable.of(model)
+    weights = HfWeights(folder, table, mesh.tp, table.global_shapes())
+    materialize(model, backend.put, weights)
+    weights.check()
+    return cast(CausalLM, model)
+
+
+def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
+    """Compare our scores with those of transformers on an exported folder.
+
+    Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
+    For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
+
+    Args:
+        checkpoint: The checkpoint that was exported.
+        folder: The export.
+        backend: Backend that runs our model.
+
+    Raises:
+        CheckpointError: transformers is missing, cannot load the folder, or computes other scores.
+    """
+    meta = read_meta(checkpoint)
+    _, config = meta.model()
+    length = min(_TOKENS, config.longest_sequence[1])
+    tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    theirs = _scores_of_transformers(folder, tokens, getattr(torch, meta.dtype))
+    with torch.no_grad():
+        ours = open_model(checkpoint, backend, length).logits(backend.put(tokens)).cpu().float()
+    difference = float((ours - theirs).abs().max())
+    found = f"{folder}: scores of transformers differ from ours by {difference:.3g}"
+    if meta.dtype == "float32":
+        if not difference <= EXACT:
+            raise CheckpointError(f"{found}, more than {EXACT:g}; do not use it")
+        return Agreement(difference)
+    exact = _scores_of_transformers(folder, tokens, torch.float32)
+    errors, peer_errors = (_errors(scores, exact) for scores in (ours, theirs))
+    # Also false for NaN.
+    if not (_mean(errors) <= ROUNDING * _mean(peer_errors) and errors.max() <= WORST_ROUNDING * peer_errors.max()):
+        raise CheckpointError(
+            f"{found}: from those in float32 ours are {_mean(errors):.3g} away, theirs {_mean(peer_errors):.3g}, and "
+            f"{float(errors.max()):.3g} and {float(peer_errors.max()):.3g} at the worst token; rounding explains "
+            f"{ROUNDING:g} and {WORST_ROUNDING:g} times theirs; do not use it"
+        )
+    return Agreement(difference, _mean(errors) / max(_mean(peer_errors), torch.finfo(torch.float32).tiny))
+
+
+def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise CheckpointError("--verify needs transformers: pip install transformers") from error
+    disable_progress_bar()  # transformers shows one for each tensor that it reads
+    with torch.no_grad(), _without_device_choice():
+        scores: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=tokens).logits.float()
+    return scores
+
+
+@contextmanager
+def _without_device_choice() -> Iterator[None]:
+    """Drop torch-xla's line about its device: accelerate, which loads the weights, asks for the device's kind."""
+    root = logging.getLogger()
+    root.addFilter(_is_no_device_choice)
+    try:
+        yield
+    finally:
+        root.removeFilter(_is_no_device_choice)
+
+
+def _is_no_device_choice(record: logging.LogRecord) -> bool:
+    return "PJRT_DEVICE" not in record.getMessage()
+
+
+def _errors(scores: Tensor, exact: Tensor) -> Tensor:
+    """Root mean square error of each token's scores."""
+    return (scores - exact).square().mean(-1).sqrt().flatten()
+
+
+def _mean(errors: Tensor) -> float:
+    return float(errors.square().mean().sqrt())

@@ -1,0 +1,3 @@
+"""Plain data, contracts and errors that every room uses."""
+
+from __future__ import annotations

@@ -1,0 +1,160 @@
+"""Joint actions of ranks on a shared folder: rank 0 or every rank acts, and any failure is raised on all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from nxtrain.common.errors import CheckpointError, DamagedError, NxtrainError, cause_of
+from nxtrain.common.mesh import Mesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
+
+    Args:
+        mesh: The axes of this rank.
+        group: Group of all ranks that carries host objects; None: the default group.
+    """
+
+    mesh: Mesh
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def are_connected(self) -> bool:
+        """True if the run has other processes."""
+        return self.mesh.world > 1 and dist.is_initialized()
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0."""
+        return self.mesh.rank == 0
+
+    def on_leader(self, action: Callable[[], T], failure: str) -> T:
+        """Run an action on rank 0 while the others wait, and broadcast its result.
+
+        Args:
+            action: The action.
+            failure: Start of the message for an error that is no `NxtrainError`.
+
+        Raises:
+            CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
+        """
+        outcome: list[Any] = [None, None]
+        if self.is_leader or not self.are_connected:
+            try:
+                outcome[0] = action()
+            except Exception as error:  # of any kind, since the other ranks wait for the outcome
+                outcome[1] = _readable(error, failure)
+        if self.are_connected:
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, failed = outcome
+        if failed is not None:
+            raise failed
+        return result  # type: ignore[no-any-return]
+
+    def on_all(self, action: Callable[[], T], failure: str) -> list[T]:
+        """Run an action on every rank, and gather the results by rank.
+
+        Args:
+            action: The action.
+            failure: Start of the message for an error that is no `NxtrainError`.
+
+        Raises:
+            CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
+        """
+        mine: list[T] = []
+        failed: NxtrainError | None = None
+        try:
+            mine.append(action())
+        except Exception as error:  # of any kind, since the other ranks wait for the outcome
+            failed = _readable(error, f"{failure}: rank {self.mesh.rank}")
+        outcomes = self.gather((mine, failed))
+        for _, error_of_rank in outcomes:
+            if error_of_rank is not None:
+                raise error_of_rank
+        return [result for results, _ in outcomes for result in results]
+
+    def gather(self, mine: T) -> list[T]:
+        """Values of all ranks, by rank."""
+        values = [mine]
+        if self.are_connected:
+            values *= self.mesh.world
+            dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+
+def _readable(error: Exception, failure: str) -> NxtrainError:
+    """Turn an error into one for people, unless it is one already."""
+    if isinstance(error, NxtrainError):
+        return error
+    readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")
+    readable.__cause__ = error
+    return readable
+
+
+@dataclass(frozen=True)
+class StorageScope:
+    """Sight of one path by all ranks: a folder that all nodes share, or a folder of each node.
+
+    Args:
+        ranks: All ranks of the run.
+        leader: The rank that acts for all ranks that see the same folder as this rank.
+        number: Number of different folders; all ranks see one folder by default, and rank 0 leads.
+    """
+
+    ranks: Ranks
+    leader: int = 0
+    number: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank acts in the folder."""
+        return self.leader == self.ranks.mesh.rank
+
+    def over(self, ranks: Ranks) -> StorageScope:
+        """The same scope with another process group."""
+        return replace(self, ranks=ranks)
+
+    def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
+        """Run an action on the leader of each folder while the others wait.
+
+        Returns:
+            Results by leader, on every rank.
+
+        Raises:
+            CheckpointError: The action failed on some leader; raised on every rank.
+        """
+        if self.number == 1:
+            return {0: self.ranks.on_leader(action, failure)}
+        results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)
+        return {rank: result for rank, some in enumerate(results) for result in some}
+
+
+@contextmanager
+def collective(action: str) -> Iterator[None]:
+    """Silence warnings of `torch.distributed.checkpoint`; the failure of any rank becomes one readable error on all."""
+    try:
+        with warnings.catch_warnings():
+            # A single process is no mistake, and the deprecated call is torch's own.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, DamagedError):
+            raise cause from None
+        if isinstance(cause, NxtrainError):
+            raise CheckpointError(f"{action}: {cause}") from None
+        if isinstance(cause, Exception):
+            raise CheckpointError(f"{action}: rank {rank}: {cause!r}") from error
+        raise cause from error

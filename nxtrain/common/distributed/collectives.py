@@ -1,0 +1,121 @@
+"""Interface of collectives and transfers between ranks, for any transport."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+
+from nxtrain.common.mesh import Axis
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Pending(Protocol[Result_co]):
+    """A collective under way."""
+
+    def wait(self) -> Result_co:
+        """Block until the result may be used, and return the result; called once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done(Generic[Result_co]):
+    """A collective that needs no waiting."""
+
+    result: Result_co
+
+    def wait(self) -> Result_co:
+        """Return the result."""
+        return self.result
+
+
+Op = Literal["sum", "max"]
+
+
+class Collectives(ABC):
+    """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
+
+    Inputs are contiguous, and equal in shape and type on all ranks of a group. `all_reduce` may work in place: the
+    values of its input are undefined afterwards. All other inputs keep their values. On an axis of size 1 a result may
+    be the input itself. Every rank calls the same collectives in the same order.
+
+    Attributes:
+        lazy: Collectives are recorded when they are started, and run at the next step boundary.
+    """
+
+    lazy: bool = False
+
+    def part(self) -> None:
+        """Break any hidden dependency between collectives, so that a NaN in one result cannot spread to later ones."""
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+        """Reduce over the axis; may overwrite `x`."""
+        return self.start_all_reduce(x, axis, op).wait()
+
+    def all_gather(self, x: Tensor, axis: Axis) -> Tensor:
+        """Concatenate every rank's `x` along dimension 0, in rank order: (n, ...) to (n * size, ...)."""
+        return self.start_all_gather(x, axis).wait()
+
+    def reduce_scatter(self, x: Tensor, axis: Axis) -> Tensor:
+        """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
+        return self.start_reduce_scatter(x, axis).wait()
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
+        """`all_reduce` that other work may overlap; may overwrite `x`."""
+
+    @abstractmethod
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        """`all_gather` that other work may overlap."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        """`reduce_scatter` that other work may overlap, times `scale`."""
+
+    @abstractmethod
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        """Sum tensors over the axis in a type, times `scale`, in one collective that other work may overlap.
+
+        The tensors keep their values, and may be freed at once.
+        """
+
+    @abstractmethod
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        """Send `x` to a neighbour on the axis, which starts to receive; the caller keeps `x` unchanged until `wait`.
+
+        Both ranks start the transfers between them in the same order.
+
+        Args:
+            x: Tensor of at least one dimension.
+            axis: Axis of size 2 or more.
+            to: Position of the other rank in this rank's group of the axis.
+
+        Raises:
+            LostPeerError: The other rank died; raised at once or by `wait`.
+            HangError: The other rank did not come in time; raised at once or by `wait`.
+        """
+
+    @abstractmethod
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        """Receive a tensor from the neighbour at position `source`; see `start_send`.
+
+        Args:
+            like: Tensor of the shape and type that is sent. It may take part in the transfer, and keeps its values.
+            axis, source: Axis and position of the sender.
+        """
+
+    @abstractmethod
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        """Swap tensors of equal shape and type with a neighbour, which calls `exchange` too; see `start_send`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank of the world has called `barrier`."""

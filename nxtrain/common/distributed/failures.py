@@ -1,0 +1,253 @@
+"""Failures of a run: the first one, the loss of a peer, and the error that each rank reports.
+
+The first failure is kept in the store of the rendezvous. torchrun's agent holds that store, so that it outlives the
+ranks. A store that rank 0 holds ends with rank 0; each other rank then knows only the peer that it lost itself.
+
+Every call is short: the calling rank has lost a peer, and other ranks wait for the caller to end.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store
+
+from nxtrain.common.errors import HangError, LostPeerError
+from nxtrain.common.process.deadlines import start_daemon
+
+Result = TypeVar("Result")
+
+ANSWER_S = 3.0
+"""Seconds to wait for the store; a reachable store answers within milliseconds."""
+
+GRACE_S = 2.0
+"""Most seconds between the timeouts of two ranks for their own peers: longer than one pipeline action."""
+
+SOON_S = 0.3
+"""Most seconds between the detections of a dead rank by its neighbours, while other ranks wait for this one."""
+
+LOOK_S = 0.02
+"""Seconds between reads of the store for the failure of another rank."""
+
+
+class FirstFailure:
+    """The first failure of a run, and the graph of waits between ranks when some hang.
+
+    Args:
+        store: Store of the rendezvous of this start.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("nxtrain/last_words", store)
+
+    def publish(self, text: str) -> str:
+        """Publish a failure unless another rank did before; return the first one."""
+        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
+        return first or text
+
+    def first(self) -> str:
+        """The first published failure; empty if there is none."""
+        return self._store.get("first").decode() if self._store.check(["first"]) else ""
+
+    def await_first(self, seconds: float) -> str:
+        """Wait some seconds for the first published failure; empty if there is none."""
+        limit = time.monotonic() + seconds
+
+        def look() -> str:
+            # Polling: while a store waits for a key, it serves no other request of this process.
+            while not (first := self.first()) and time.monotonic() < limit:
+                time.sleep(LOOK_S)
+            return first
+
+        return call_with_timeout(seconds, look) or ""
+
+    def who_hangs(self, rank: int, peer: int | None) -> int | None:
+        """The rank at the end of the chain of waits, which waits for no other; None if unknown.
+
+        Args:
+            rank: This rank, which has waited for `peer` up to the time limit.
+            peer: The awaited rank. If it waited itself, it publishes this soon. None: any of several ranks.
+        """
+
+        def follow() -> int | None:
+            self._store.set(f"waits/{rank}", "" if peer is None else str(peer))
+            time.sleep(GRACE_S)
+            seen, at = {rank}, peer
+            while at is not None and self._store.check([f"waits/{at}"]):
+                if at in seen:
+                    return None
+                seen.add(at)
+                awaited = self._store.get(f"waits/{at}").decode()
+                at = int(awaited) if awaited else None
+            return at
+
+        return call_with_timeout(GRACE_S + ANSWER_S, follow)
+
+
+def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
+    """Result of work in a thread; None if the work fails, or exceeds the time limit and is abandoned."""
+    done: list[Result] = []
+    ended = Event()
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except RuntimeError:  # the store ended with its rank
+            return
+        finally:
+            ended.set()
+
+    start_daemon(run)
+    ended.wait(seconds)
+    return done[0] if done else None
+
+
+_GONE = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError"
+    r"|failed to pass monitoredBarrier|successfully reached monitoredBarrier, but received errors",
+    re.IGNORECASE,
+)
+"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone, the last two of a barrier.
+
+torch has this barrier before each collective under `recovery.debug=dist`. Of a rank that is late, the watchdog tells.
+"""
+
+_LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+"""Messages of gloo and torch's store for a timeout."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that a rank waits for.
+
+    Args:
+        words: Name of these ranks in messages.
+        rank: The awaited rank; None: any of several.
+        limit: Time limit of the group in messages.
+    """
+
+    words: str
+    rank: int | None = None
+    limit: str = "recovery.hang_timeout_s"
+
+
+ANY = Peers("a rank that this one works with")
+
+
+@contextmanager
+def blaming(peers: Peers) -> Iterator[None]:
+    """Translate gloo's errors of a connection into the loss or hang of its other end; other errors are unchanged.
+
+    NCCL raises no error here, since the stream waits: torch's watchdog ends the process after the same time limit.
+
+    Source: torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; gloo/transport/tcp in
+    https://github.com/pytorch/gloo.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = loss(error, peers)
+        if found is None:
+            raise
+        raise found from error
+
+
+def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:
+    """The loss or hang of a peer among the causes of an error; None if there is none."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, LostPeerError | HangError):
+            return at
+        if isinstance(at, RuntimeError) and _GONE.search(str(at)):
+            return gone(peers, first_line(at))
+        if isinstance(at, RuntimeError) and _LATE.search(first_line(at)):
+            return late(peers, first_line(at))
+        at = at.__cause__
+    return None
+
+
+def gone(peers: Peers, why: str) -> LostPeerError:
+    """Error for a peer that has ended; `why` is what this rank saw."""
+    return LostPeerError(
+        f"{peers.words} is gone: {why}. It died, or left early; its own last lines say why", peers.rank
+    )
+
+
+def late(peers: Peers, why: str) -> HangError:
+    """Error for a peer that did not come within the time limit; `why` is what this rank saw."""
+    return HangError(
+        f"{peers.words} did not come within {peers.limit}: {why}. "
+        "It hangs, or does other work than was agreed; its own last lines say more",
+        peers.rank,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, or its type's name if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class FailureReporter:
+    """Reporter of the failure of one rank.
+
+    Args:
+        store: Store of the rendezvous of this start.
+        rank: This rank.
+        hang_timeout_s: Seconds that ranks wait for each other.
+        words: Function from a rank to its name in messages.
+    """
+
+    def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
+        self._first_failure = FirstFailure(store)
+        self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
+        self._answer: tuple[Exception, Exception] | None = None
+
+    def failed(self, error: Exception) -> Exception:
+        """Publish why this rank fails; if it only lost a peer, return the peer's own failure. Takes a few seconds.
+
+        Args:
+            error: Exception that ended this rank.
+
+        Returns:
+            The error to report: `error`, or the first failure of another rank. Repeated calls return the same one.
+        """
+        if self._answer is None or self._answer[0] is not error:
+            self._answer = error, self._explain(error)
+        return self._answer[1]
+
+    def _explain(self, error: Exception) -> Exception:
+        failure, me = self._first_failure, self._words(self._rank)
+        lost = loss(error)
+        if lost is None:
+            text = first_line(error)
+            failure.publish(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
+            return error
+        if isinstance(lost, HangError):
+            return self._hung(lost)
+        if lost.peer is None:
+            first = failure.await_first(SOON_S) or failure.publish(first_line(lost))
+        else:
+            first = failure.publish(f"{self._words(lost.peer)} is gone")
+        if first in str(lost):
+            return lost
+        return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
+
+    def _hung(self, error: HangError) -> Exception:
+        """Error that names the rank that hangs; `error` itself if this rank's peer hangs or nothing else is known."""
+        failure = self._first_failure
+        hangs = failure.who_hangs(self._rank, error.peer)
+        if hangs is not None:
+            limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
+            failure.publish(f"{self._words(hangs)} did not come within {limit} seconds")
+        if hangs is not None and hangs == error.peer:
+            return error
+        # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.
+        first = failure.await_first(2 * GRACE_S)
+        return HangError(f"{first}\n{self._words(self._rank)} waited too: {error}") if first else error

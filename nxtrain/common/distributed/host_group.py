@@ -1,0 +1,164 @@
+"""Communication between the hosts of ranks, for runs whose own process group carries device tensors only."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nxtrain.common.errors import BackendError, HangError, LostPeerError
+from nxtrain.common.mesh import Axis, spans
+from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.placement import Placement
+
+SHOWN_DIGITS = 12
+"""Digits of a graph's hash in messages, as many as `nxtrain graphs` shows."""
+
+SHOWN_GRAPHS = 4
+"""Most graphs that the message of a disagreement lists."""
+
+SOONER = 0.9
+"""Share of the time limit within which no rank can be late yet: a rank missing so early is gone."""
+
+_MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
+
+
+class HostGroup:
+    """A gloo process group of all ranks. Every rank makes one, and calls its methods in the same order.
+
+    Args:
+        hang_timeout_s: Seconds that a rank waits for the others.
+
+    Attributes:
+        group: The process group, which carries host tensors and objects.
+    """
+
+    def __init__(self, hang_timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=hang_timeout_s)
+        with without_greetings():
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+        assert group is not None, "every rank is a member"
+        self.group: dist.ProcessGroup = group
+        self._alike: dist.ProcessGroup = group
+
+    def compare_among(self, axis: Axis) -> None:
+        """Limit later comparisons of graphs to the ranks of this rank's group of an axis, which run the same graphs."""
+        ranks = [list(group) for group in axis.groups]
+        with without_greetings():
+            self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
+
+    def barrier(self, work: str = "a barrier") -> None:
+        """Wait until every rank has called `barrier`.
+
+        Raises:
+            HangError: Some rank did not come in time.
+            LostPeerError: Some rank has ended.
+        """
+        self._meet(self.group, work)
+
+    def _meet(self, group: dist.ProcessGroup, work: str) -> None:
+        began, limit_s = time.monotonic(), self._timeout.total_seconds()
+        try:
+            dist.monitored_barrier(group, self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            reason = in_world(str(error).strip().splitlines()[0].rstrip("."), dist.get_process_group_ranks(group))
+            if time.monotonic() - began < SOONER * limit_s:  # gloo's error is the same for a rank that is gone
+                raise _gone(reason, work) from error
+            raise HangError(
+                f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
+                f"recovery.hang_timeout_s allows while graphs compile: {reason}{_on_nodes(reason)}. A missing rank "
+                "died, or does other work than the rest; its own last lines say more"
+            ) from error
+
+    def compare(self, work: str, graph: str) -> None:
+        """Check that all ranks with the same program are about to run the same graph.
+
+        Args:
+            work: Name of the work that this rank does.
+            graph: Hash of the graph.
+
+        Raises:
+            BackendError: The graphs differ; the first rank reports the differences.
+            HangError: Some rank did not come in time.
+            LostPeerError: Some rank has ended.
+        """
+        self._meet(self._alike, f"the comparison of graphs in {work}")
+        members = dist.get_process_group_ranks(self._alike)
+        found: list[tuple[str, str]] = [("", "")] * len(members)
+        dist.all_gather_object(found, (work, graph), group=self._alike)
+        if problem := disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group)):
+            first = members[0]
+            see = f"ranks are about to run different graphs in {work}; see rank {first}"
+            raise BackendError(problem if dist.get_rank() == first else see)
+
+
+def _missing(reason: str) -> list[int]:
+    """Ranks that a message of torch names. Only the first rank of a group knows them; the others lose that rank."""
+    found = _MISSING.search(reason)
+    return [int(rank) for rank in found[1].split(", ")] if found else []
+
+
+def _on_nodes(reason: str) -> str:
+    """Nodes of the ranks that a message of torch names; empty if the run has one node."""
+    missing = _missing(reason)
+    return Placement.read().on_nodes(missing) if missing else ""
+
+
+def _gone(reason: str, work: str) -> LostPeerError:
+    """Error that names the ranks that ended."""
+    ranks = _missing(reason)
+    names = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else "a rank that this one works with"
+    names += _on_nodes(reason)
+    text = f"{names} {'are' if len(ranks) > 1 else 'is'} gone, which the others wait for at {work}: {reason}"
+    return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
+
+
+def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
+    """Message about differences between ranks; empty if they agree.
+
+    Args:
+        found: Work and graph hash of each rank that should run the same graph, ascending.
+        world: Number of all ranks.
+    """
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, seen in found.items():
+        ranks_of.setdefault(seen, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    lines = [
+        f"    rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {work}, {graph[:SHOWN_DIGITS] or 'no graph'}"
+        for (work, graph), ranks in ranks_of.items()
+    ]
+    if len(lines) > SHOWN_GRAPHS:
+        lines = [*lines[:SHOWN_GRAPHS], f"    and {len(lines) - SHOWN_GRAPHS} more"]
+    first, *_ = found
+    differing = [rank for rank, seen in found.items() if seen != found[first]]
+    whole = str(world) if len(found) == world else f"the stage of ranks {spans(list(found))}"
+    return "\n".join(
+        [
+            f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
+            f"rank {first}, and wait in its first collective for ever; stopped before that:",
+            *lines,
+            "Usual causes: a Python number that depends on the rank (make it a tensor on the device), a batch or shard "
+            "of another shape, work that only some ranks do.",
+            f"nxtrain graphs CONFIG --world {world} --rank {first} --rank {differing[0]} --hlo DIR saves the texts of "
+            "both",
+        ]
+    )
+
+
+def in_world(text: str, members: Sequence[int]) -> str:
+    """Message of torch with a group's ranks replaced by global ranks.
+
+    Args:
+        text: Message with ranks as `rank 1` or `Ranks 1, 2`.
+        members: Global rank of each rank of the group.
+    """
+
+    def renumber(found: re.Match[str]) -> str:
+        return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))
+
+    return re.sub(r"(\b[Rr]anks? )(\d+(?:, \d+)*)", renumber, text)

@@ -1,0 +1,135 @@
+"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people when it fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from threading import Thread
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from nxtrain.common.errors import BackendError
+from nxtrain.common.process.placement import Placement
+
+LATE_S = 1.0
+"""Seconds beyond the limit for an attempt to reach the store; torch's own attempt may never end."""
+
+SHOWN_RANKS = 8
+
+
+def meet(rank: int, world: int, timeout: timedelta) -> Store:
+    """Wait for all ranks, and return the store of this start at the address in torchrun's variables.
+
+    An agent of torch keeps one store for all starts, with entries of earlier ones, such as addresses of ranks that are
+    gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may differ,
+    and `nxtrain.launch.torchrun` makes a store for each start.
+
+    Args:
+        rank, world: This rank, and the number of ranks.
+        timeout: Time that a rank waits for the others.
+
+    Raises:
+        BackendError: The store cannot be reached, a rank does not come, or ranks differ in the number of ranks.
+
+    Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise _no_way(f"{error} is no port" if isinstance(error, ValueError) else f"{error} is not set") from error
+    store = _within(timeout, host, port, rank)
+    try:
+        store.set_timeout(timeout)
+        place = Placement.read()
+        if place.is_only_agent:
+            store = PrefixStore(f"nxtrain/start/{place.restarts}", store)
+        refusal = _refusal(store, rank, world, timeout)
+    except DistError as error:
+        raise _no_way(_first_line(error)) from error
+    if refusal:
+        raise BackendError(refusal)
+    return store
+
+
+def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
+    """Connect to the store at an address; without an agent of torch, rank 0 makes the store."""
+    is_agents = Placement.read().uses_agents_store
+    makes = rank == 0 and not is_agents
+    # No count of ranks to wait for: `_refusal` waits instead, and names the missing ranks.
+    return TCPStore(host, port, is_master=makes, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents)
+
+
+def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
+    """Connect in a thread, which is abandoned at the time limit."""
+    found: list[Store] = []
+    failed: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            found.append(connect(host, port, rank, timeout))
+        except (DistError, ValueError, TypeError) as error:
+            failed.append(error)
+
+    thread = Thread(target=attempt, name="nxtrain-meeting", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + LATE_S)
+    if found:
+        return found[0]
+    why = _first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
+    if "EADDRINUSE" in why:
+        raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
+    raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
+
+
+def _probe(host: str, port: int) -> str:
+    """Text about an address without a store: another program, no listener, or an unknown name."""
+    try:
+        with socket.create_connection((host, port), timeout=LATE_S):
+            return "something listens there that is no store of torch, so that another program has the port"
+    except socket.gaierror:
+        return f"the name {host} does not resolve on this machine"
+    except (OSError, OverflowError) as error:
+        return f"nobody listens there: {error}"
+
+
+def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+    """Wait for all ranks; return the reason why the rendezvous fails, empty if it succeeds."""
+    there, _, other = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode().partition(" ")
+    if int(there) != world:
+        text = (
+            f"rank {rank} was started with WORLD_SIZE={world}, and {other} with {there}; all ranks need the same. "
+            "Give every torchrun the same --nnodes and --nproc-per-node, or start all of them with nxtrain launch"
+        )
+        store.set("nxtrain/refusal", text)
+        return text
+    store.set(f"nxtrain/here/{rank}", "yes")
+    if store.add("nxtrain/met", 1) == world:
+        store.compare_set("nxtrain/refusal", "", "none")
+    try:
+        text = store.get("nxtrain/refusal").decode()
+    except DistError:
+        missing = [other for other in range(world) if not store.check([f"nxtrain/here/{other}"])]
+        if not missing:
+            raise
+        shown = ", ".join(map(str, missing[:SHOWN_RANKS])) + (" and others" if len(missing) > SHOWN_RANKS else "")
+        shown += Placement.read().on_nodes(missing)
+        return (
+            f"{len(missing)} of {world} ranks did not come within recovery.hang_timeout_s="
+            f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "
+            "machine of the run was started"
+        )
+    return "" if text == "none" else text
+
+
+def _no_way(why: str) -> BackendError:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return BackendError(
+        f"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT={where}: {why}. "
+        "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
+        "torchrun and nxtrain launch set both"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,237 @@
+"""Contract of a model family: the interface of every architecture, and discovery of installed ones.
+
+A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything in this
+module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.stages import LayerCosts, StagePart
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nxtrain.common.kernels import Kernels
+    from nxtrain.common.layers import LayerSet
+
+
+class ModelConfig(BaseModel):
+    """Shape of a decoder, under Hugging Face's names; families add keys of their own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    vocab_size: int
+    """Entries of the vocabulary, unpadded."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_hidden_layers: int
+    """Transformer blocks."""
+    tie_word_embeddings: bool = False
+    """The output projection is the embedding matrix itself."""
+    max_position_embeddings: int = 2048
+    """Tokens of the longest sequence."""
+
+    @property
+    def longest_sequence(self) -> tuple[str, int]:
+        """Key that limits the tokens of a sequence, and the number."""
+        return "max_position_embeddings", self.max_position_embeddings
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Dimensions of a decoder, from which its memory and its arithmetic follow without torch.
+
+    Args:
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
+        tied: The output projection is the embedding.
+        gated: The feed-forward has a gate beside its first matrix.
+        biases: Linear layers and norms have biases.
+        positions: Rows of a learned position embedding; 0: none.
+        qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
+        head_norms: Every head of the queries and keys is normalized.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    tied: bool = False
+    gated: bool = True
+    biases: bool = False
+    positions: int = 0
+    qkv_bias: bool = False
+    head_norms: bool = False
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model shape and its publication."""
+
+    config: ModelConfig
+    source: str
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Everything that a model is built with; model code never asks for a device or a rank itself.
+
+    Args:
+        layers: Makers of the layers that are sharded over tp.
+        kernels: Attention and normalization.
+        dtype: Type of the parameters and activations.
+        seq_len: Longest sequence.
+        fused_qkv, fused_gate_up: One matrix for the projections that share an input.
+        scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
+        decay_norms: Weight decay applies to the norms too, those of heads among them.
+        parts: Parts of the model that are built, ascending; empty: the whole model.
+    """
+
+    layers: LayerSet
+    kernels: Kernels
+    dtype: torch.dtype
+    seq_len: int
+    fused_qkv: bool = True
+    fused_gate_up: bool = True
+    scaled_init: bool = True
+    decay_norms: bool = False
+    parts: tuple[StagePart, ...] = ()
+
+
+class CausalLM(Protocol):
+    """Interface of a built model for training and generation, in addition to that of `torch.nn.Module`."""
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
+        ...
+
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """Compute one of the parts that were built.
+
+        Args:
+            part: The part.
+            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
+            targets: (B, S) for the last part.
+            starts: As for `loss`, in every part.
+
+        Returns:
+            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+        """
+        ...
+
+    def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32.
+
+        Args:
+            inputs, targets: Tokens and next tokens.
+            starts: (B, S) first position of each position's document, for attention and positions inside of
+                documents; None: a row is one document.
+        """
+        ...
+
+    def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
+        """(B, S) to (B, S, vocab_size) float32, of a model built whole, on every rank; not differentiable."""
+        ...
+
+
+class ModelFamily(ABC):
+    """One architecture: its configuration, its presets, its module, its Hugging Face form and its arithmetic."""
+
+    name: str
+    config_type: type[ModelConfig]
+    presets: Mapping[str, Preset]
+
+    @abstractmethod
+    def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
+        """Every reason why this shape cannot run at these degrees; keys are `model.config.*` or `parallel.*`."""
+
+    @abstractmethod
+    def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
+        """Make the module, a `CausalLM`, on the meta device; unfused parameters have Hugging Face's names."""
+
+    @abstractmethod
+    def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json`.
+
+        Raises:
+            ConfigError: The file describes something that this family does not compute.
+        """
+
+    @abstractmethod
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`; `dtype` is torch's name of the weights' type."""
+
+    @abstractmethod
+    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
+        """Floating point operations of forward and backward for one token, causal attention counted once.
+
+        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
+        """
+
+    @abstractmethod
+    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
+        """Cost of each layer's forward pass per token; pipeline stages are balanced by these costs."""
+
+    @abstractmethod
+    def decoder(self, config: ModelConfig) -> Decoder:
+        """Dimensions of the model, for predictions of memory and time."""
+
+    @abstractmethod
+    def num_params(self, config: ModelConfig) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+
+    @abstractmethod
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """Number of query heads, and the width of one."""
+
+    def preset(self, name: str) -> ModelConfig:
+        """The configuration of a preset.
+
+        Raises:
+            ConfigError: No such preset.
+        """
+        if name not in self.presets:
+            known = ", ".join(self.presets)
+            raise ConfigError(
+                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {known}")]
+            )
+        return self.presets[name].config
+
+
+_ENTRY_POINTS = "nxtrain.models"
+"""Group of entry points under which packages offer families."""
+
+
+def family_names() -> list[str]:
+    """Names of the installed families."""
+    return sorted({entry.name for entry in entry_points(group=_ENTRY_POINTS)})
+
+
+@cache
+def find_family(name: str) -> ModelFamily:
+    """Load the family that is installed under this name; packages are searched once per process.
+
+    Raises:
+        ConfigError: No installed package offers the family.
+    """
+    found = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ConfigError(
+            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {known}")]
+        )
+    return cast(ModelFamily, found[name].load())

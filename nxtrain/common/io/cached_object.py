@@ -1,0 +1,214 @@
+"""An object of S3 in a sparse file on this node's disk, which gets each block when that block is read first.
+
+An index beside the file has the checksum of every block that is there, and 0 for every other block. A block is written
+before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost
+another request and nothing else. All processes of a node share both files. A lock on a block's place in the index lets
+one of them fetch the block while the others wait.
+
+Every request names the version of the object, so that all blocks are of one version. Another version has other files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from nxtrain.common.io.object_store import S3Path, S3Source
+
+BLOCK_BYTES = 1 << 16
+"""Bytes of a block: the least that a request brings for a document that is shorter."""
+
+RUN_BLOCKS = 32
+"""Most adjacent blocks of one request, which bounds the memory of a reader."""
+
+_AHEAD = 16
+"""Reads ahead that are under way at once; a request takes tens of milliseconds, whatever its size."""
+
+_RESERVE_BYTES = 1 << 30
+"""Free bytes that the cache leaves on its disk."""
+
+_ENTRY = struct.Struct("<Q")
+
+
+class CachedObject:
+    """An object of S3, read through a file of this node.
+
+    Args:
+        address: Address of the object.
+        folder: Folder of the node's files; made if it is absent.
+
+    Attributes:
+        name: Address of the object.
+        num_bytes: Length of the object.
+        tag: S3's identity of the object's content.
+
+    Raises:
+        DamagedError: The object is absent.
+        OSError: The folder cannot be written.
+    """
+
+    def __init__(self, address: S3Path, folder: Path) -> None:
+        self._source = S3Source(address)
+        self.name, self.num_bytes, self.tag = address, self._source.num_bytes, self._source.tag
+        self._num_blocks = -(-self.num_bytes // BLOCK_BYTES)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [
+            folder / f"{_digest(address)}.{_digest(self.tag, self.num_bytes)}.{end}" for end in ("blocks", "index")
+        ]
+        for old in folder.glob(f"{_digest(address)}.*"):
+            if old not in files:  # of an earlier version; a process that still reads them has them open
+                old.unlink(missing_ok=True)
+        self._file = _opened(files[0], self.num_bytes)
+        self._index = _opened(files[1], self._num_blocks * _ENTRY.size)
+        # Memory of untouched parts is not taken.
+        self._is_here = np.zeros(self._num_blocks, np.bool_)
+        self._stores = True
+        self._underway: set[int] = set()
+        self._changed = threading.Condition()
+        self._close = weakref.finalize(self, _close, self._file, self._index)
+
+    def read(self, view: memoryview, start: int) -> int:
+        """Read bytes from `start` on into `view`; return their number, 0 at the end.
+
+        Raises:
+            DamagedError: The object is gone, or another version has taken its place.
+            StorageError: S3 fails.
+            OSError: The node's file cannot be read.
+        """
+        view = view[: max(0, self.num_bytes - start)]
+        for first, last in self._missing(start, start + len(view)):
+            if self._stores:
+                self._bring(first, last)
+        if not self._stores and any(self._missing(start, start + len(view))):
+            return self._source.read(view, start)
+        return os.preadv(self._file, [view], start) if len(view) else 0
+
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
+        """Call a function that reads, in another thread, so that its blocks are there when they are needed."""
+        if self._stores:
+            self._pool.submit(read, *args)
+
+    def close(self) -> None:
+        """Close the files, once no thread reads."""
+        self._close()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="nxtrain-s3")
+        weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
+        return pool
+
+    def _missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """First and last + 1 of adjacent blocks between two bytes that this process has not yet found."""
+        first = None
+        end = -(-stop // BLOCK_BYTES) if start < stop else 0
+        for block in range(start // BLOCK_BYTES, end):
+            if self._is_here[block]:
+                if first is not None:
+                    yield first, block
+                first = None
+            elif first is None:
+                first = block
+            elif block - first == RUN_BLOCKS:
+                yield first, block
+                first = block
+        if first is not None:
+            yield first, end
+
+    def _bring(self, first: int, last: int) -> None:
+        """Fetch adjacent blocks that no process of this node has fetched."""
+        with self._claimed(first, last):
+            for block in range(first, last):
+                if not self._is_here[block]:
+                    self._find(block)
+            for begin, end in self._missing(first * BLOCK_BYTES, last * BLOCK_BYTES):
+                self._fetch(begin * BLOCK_BYTES, min(end * BLOCK_BYTES, self.num_bytes))
+
+    def _fetch(self, start: int, stop: int) -> None:
+        """Fetch bytes, and keep them on this node."""
+        content, done = memoryview(bytearray(stop - start)), 0
+        while done < len(content):
+            done += self._source.read(content[done:], start + done)
+        try:
+            self._store(content, start)
+        except OSError as error:
+            if self._stores:
+                what = f"WARNING: {self.name}: its blocks cannot be kept on this node: {error.strerror}"
+                print(f"{what}; every read is a request. Free space, or choose another data.cache_dir", file=sys.stderr)
+            self._stores = False
+
+    def _find(self, block: int) -> None:
+        """Note that a block is in the file as it was fetched, if so."""
+        (checksum,) = _ENTRY.unpack(os.pread(self._index, _ENTRY.size, block * _ENTRY.size))
+        if not checksum:
+            return
+        start = block * BLOCK_BYTES
+        content = os.pread(self._file, min(BLOCK_BYTES, self.num_bytes - start), start)
+        self._is_here[block] = xxh3_64_intdigest(content) == checksum
+
+    def _store(self, content: memoryview, start: int) -> None:
+        space = os.fstatvfs(self._file)
+        if space.f_bavail * space.f_frsize < _RESERVE_BYTES + len(content):
+            raise OSError(errno.ENOSPC, f"its disk has less than {_RESERVE_BYTES >> 30} GiB free")
+        _write(self._file, content, start)
+        blocks = [content[begin : begin + BLOCK_BYTES] for begin in range(0, len(content), BLOCK_BYTES)]
+        entries = b"".join(_ENTRY.pack(xxh3_64_intdigest(block)) for block in blocks)
+        number = start // BLOCK_BYTES
+        _write(self._index, memoryview(entries), number * _ENTRY.size)
+        self._is_here[number : number + len(blocks)] = True
+
+    @contextmanager
+    def _claimed(self, first: int, last: int) -> Iterator[None]:
+        """Keep other threads and processes of this node from fetching the same blocks."""
+        blocks = set(range(first, last))
+        with self._changed:
+            self._changed.wait_for(lambda: self._underway.isdisjoint(blocks))
+            self._underway |= blocks
+        place = (last - first) * _ENTRY.size, first * _ENTRY.size
+        try:
+            # Locks are of processes: one that waits for two others in a circle is refused, and fetches a block twice.
+            with suppress(OSError):
+                fcntl.lockf(self._index, fcntl.LOCK_EX, *place)
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.lockf(self._index, fcntl.LOCK_UN, *place)
+            with self._changed:
+                self._underway -= blocks
+                self._changed.notify_all()
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(tuple(map(str, parts))).encode(), digest_size=8).hexdigest()
+
+
+def _opened(path: Path, num_bytes: int) -> int:
+    """Open a file of a length for reading and writing, whichever process makes it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    os.ftruncate(file, num_bytes)
+    return file
+
+
+def _write(file: int, content: memoryview, start: int) -> None:
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file, content[done:], start + done)
+
+
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)

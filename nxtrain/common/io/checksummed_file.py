@@ -1,0 +1,408 @@
+"""Files whose damage is detected: written and read in blocks, each with its checksum, past the page cache.
+
+One thread transfers a block while another computes the checksum of the next, so that the disk never waits. On a file
+system without direct access, such as tmpfs, blocks go through the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+from xxhash import xxh3_64_hexdigest
+
+from nxtrain.common.errors import DamagedError
+from nxtrain.common.io.read_retry import damage, unsteady
+from nxtrain.common.io.regular import NotRegularError, open_regular
+
+
+class TransferCounter:
+    """Count of bytes read, uploaded or downloaded by all threads; its growth distinguishes slow storage from a hang."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """Add transferred bytes."""
+        with self._lock:
+            self._num_bytes += num_bytes
+
+    def __call__(self) -> int:
+        """Return the number of bytes so far."""
+        return self._num_bytes
+
+
+transferred = TransferCounter()
+"""Bytes transferred by this process."""
+
+
+BLOCK_BYTES = 1 << 24
+"""Bytes of a block: enough for a disk's or a network's full speed, and little compared with a model."""
+
+_SECTOR_BYTES = 4096
+_DEPTH = 4
+"""Blocks in memory: one is filled or used, the others are transferred and checked."""
+_READERS = 2
+"""Reader threads: one computes a checksum while the other reads from the disk."""
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Length and checksums of an undamaged file.
+
+    Args:
+        num_bytes: Length of the file.
+        block_bytes: Length of each block but the last.
+        checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
+    """
+
+    num_bytes: int
+    block_bytes: int
+    checksums: tuple[str, ...]
+
+    def block(self, index: int) -> tuple[int, int]:
+        """Offset of a block's first byte, and the offset after its last."""
+        start = index * self.block_bytes
+        return start, min(start + self.block_bytes, self.num_bytes)
+
+
+class ChecksummedWriter:
+    """Sequential writer of a new file, synced to the disk by `close`.
+
+    Args:
+        path: The file; an existing file is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # One thread, so that the disk gets blocks in sequence, which is fastest.
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-write")
+        self._underway: deque[tuple[Future[None], mmap.mmap | None]] = deque()
+        self._free: deque[mmap.mmap] = deque()
+        self._block: mmap.mmap | None = None
+        self._filled, self._num_bytes = 0, 0
+        self._checksums: list[str] = []
+
+    def write(self, data: memoryview, *, stays: bool = False) -> None:
+        """Append bytes.
+
+        Args:
+            data: The bytes.
+            stays: The caller keeps `data` unchanged until `close`, so that whole blocks are written without a copy.
+        """
+        rest = np.frombuffer(data, np.uint8)
+        while len(rest):
+            if stays and not self._filled and len(rest) >= BLOCK_BYTES and _address(rest) % _SECTOR_BYTES == 0:
+                self._send(rest.data, BLOCK_BYTES)
+                rest = rest[BLOCK_BYTES:]
+                continue
+            if self._block is None:
+                self._block = self._free.popleft() if self._free else aligned_memory(BLOCK_BYTES)
+            part = rest[: BLOCK_BYTES - self._filled]
+            # numpy copies without holding Python's lock, which the other thread needs between its calls.
+            np.frombuffer(self._block, np.uint8)[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            rest = rest[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._flush()
+
+    def close(self) -> FileDigest:
+        """Sync the file to the disk, and return its digest."""
+        self._flush()
+        while self._underway:
+            self._await()
+        os.ftruncate(self._file, self._num_bytes)
+        os.fsync(self._file)
+        return FileDigest(self._num_bytes, BLOCK_BYTES, tuple(self._checksums))
+
+    def __enter__(self) -> ChecksummedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._disk.shutdown(cancel_futures=True)
+        os.close(self._file)
+
+    def _flush(self) -> None:
+        if self._block is not None:
+            self._send(memoryview(self._block), self._filled, self._block)
+            self._block, self._filled = None, 0
+
+    def _send(self, block: memoryview, length: int, own: mmap.mmap | None = None) -> None:
+        """Write `length` bytes of a block in the background; a buffer of this writer (`own`) is reused afterwards."""
+        self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), own))
+        self._checksums.append(xxh3_64_hexdigest(block[:length]))
+        self._num_bytes += length
+        if len(self._underway) == _DEPTH:
+            self._await()
+
+    def _await(self) -> None:
+        written, own = self._underway.popleft()
+        written.result()
+        if own is not None:
+            self._free.append(own)
+
+    def _transfer(self, block: memoryview, where: int, length: int) -> None:
+        direct, sent = self._direct, 0
+        # Direct access writes whole sectors only; `close` truncates the excess.
+        whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
+        while sent < whole:
+            try:
+                sent += os.pwrite(self._file, block[sent:whole], where + sent)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                _disable_direct_access(self._file)
+                self._direct = direct = False
+                whole = length
+
+
+class ByteSource(Protocol):
+    """Bytes of a file on any storage."""
+
+    @property
+    def name(self) -> Path | str:
+        """Path or address of the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file."""
+
+    def read(self, view: memoryview, start: int) -> int:
+        """Read bytes from `start` on into `view`, perhaps fewer than fit; return their number, 0 at the end."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class FileSource:
+    """A file on a disk.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DamagedError: The file is absent.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path
+        try:
+            self._file, self._direct = unsteady.read(lambda: _open_to_read(path), path)
+        except OSError as error:
+            raise damage(path, error) from error
+        self.num_bytes = os.fstat(self._file).st_size
+
+    def read(self, view: memoryview, start: int) -> int:
+        """See `ByteSource`."""
+        try:
+            count = unsteady.read(lambda: self._read(view, start), self.name)
+        except OSError as error:
+            raise damage(self.name, error) from error
+        transferred.note(count)
+        return count
+
+    def _read(self, view: memoryview, start: int) -> int:
+        try:
+            return os.preadv(self._file, [view], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        _disable_direct_access(self._file)  # several threads may do so: the call is idempotent
+        return os.preadv(self._file, [view], start)
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+        os.close(self._file)
+
+
+class ChecksummedReader:
+    """Reader of a file's blocks, each verified, with other copies of the file as fallbacks.
+
+    Args:
+        copies: The file; or functions that open its copies, the nearest first. A copy is opened only when all before
+            it are damaged.
+        stored: Digest of the file at its writing.
+
+    Attributes:
+        damage: Damage found in copies, each time replaced by content of a later copy.
+
+    Raises:
+        DamagedError: All copies are absent, or of another length.
+    """
+
+    def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
+        self._stored = stored
+        self._unopened = deque([partial(FileSource, copies)] if isinstance(copies, Path) else copies)
+        self._sources: list[ByteSource] = []
+        self._opening = Lock()
+        self.damage: list[DamagedError] = []
+        if not self._has(0):
+            raise self.damage[-1]
+
+    def blocks(self, wanted: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+        """Iterate over these blocks, in the order given, as pairs of offset in the file and content.
+
+        A content is valid until the next iteration.
+
+        Raises:
+            DamagedError: A block is damaged in all copies.
+        """
+        pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
+        free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
+        underway: deque[tuple[int, Future[memoryview], mmap.mmap]] = deque()
+        queue = deque(wanted)
+        try:
+            while queue or underway:
+                while queue and free:
+                    index, buffer = queue.popleft(), free.popleft()
+                    underway.append((index, pool.submit(self._read, index, buffer), buffer))
+                index, content, buffer = underway.popleft()
+                with content.result() as view:
+                    yield self._stored.block(index)[0], view
+                free.append(buffer)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> ChecksummedReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for source in self._sources:
+            source.close()
+
+    def _has(self, number: int) -> bool:
+        """True if there are more than `number` copies of the right length; copies are opened until there are."""
+        with self._opening:
+            while len(self._sources) <= number and self._unopened:
+                with suppress(DamagedError):
+                    self._sources.append(self._opened(self._unopened.popleft()))
+        return len(self._sources) > number
+
+    def _opened(self, source_of: Callable[[], ByteSource]) -> ByteSource:
+        try:
+            source = source_of()
+            if source.num_bytes == self._stored.num_bytes:
+                return source
+            source.close()
+            reason = f"it has {source.num_bytes:,} bytes instead of {self._stored.num_bytes:,}"
+            raise DamagedError(source.name, reason)
+        except DamagedError as error:
+            self.damage.append(error)
+            raise
+
+    def _read(self, index: int, buffer: mmap.mmap) -> memoryview:
+        number = 0
+        while True:
+            source = self._sources[number]
+            try:
+                return self._verified(source, index, memoryview(buffer))
+            except (DamagedError, OSError) as error:
+                number += 1
+                if not self._has(number):
+                    raise
+                damaged = error if isinstance(error, DamagedError) else DamagedError(source.name, f"{error}")
+                self.damage.append(damaged)
+
+    def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
+        start, stop = self._stored.block(index)
+        content = _filled(source, view, start, stop - start)
+        if xxh3_64_hexdigest(content) != self._stored.checksums[index]:
+            raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
+        return content
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Read a file from the disk, and return its digest.
+
+    Raises:
+        DamagedError: The file is absent, or became shorter while it was read.
+    """
+    source, checksums = FileSource(path), list[str]()
+    try:
+        view = memoryview(aligned_memory(BLOCK_BYTES))
+        for start in range(0, source.num_bytes, BLOCK_BYTES):
+            checksums.append(
+                xxh3_64_hexdigest(_filled(source, view, start, min(BLOCK_BYTES, source.num_bytes - start)))
+            )
+    finally:
+        source.close()
+    return FileDigest(source.num_bytes, BLOCK_BYTES, tuple(checksums))
+
+
+def verify(path: Path, stored: FileDigest) -> None:
+    """Read a file from the disk and check it against its digest.
+
+    Raises:
+        DamagedError: The file is damaged.
+    """
+    with ChecksummedReader(path, stored) as reader:
+        for _ in reader.blocks(range(len(stored.checksums))):
+            pass
+
+
+def aligned_memory(num_bytes: int) -> mmap.mmap:
+    """Page-aligned memory, which direct access requires."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # on systems without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
+    return memory
+
+
+def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
+    """Read `length` bytes from `start` on into the begin of `view`, and return that part of it."""
+    received = 0
+    while received < length:
+        count = source.read(view[received:], start + received)
+        if count == 0:
+            raise DamagedError(source.name, "it became shorter while it was read")
+        received += count
+    return view[:length]
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _disable_direct_access(file: int) -> None:
+    """Clear O_DIRECT: some file systems accept the flag when a file is opened and refuse direct access later."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _open_to_read(path: Path) -> tuple[int, bool]:
+    """Descriptor of a regular file, and True if access bypasses the page cache."""
+    try:
+        return open_regular(path, _DIRECT), bool(_DIRECT)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError | NotRegularError):
+            raise
+        return open_regular(path), False
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Descriptor, and True if access bypasses the page cache."""
+    try:
+        return os.open(path, flags | _DIRECT, 0o644), bool(_DIRECT)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        return os.open(path, flags, 0o644), False

@@ -1,0 +1,164 @@
+"""Files of JSON lines, appended to by processes that may be killed and on disks that may be full."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nxtrain.common.io.atomic import replacing
+from nxtrain.common.io.regular import open_regular
+
+
+def append(file: Path, line: str) -> None:
+    """Append a line and sync it to the disk; a torn last line of the file is ended first.
+
+    Args:
+        file: The file; its folder is made.
+        line: JSON.
+
+    Raises:
+        OSError: The line cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open_to_append(file) as out:
+        is_new = out.seek(0, os.SEEK_END) == 0
+        if not is_new:
+            out.seek(-1, os.SEEK_END)
+        torn = not is_new and out.read(1) != b"\n"
+        write_line(out, f"{chr(10) * torn}{line}")
+        os.fsync(out.fileno())
+
+
+def open_to_append(file: Path) -> BinaryIO:
+    """Open a file for `write_line`; the file is made if absent."""
+    return file.open("a+b", buffering=0)  # a failed write in a buffer would be repeated
+
+
+def write_line(out: BinaryIO, line: str) -> None:
+    """Append a line to an open file, without a sync; `line` is JSON.
+
+    Raises:
+        OSError: The line cannot be written; a part of it may be in the file.
+    """
+    rest = memoryview(f"{line}\n".encode())
+    while rest:
+        rest = rest[out.write(rest) :]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Objects of a file, one per line; torn or damaged lines are left out.
+
+    Raises:
+        OSError: The file exists and cannot be read.
+    """
+    return [*each(file)]
+
+
+def each(file: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a file as `read` finds them, one after the other.
+
+    Raises:
+        OSError: The file exists and cannot be read.
+    """
+    if not file.exists():
+        return
+    with open(open_regular(file), "rb") as lines:
+        yield from (content for _, _, content in _objects(lines))
+
+
+def is_begun(tail: bytes) -> bool:
+    """True if the bytes after a file's last line feed may be the begin of an object that is being written."""
+    return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
+
+
+def keep_up_to(file: Path, key: str, last: int) -> None:
+    """Remove all but the whole lines whose integers under a key rise, up to `last`.
+
+    Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
+    that a crash loses no line.
+
+    Args:
+        file: The file.
+        key: Key of each line's integer, such as `step`.
+        last: Last integer whose line stays.
+
+    Raises:
+        OSError: The file cannot be read or written.
+    """
+    whole, is_whole = 0, True
+    with open(open_regular(file), "rb") as old:
+        for start, line in _rising(old, key, last):
+            is_whole = start == whole and line.endswith(b"\n")
+            if not is_whole:
+                break
+            whole += len(line)
+    if is_whole:
+        os.truncate(file, whole)
+        return
+    with replacing(file, durable=True) as draft, file.open("rb") as old, draft.open("wb") as new:
+        new.writelines(line.rstrip(b"\n") + b"\n" for _, line in _rising(old, key, last))
+
+
+class JsonlLog:
+    """A file of JSON lines; lines that cannot be written wait in memory, and are written before any later line.
+
+    Args:
+        file: The file; its folder is made.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._waiting: deque[str] = deque()
+
+    def __len__(self) -> int:
+        """Number of waiting lines."""
+        return len(self._waiting)
+
+    def add(self, line: Mapping[str, Any]) -> str:
+        """Add a line and write all waiting lines; return the error that keeps lines waiting, or an empty string."""
+        self._waiting.append(json.dumps(line, allow_nan=False))
+        return self.write()
+
+    def write(self) -> str:
+        """Write all waiting lines; return the error that keeps lines waiting, or an empty string."""
+        try:
+            while self._waiting:
+                append(self.file, self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Objects of the file; torn or damaged lines are left out."""
+        return read(self.file)
+
+
+def _objects(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Iterate over the undamaged lines: offset in the file, line, and its object."""
+    start = 0
+    for line in file:
+        try:
+            content = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict):
+            yield start, line, content
+        start += len(line)
+
+
+def _rising(file: BinaryIO, key: str, last: int) -> Iterator[tuple[int, bytes]]:
+    """Iterate over the lines that `keep_up_to` keeps, with their offsets."""
+    before = -1
+    for start, line, content in _objects(file):
+        try:
+            number = int(content[key])
+        except (ValueError, TypeError, KeyError):
+            continue
+        if before < number <= last:
+            before = number
+            yield start, line

@@ -1,0 +1,109 @@
+"""Paths of configurations and commands: expansion of the home folder, and the one rule on addresses.
+
+S3 is the only storage that nxtrain reads and writes by address. Another scheme, or a misspelt one, would otherwise be
+the name of a new folder of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+from nxtrain.common.errors import ConfigError
+
+_SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
+"""Begin of an address: `scheme:/`, as a path keeps only one of several slashes; and misspelt forms of `s3://`."""
+
+
+def scheme_of(path: str) -> str:
+    """Scheme of an address; empty for a path of this machine."""
+    found = _SCHEME.match(path)
+    return (found[1] or found[2]) if found else ""
+
+
+def at_home(path: str) -> str:
+    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` are not changed.
+
+    Raises:
+        ValueError: There is no such user.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        user = expanded.partition("/")[0]
+        raise ValueError(f"{user} is the home folder of nobody on this machine; write ./{path} for a file of that name")
+    return expanded
+
+
+def local(path: str) -> str:
+    """Expand the home folder in a path; refuse addresses of other machines.
+
+    Raises:
+        ValueError: There is no such user, or the path is an address.
+    """
+    scheme = scheme_of(path)
+    if scheme:
+        fetch = "aws s3 sync ADDRESS FOLDER" if scheme == "s3" else "the tool of its service"
+        raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
+    return at_home(path)
+
+
+def local_or_bucket(path: str) -> str:
+    """Expand the home folder in a path; accept addresses of S3, and refuse those of other services.
+
+    Raises:
+        ValueError: There is no such user, or the path is an address of another service.
+    """
+    return path if path.startswith("s3://") else local(path)
+
+
+def storage(path: str) -> str:
+    """As `local_or_bucket`, for a place that is also written, so that a copy fetched by hand is no way out.
+
+    Raises:
+        ValueError: There is no such user, or the path is an address of another service.
+    """
+    scheme = "" if path.startswith("s3://") else scheme_of(path)
+    if scheme:
+        raise ValueError(
+            f"an address of {scheme}, and nxtrain has access to folders and to s3://BUCKET/PREFIX only; "
+            f"use one of these{_meant(path, scheme)}"
+        )
+    return path if path.startswith("s3://") else at_home(path)
+
+
+def _meant(path: str, scheme: str) -> str:
+    """Hint for a misspelt address of S3 and for a path that is written as an address; empty for others."""
+    rest = path[len(scheme) :].lstrip(":/")
+    if get_close_matches(scheme.lower(), ["s3"]):
+        return f"; did you mean s3://{rest}?"
+    return f"; did you mean /{rest}?" if scheme.lower() == "file" else ""
+
+
+def storage_path(text: str) -> Path:
+    """Path of `storage` that is no address in S3.
+
+    Raises:
+        ConfigError: As `local_path`.
+    """
+    return _path(text, storage)
+
+
+def local_path(text: str) -> Path:
+    """Path given to a command, with the home folder expanded.
+
+    Raises:
+        ConfigError: The path is empty or an address, or begins with `~user` for a user that does not exist.
+    """
+    return _path(text, local)
+
+
+def _path(text: str, rule: Callable[[str], str]) -> Path:
+    if not text:
+        raise ConfigError("a path is empty, perhaps by a variable that is not set; give one, or . for this folder")
+    try:
+        return Path(rule(text))
+    except ValueError as error:
+        raise ConfigError(f"{text}: {error}" if scheme_of(text) else str(error)) from error

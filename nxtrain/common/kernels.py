@@ -1,0 +1,230 @@
+"""Interface of a device's kernels: operations that each kind of device implements in its own way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from nxtrain.common.vocab import VocabColumns
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """Numbers of an AdamW update.
+
+    Args:
+        lr: () float32, on the device, so that a new value needs no new graph.
+        step: () float32, on the device, updates done including this one.
+        grad_scale: () float32, on the device, multiplies every gradient.
+        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+        skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
+    """
+
+    lr: Tensor
+    step: Tensor
+    grad_scale: Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    skip: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """Key of a tensor's random bits, apart from the step; made by `nxtrain.optim.rounding`.
+
+    Args:
+        rows: (R,) int32, hash of seed, name and global row, odd.
+        pairs: (P,) int32, hash of the number of each pair of columns.
+        columns: (C,) int32, hash of the number of each column's pair.
+        odd: (C,) bool, the column takes the high half.
+        begins_odd: The first column is the second of its pair.
+        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that
+            draws bits of its own cannot be used.
+    """
+
+    rows: Tensor
+    pairs: Tensor
+    columns: Tensor
+    odd: Tensor
+    begins_odd: bool
+    shared: bool
+
+    def narrow(self, start: int, num_rows: int) -> RoundingKey:
+        """Key of adjacent rows."""
+        return replace(self, rows=self.rows.narrow(0, start, num_rows))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Adjacent rows of a parameter.
+
+    Args:
+        name: The parameter.
+        start, number: First row and number of rows.
+        whole: The rows are all rows of the parameter.
+    """
+
+    name: str
+    start: int
+    number: int
+    whole: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """View of the rows in a tensor of the parameter's shape."""
+        return x if self.whole else x.narrow(0, self.start, self.number)
+
+
+class Kernels(ABC):
+    """Operations with an implementation for each kind of device.
+
+    Attributes:
+        host_may_look: The host can read a number in the middle of an update at no cost.
+        rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
+            that compute the same values then get different results wherever their streams differ.
+        rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
+        widens_logits: `cross_entropy` makes float32 copies of logits of another type.
+    """
+
+    host_may_look: bool = False
+    rounds: bool = False
+    rounds_on_host: bool = False
+    widens_logits: bool = True
+
+    def widens_products(self, dtype: torch.dtype) -> bool:
+        """True if the device multiplies float32 copies of matrices of a type faster than the matrices."""
+        return False
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of grouped queries, scaled by 1/sqrt(head_dim).
+
+        Args:
+            q: (S, B, num_heads, head_dim).
+            k, v: (S, B, num_kv_heads, head_dim); each serves num_heads / num_kv_heads adjacent query heads.
+
+        Returns:
+            (S, B, num_heads, head_dim).
+        """
+
+    @abstractmethod
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        """Causal attention inside of documents: a query sees the keys of its own document up to itself.
+
+        Args:
+            q, k, v: As for `attention`.
+            starts: (B, S) int64, first position of each position's document.
+
+        Returns:
+            (S, B, num_heads, head_dim).
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
+
+    @abstractmethod
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of a concatenated input, of which alone backward needs a copy: (..., 2F) to (..., F)."""
+
+    @abstractmethod
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each pair of dimensions (i, i + H/2) by its position's angle.
+
+        Args:
+            x: (S, B, N, H).
+            cos, sin: (S, 1, 1, H/2) float32, of the angles.
+
+        Returns:
+            (S, B, N, H).
+        """
+
+    @abstractmethod
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum of the cross entropies of some tokens over a sharded vocabulary, and the gradient of the logits.
+
+        The arithmetic on logits is float32.
+
+        Args:
+            logits: (T, V), this rank's columns; may be overwritten.
+            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+            columns: This rank's columns.
+            needs_grad: Compute the gradient.
+
+        Returns:
+            The sum, () float32, and the gradient, (T, V) in the type of `logits`, or None.
+        """
+
+    @abstractmethod
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
+
+        Args:
+            function: Deterministic function, without random numbers.
+            inputs: Arguments; tensors among them receive gradients, like the parameters that the function uses.
+        """
+
+    @abstractmethod
+    def row_square_sums(self, x: Tensor) -> Tensor:
+        """Sum of the squares of each row in float32: (R, C) to (R,)."""
+
+    def fuse(self, function: Function) -> Function:
+        """Function of tensors with the same results, one graph on devices that need it; by default the function itself.
+
+        Args:
+            function: Function without reads by the host. Numbers that change from call to call are tensors.
+        """
+        return function
+
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        """Division of an update into calls of `adamw`: one call, unless the device prefers otherwise."""
+        rows = [Rows(name, 0, shape[0], whole=True) for name, shape in shapes.items() if shape[0]]
+        return [rows] if rows else []
+
+    @abstractmethod
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        """Apply one AdamW update in place to contiguous float32 tensors of equal shapes; may overwrite `grads`.
+
+        The result of an entry does not depend on the entry's position in a tensor.
+        """
+
+    @abstractmethod
+    def bits(self, x: Tensor) -> Tensor:
+        """Bits of float32 as int32 of the same shape."""
+
+    @abstractmethod
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        """Overwrite `x` with new values, rounded to nearest, unless the () bool `unless` is true."""
+
+    @abstractmethod
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
+
+        Values of bfloat16, infinities and NaN are unchanged; a value rounded above the largest number becomes infinite.
+        The result depends on the arguments alone, and is the same on every device that rounds in software. A device
+        may draw bits of its own instead, unless the key is shared.
+
+        Args:
+            x: float32; may be overwritten.
+            out: Result of the shape of `x`, bfloat16 or float32; may be `x`.
+            key: Key of the random bits; a row of the key is an index of dimension 0.
+            step: () int32, `step_hash` of the number of updates.
+        """

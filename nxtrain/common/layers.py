@@ -1,0 +1,60 @@
+"""Contract of the layers that are sharded over tp: nxtrain's own, or those of a vendor's library.
+
+Models are built from these layers alone. A layer has the same parameters, by name, shape and `ShardSpec`, in every set.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from nxtrain.common.mesh import Axis
+    from nxtrain.common.sharding import Init, Segment, ShardSpec
+
+
+class Head(Protocol):
+    """The output projection, with a loss that never computes all logits at once."""
+
+    weight: nn.Parameter
+    specs: dict[str, ShardSpec]
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
+        ...
+
+
+class LayerSet(ABC):
+    """Maker of the layers that are sharded over tp, for one rank; on plain collectives or on a vendor's layers.
+
+    All sets give their parameters the same names, shapes and `ShardSpec`s.
+
+    Attributes:
+        tp: Tensor parallel axis.
+        sequence_parallel: Between these layers, activations are sharded along the sequence, (S / tp, B, D).
+    """
+
+    tp: Axis
+    sequence_parallel: bool
+
+    @abstractmethod
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False) -> nn.Module:
+        """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other; a bias starts as zeros."""
+
+    @abstractmethod
+    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
+        """Row layer: (S, B, in/tp) to (S/tp, B, out)."""
+
+    @abstractmethod
+    def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
+        """Vocabulary embedding: (S, B) tokens to (S/tp, B, D)."""
+
+    @abstractmethod
+    def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
+        """Output projection and loss."""

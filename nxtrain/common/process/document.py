@@ -1,0 +1,78 @@
+"""Standard output that carries one JSON document, whatever libraries and child processes print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, TextIO, cast
+
+from nxtrain.common.process.streams import PipeSafeStream
+
+STANDARD_ERROR = 2
+"""File descriptor of standard error."""
+
+
+class DocumentStream:
+    """Standard output of a command that writes a document; all else that is printed goes to standard error.
+
+    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays so until
+    the process ends, since a C library may write its buffer only then.
+
+    Args:
+        stream: Standard output, which gets the document.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._redirected = stream, -1
+        try:
+            descriptor = stream.fileno()
+        except (AttributeError, OSError, ValueError):  # a stream of a test
+            return
+        stream.flush()
+        copy = os.fdopen(os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors)
+        os.dup2(STANDARD_ERROR, descriptor)
+        self._stream, self._redirected = cast(TextIO, PipeSafeStream(copy, carries_results=True)), descriptor
+
+    def __getattr__(self, name: str) -> Any:
+        """Attribute of standard error."""
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> int:
+        """Write a text to standard error."""
+        return sys.stderr.write(text)
+
+    def write_document(self, text: str) -> None:
+        """Write a text to standard output."""
+        self._stream.write(text)
+        self._stream.flush()
+
+    def give_back(self) -> None:
+        """Restore the file descriptor, for a program that takes the place of this one."""
+        if self._redirected >= 0:
+            os.dup2(self._stream.fileno(), self._redirected)
+
+
+def reserve_output() -> None:
+    """Reserve standard output for a document, until the command ends."""
+    sys.stdout = cast(TextIO, DocumentStream(sys.stdout))
+
+
+def give_output_back() -> None:
+    """Give standard output back before `execve`: the next program reserves its own."""
+    if isinstance(sys.stdout, DocumentStream):
+        sys.stdout.give_back()
+
+
+def write_document(content: object) -> None:
+    """Write the result of a command to standard output, as JSON.
+
+    Args:
+        content: Objects of JSON.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    if isinstance(sys.stdout, DocumentStream):
+        sys.stdout.write_document(text)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()

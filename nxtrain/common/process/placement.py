@@ -1,0 +1,146 @@
+"""Place of this process in its job: the only code that reads the variables of torchrun's agent and of Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nxtrain.common.errors import BackendError
+
+SHOWN_NODES = 8
+"""Most nodes that a message names."""
+SHOWN_CHARS = 40
+"""Most characters of a variable that a message shows."""
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Place of this process among the ranks and the starts of a job; a process started alone is rank 0 of 1.
+
+    Args:
+        rank: Rank of this process.
+        world: Number of ranks.
+        local_rank: Rank among those of this machine.
+        local_world: Number of ranks on this machine.
+        restarts: Restarts of the ranks by the agent of this machine.
+        is_requeued: True if Slurm started the job before.
+        job: Job id of Slurm or run id of the agent, which distinguishes two identical commands; empty if there is none.
+        speaks_for_node: True if errors that all ranks of the node share are this rank's to print.
+        is_launched: True if a launcher set the rank.
+        has_agent: True if an agent of torch started this process.
+        uses_agents_store: True if the agents keep the store of the rendezvous.
+        is_only_agent: True if one agent started all ranks.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    restarts: int = 0
+    is_requeued: bool = False
+    job: str = ""
+    speaks_for_node: bool = True
+    is_launched: bool = False
+    has_agent: bool = False
+    uses_agents_store: bool = False
+    is_only_agent: bool = False
+
+    @staticmethod
+    def read(environ: Mapping[str, str] = os.environ) -> Placement:
+        """Read the variables of torchrun's agent and of Slurm.
+
+        Raises:
+            BackendError: A variable that must be a number is none, or no world has such a rank.
+        """
+
+        def number(name: str, default: int) -> int:
+            try:
+                return int(environ.get(name, default))
+            except ValueError:
+                raise _impossible(f"{name}={environ[name][:SHOWN_CHARS]} is no number") from None
+
+        found = Placement(
+            rank=number("RANK", 0),
+            world=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_world=number("LOCAL_WORLD_SIZE", 1),
+            restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
+            is_requeued=number("SLURM_RESTART_COUNT", 0) > 0,
+            job=environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", ""),
+            speaks_for_node=number("LOCAL_RANK", number("RANK", 0)) == 0,
+            is_launched="RANK" in environ,
+            has_agent="TORCHELASTIC_RUN_ID" in environ,
+            uses_agents_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            is_only_agent=environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in environ,
+        )
+        if reason := _contradiction(found, environ) or _unusable(environ):
+            raise _impossible(reason)
+        return found
+
+    def on_nodes(self, ranks: Iterable[int]) -> str:
+        """Words about the nodes of some ranks, counted from 0 as torchrun counts them; empty if the run has one."""
+        if self.world <= self.local_world:
+            return ""
+        nodes = sorted({rank // self.local_world for rank in ranks})
+        shown = ", ".join(map(str, nodes[:SHOWN_NODES])) + (" and others" if len(nodes) > SHOWN_NODES else "")
+        return f" on node{'s' * (len(nodes) > 1)} {shown}"
+
+    @property
+    def is_restart(self) -> bool:
+        """True if the same command was started before, by the agent or by Slurm."""
+        return self.restarts > 0 or self.is_requeued
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the run has no other process."""
+        return self.world == 1
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+
+def _contradiction(place: Placement, environ: Mapping[str, str]) -> str:
+    """Reason why no world has this rank; empty if a world may have it."""
+    rank, world, local_rank, local_world = place.rank, place.world, place.local_rank, place.local_world
+    rank_of_world = f"RANK={rank} of WORLD_SIZE={world}"
+    if world < 1 or local_world < 1:
+        return f"WORLD_SIZE={world} and LOCAL_WORLD_SIZE={local_world}: a world has at least one rank"
+    if not 0 <= rank < world:
+        unset = "" if "WORLD_SIZE" in environ else ", which is not set and counts as 1"
+        return f"{rank_of_world}{unset}: ranks count from 0 to WORLD_SIZE - 1"
+    if world > 1 and "RANK" not in environ:
+        return f"WORLD_SIZE={world} without RANK: each rank needs a number of its own"
+    if "WORLD_SIZE" in environ and local_world > world:
+        return f"LOCAL_WORLD_SIZE={local_world} of WORLD_SIZE={world}: a machine has a part of the ranks, or all"
+    is_local_world_known = "LOCAL_WORLD_SIZE" in environ or world == 1
+    if local_rank < 0 or (is_local_world_known and local_rank >= local_world):
+        return f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world}: local ranks count from 0"
+    if local_rank > rank:
+        return f"LOCAL_RANK={local_rank} and {rank_of_world}: a local rank is not above the rank"
+    return ""
+
+
+def _unusable(environ: Mapping[str, str]) -> str:
+    """Reason why a variable that other libraries read has no meaning; they would ignore it; empty if all have one."""
+    port = environ.get("MASTER_PORT", "1")
+    if not (port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT)) and 1 <= int(port) <= MAX_PORT):
+        return f"MASTER_PORT={port[:SHOWN_CHARS]} is no port, which is a number from 1 to {MAX_PORT}"
+    if not environ.get("MASTER_ADDR", "localhost").strip():
+        return "MASTER_ADDR is empty, and names the machine of rank 0"
+    threads = environ.get("OMP_NUM_THREADS", "")
+    # OpenMP takes a list with a number for each level of nested parallelism, and ignores the variable if empty.
+    if threads.strip() and not re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*(,\s*0*[1-9]\d{0,5}\s*)*", threads):
+        return f"OMP_NUM_THREADS={threads[:SHOWN_CHARS]} is no number of threads, which is 1 or more"
+    return ""
+
+
+def _impossible(reason: str) -> BackendError:
+    return BackendError(
+        f"{reason}; torchrun and nxtrain launch set the variables of ranks, and a command that is started alone needs "
+        "none: unset it"
+    )

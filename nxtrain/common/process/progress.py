@@ -1,0 +1,103 @@
+"""Progress of work that may take more than a few seconds: a live line on a terminal, elsewhere a line at intervals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+from types import TracebackType
+
+from rich.live import Live
+from rich.text import Text
+
+from nxtrain.common.process.console import PipeSafeConsole, standard_error
+
+LINE_EVERY_S = 10.0
+"""Seconds until the first plain line, and between two."""
+
+REDRAW_S = 1.0
+"""Seconds until a live line appears, and between two states of it; a measurement next to it must not notice."""
+
+_MINUTE_S, _MOST_SECONDS = 60, 120
+
+
+class Progress:
+    """Progress on standard error from entering the context to leaving it; short work shows nothing.
+
+    A thread prints, so that the line also goes on while the work waits for one long call.
+
+    Args:
+        label: The work in a few words.
+        total: Amount of work in any unit; 0: unknown.
+        on_terminals_only: Print no lines where standard error is no terminal.
+        console: Console to print on; None: standard error.
+        clock: Seconds, monotonic.
+        line_every_s, redraw_s: Intervals of plain lines and of live lines.
+
+    Attributes:
+        total: Amount of work, which may become known later.
+    """
+
+    def __init__(  # 6 options, all of the display
+        self,
+        label: str,
+        total: float = 0.0,
+        *,
+        on_terminals_only: bool = False,
+        console: PipeSafeConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        line_every_s: float = LINE_EVERY_S,
+        redraw_s: float = REDRAW_S,
+    ) -> None:
+        self._label, self.total, self._done = label, total, 0.0
+        self._console = console or standard_error()
+        self._clock, self._began_s = clock, clock()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._every_s = redraw_s if self._is_live else line_every_s
+        self._ended = Event()
+        self._thread = Thread(target=self._draw if self._is_live else self._print, name="progress", daemon=True)
+        self._is_shown = self._is_live or not on_terminals_only
+
+    def __enter__(self) -> Progress:
+        self._began_s = self._clock()
+        if self._is_shown:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._is_shown:
+            self._thread.join()
+
+    def show(self, done: float, label: str = "") -> None:
+        """Set the amount of work that is done and, if given, the words for the work under way."""
+        self._done, self._label = done, label or self._label
+
+    def line(self) -> str:
+        """State in one line: share, time so far, and time left at the speed so far."""
+        spent_s = self._clock() - self._began_s
+        parts = [f"{duration(spent_s)} so far"]
+        if self.total and self._done:
+            share = min(1.0, self._done / self.total)
+            parts = [f"{share:.0%}", *parts, f"about {duration(spent_s / share - spent_s)} left"]
+        return f"{self._label}: {', '.join(parts)}"
+
+    def _print(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._console.print(self.line(), markup=False)
+
+    def _draw(self) -> None:
+        if self._ended.wait(self._every_s):
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+            while True:
+                live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+                if self._ended.wait(self._every_s):
+                    return
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or minutes if there are many, for people."""
+    return f"{seconds:.0f} s" if seconds < _MOST_SECONDS else f"{seconds / _MINUTE_S:.0f} min"

@@ -1,0 +1,158 @@
+"""Last resorts of a process that hangs: stacks of its threads, lock-free output, and a timer that ends the process."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from nxtrain.common.errors import HangError
+
+_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)
+_IN_A_THREAD = 2
+"""SIGEV_THREAD of signal.h, the same on all of Linux."""
+
+
+class _Event(ctypes.Structure):
+    """`struct sigevent`: the action when a timer expires."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 32),
+    )
+
+
+class _Times(ctypes.Structure):
+    """`struct itimerspec`: once, after seconds and nanoseconds."""
+
+    _fields_ = (
+        ("every_s", ctypes.c_long),
+        ("every_ns", ctypes.c_long),
+        ("after_s", ctypes.c_long),
+        ("after_ns", ctypes.c_long),
+    )
+
+
+class HardExitTimer:
+    """Timer that ends the process unless it is set again in time; no-op on systems without POSIX timers.
+
+    A thread of the system's library calls `_exit`; Python and its locks are not involved.
+
+    Args:
+        code: Exit code of the process.
+
+    Source: timer_create(2) and sigevent(7) of https://man7.org/linux/man-pages.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._library, self._timer = _library(), ctypes.c_void_p()
+        if self._library is not None:
+            exit_process = ctypes.cast(self._library._exit, ctypes.c_void_p).value
+            event = _Event(value=code, notify=_IN_A_THREAD, function=exit_process)
+            if self._library.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+                self._library = None
+
+    @property
+    def works(self) -> bool:
+        """True if the system has such a timer."""
+        return self._library is not None
+
+    def set(self, seconds: float) -> None:
+        """Set the timer to expire after so many seconds, replacing any earlier setting; 0 disarms it."""
+        if self._library is not None:
+            whole, rest = divmod(seconds, 1.0)
+            times = _Times(0, 0, int(whole), int(1e9 * rest))
+            self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
+
+
+def _library() -> ctypes.CDLL | None:
+    for name in (None, "librt.so.1"):  # where glibc had timers before 2.34
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name)
+            if library.timer_create and library.timer_settime and library._exit:
+                return library
+    return None
+
+
+DUMP = getattr(signal, "SIGUSR2", None)
+"""Signal that asks a process to print the stacks of its threads."""
+
+PRINT_S = 0.5
+"""Seconds for printing the stacks before the process ends."""
+
+
+def answer_requests() -> None:
+    """Print the stacks at every `DUMP` signal; those that arrive while the interpreter shuts down are ignored.
+
+    The stacks of a process whose threads all hang are printed, too, since no lock is taken. For the same reason
+    CPython may crash while it walks a frame that is just being made. Of 14,000 signals to a process that ran Python
+    code without a pause, 2 crashed CPython 3.11.7. A rank waits or computes outside of Python most of the time.
+    """
+    if DUMP is not None and _has_descriptor():
+        faulthandler.unregister(DUMP)
+        with suppress(ValueError):  # only the main thread can
+            signal.signal(DUMP, signal.SIG_IGN)
+        faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
+
+
+def end_in(seconds: float) -> None:
+    """Schedule, without any lock, the stacks and the exit code of a hang after some seconds; a new call postpones."""
+    alarm = _alarm()
+    alarm.set(seconds + PRINT_S)
+    if _has_descriptor():
+        faulthandler.dump_traceback_later(seconds, exit=not alarm.works, file=sys.__stderr__ or 2)
+
+
+def dismiss() -> None:
+    """Cancel the scheduled end; `DUMP` signals are still answered."""
+    faulthandler.cancel_dump_traceback_later()
+    _alarm().set(0)
+
+
+def show() -> None:
+    """Print the stacks of all threads."""
+    if _has_descriptor():
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+
+
+def write(path: Path) -> None:
+    """Write the stacks to a file, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+_CLEAR_LINE = "\r\x1b[2K"
+"""Control sequence that moves to the begin of the line and clears the line (ECMA-48, EL)."""
+
+
+def print_line(line: str) -> None:
+    """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored.
+
+    On a terminal the line takes the place of a live bar, which redraws itself below.
+    """
+    is_screen = os.isatty(2) and os.environ.get("TERM") not in {None, "dumb", "unknown"}
+    with suppress(OSError):
+        os.write(2, f"{_CLEAR_LINE if is_screen else ''}{line}\n".encode())
+
+
+@functools.cache
+def _alarm() -> HardExitTimer:
+    return HardExitTimer(HangError.exit_code)
+
+
+def _has_descriptor() -> bool:
+    try:
+        return sys.__stderr__ is not None and sys.__stderr__.fileno() >= 0
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,128 @@
+"""Standard streams whose readers may close them: a pager, a terminal, the reader of a log."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import Any, TextIO, cast
+
+from nxtrain.common.errors import BackendError
+
+
+class OutputError(BackendError, OSError):
+    """Standard output or standard error that cannot be written, such as a file on a full disk."""
+
+
+class PipeSafeStream:
+    """A stream that drops its output once its pipe or terminal is closed; other errors end the command.
+
+    Args:
+        stream: A stream with a file descriptor.
+        carries_results: An error such as a full disk ends the command with `OutputError`. Otherwise each failed
+            write raises its own OSError.
+    """
+
+    def __init__(self, stream: TextIO, *, carries_results: bool = False) -> None:
+        self._stream, self._carries_results = stream, carries_results
+        self._failure: OutputError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Attribute of the wrapped stream."""
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text; drop it if the reader is gone."""
+        self._refuse()
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._handle(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush the buffer; drop it if the reader is gone."""
+        self._refuse()
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._handle(error)
+
+    def _refuse(self) -> None:
+        if self._failure is not None:  # raised at each call, since libraries may ignore errors of a stream
+            raise self._failure
+
+    def _handle(self, error: OSError) -> None:
+        """Discard all further output if the reader is gone; raise any other error.
+
+        Raises:
+            OutputError: Another error, such as a full disk, on a stream that carries results.
+            OSError: Another error on any other stream.
+        """
+        descriptor = self._stream.fileno()
+        is_gone = error.errno == errno.EPIPE or (
+            error.errno == errno.EIO and stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        )
+        if not is_gone and not self._carries_results:
+            raise error
+        _discard(self._stream)
+        if not is_gone:
+            self._failure = OutputError(f"standard output cannot be written: {error.strerror}; send it elsewhere")
+            raise self._failure from error
+
+
+@contextmanager
+def pipe_safe_streams() -> Iterator[None]:
+    """Wrap standard output and standard error, if they have descriptors, so that they outlive their readers."""
+    before = sys.stdout, sys.stderr
+    sys.stdout = cast(TextIO, _pipe_safe(sys.stdout, carries_results=True))
+    sys.stderr = cast(TextIO, _pipe_safe(sys.stderr))
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError):
+                _flush_or_discard(stream)
+        sys.stdout, sys.stderr = before
+
+
+def _flush_or_discard(stream: TextIO) -> None:
+    """Flush a stream, dropping its buffer on an error: otherwise the interpreter would exit with code 120."""
+    try:
+        stream.flush()
+    except OSError:
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Redirect the stream's descriptor to the null device, also for child processes, and flush the buffer there."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, stream.fileno())
+    os.close(nobody)
+    stream.flush()
+
+
+def open_standard_streams() -> None:
+    """Connect closed standard streams to the null device: the next file opened would else get their descriptors."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest descriptor that is free
+            stream = os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def _pipe_safe(stream: TextIO, *, carries_results: bool = False) -> TextIO | PipeSafeStream:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):  # the stream is absent, or one of a test
+        return stream
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")  # a terminal may show fewer characters than a text has
+    return PipeSafeStream(stream, carries_results=carries_results)

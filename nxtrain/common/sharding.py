@@ -1,0 +1,335 @@
+"""Sharding of each parameter over the tensor parallel ranks, for all code that touches a weight.
+
+Initialization, gradients, norms, checkpoints, conversion and planning all derive their shapes and offsets from
+`ShardSpec`; no other module computes the first row of a rank. A fused matrix (q, k and v in one) is a stack of
+segments. Each segment is a tensor of its own, under its own name, in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from nxtrain.common.mesh import Axis, Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values of a parameter.
+
+    Args:
+        kind: `normal` draws from N(0, std^2), `uniform` from an interval around 0; the others fill with a constant.
+        std: Standard deviation of `normal` and `uniform`.
+    """
+
+    kind: Literal["normal", "uniform", "zeros", "ones"] = "normal"
+    std: float = 0.02
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One global tensor inside a parameter.
+
+    Args:
+        name: Module name of the tensor when it stands alone, such as `q_proj`; empty if the parameter is unfused.
+        size: Entries along the sharded dimension in the whole tensor.
+        replicas: Adjacent tensor parallel ranks that hold the same slice (K/V heads when tp exceeds them).
+    """
+
+    name: str
+    size: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class TpSlice:
+    """One contiguous range of a local shard, and the range of a global tensor that it holds.
+
+    Args:
+        segment: The global tensor.
+        start: First entry in the global tensor, along the sharded dimension.
+        length: Real entries; may be 0 on the last ranks of a padded tensor.
+        local_start: First entry in the local shard.
+        local_length: Entries that the slice takes in the local shard; entries past `length` are padding, always zero.
+        copy: Index of this replica, 0 <= copy < copies.
+        copies: Number of ranks of the axis that hold the same entries.
+    """
+
+    segment: Segment
+    start: int
+    length: int
+    local_start: int
+    local_length: int
+    copy: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """A box of entries of one global tensor, and its offsets in a rank's local tensor.
+
+    Args:
+        segment: The global tensor.
+        offsets, sizes: The box in the global tensor.
+        local_offsets: First entries of the box in the local tensor.
+        copy: Index of this replica over the tensor parallel axis, 0 <= copy < copies.
+        copies: Number of tensor parallel ranks that hold the same entries.
+    """
+
+    segment: Segment
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    copy: int
+    copies: int
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> ShardBox:
+        """The box of a whole unfused tensor."""
+        origin = (0,) * len(shape)
+        return ShardBox(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
+
+    def rows(self, start: int, number: int) -> ShardBox:
+        """Adjacent rows of the box, counted in dimension 0 from its first row."""
+        sizes = (number, *self.sizes[1:])
+        first, local_first = self.offsets[0] + start, self.local_offsets[0] + start
+        offsets, local_offsets = (first, *self.offsets[1:]), (local_first, *self.local_offsets[1:])
+        return replace(self, offsets=offsets, sizes=sizes, local_offsets=local_offsets)
+
+    def of(self, local: Tensor) -> Tensor:
+        """View of the box in the local tensor."""
+        for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
+            if size != local.shape[dim]:
+                local = local.narrow(dim, start, size)
+        return local
+
+
+def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
+    """First row and number of rows of dimension 0 that a rank of an axis keeps: equally many, fewer on the last ranks.
+
+    Source: torch's `fully_shard`, which divides rows like `torch.chunk`.
+    """
+    width = -(-num_rows // axis.size)
+    start = min(axis.rank * width, num_rows)
+    return start, min(width, num_rows - start)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Sharding of one parameter over an axis.
+
+    Args:
+        shape: Shape of the whole parameter, segments stacked along `dim`, neither padded nor replicated.
+        dim: Dimension that is sharded; None when every rank holds the whole parameter.
+        segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
+        partial_gradient: Each rank's gradient of a whole parameter is a partial sum: the rank saw only its slice
+            of the sequence, or only its heads.
+        tied_to: Name of the parameter on the first pipeline stage of which this one, on the last stage, is a copy.
+        has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
+        decay: Weight decay applies.
+        init: Initial values.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    segments: tuple[Segment, ...] = ()
+    partial_gradient: bool = False
+    tied_to: str | None = None
+    has_copy: bool = False
+    decay: bool = True
+    init: Init = field(default_factory=Init)
+
+    def __post_init__(self) -> None:
+        """Give an unfused parameter its one segment; check that the segments add up to the shape."""
+        axis = 0 if self.dim is None else self.dim
+        if not self.segments:
+            object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
+        assert sum(s.size for s in self.segments) == self.shape[axis], self
+
+    @property
+    def is_tied(self) -> bool:
+        """True for a parameter that the first and the last pipeline stage each hold."""
+        return self.has_copy or self.tied_to is not None
+
+    def of_bias(self) -> ShardSpec:
+        """Sharding of the bias that is added to the products of this matrix; no weight decay applies."""
+        assert self.dim == 0, self
+        return ShardSpec(self.shape[:1], dim=0, segments=self.segments, decay=False, init=Init("zeros"))
+
+    def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
+        """Slices that this rank of `axis` holds, in local order; a segment that does not divide is padded."""
+        pieces, local_start = [], 0
+        for segment in self.segments:
+            copies = axis.size if self.dim is None else segment.replicas
+            width = -(-segment.size * copies // axis.size)
+            start = min(axis.rank // copies * width, segment.size)
+            length = min(width, segment.size - start)
+            pieces.append(TpSlice(segment, start, length, local_start, width, axis.rank % copies, copies))
+            local_start += width
+        return tuple(pieces)
+
+    def local_shape(self, axis: Axis) -> tuple[int, ...]:
+        """Shape of each rank's shard, equal on all ranks."""
+        last = self.pieces(axis)[-1]
+        dim = self.dim or 0
+        return (*self.shape[:dim], last.local_start + last.local_length, *self.shape[dim + 1 :])
+
+    def global_shape(self, segment: Segment) -> tuple[int, ...]:
+        """Shape of one segment as a tensor of its own."""
+        dim = self.dim or 0
+        return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
+
+    def global_name(self, parameter: str, segment: Segment) -> str:
+        """Name of a segment in checkpoints, the same for all copies, given the parameter's own name."""
+        return global_name(self.tied_to or parameter, segment)
+
+    def blocks(self, tp: Axis, shard: Axis) -> Iterator[ShardBox]:
+        """Boxes that this rank holds, its tensor parallel shard divided by rows over `shard`; padding left out."""
+        dim = self.dim or 0
+        first, num_rows = row_cut(self.local_shape(tp)[0], shard)
+        for piece in self.pieces(tp):
+            offsets, sizes, local = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
+            offsets[dim], sizes[dim], local[dim] = piece.start, piece.length, piece.local_start
+            low, high = max(local[0], first), min(local[0] + sizes[0], first + num_rows)
+            if low < high and piece.length:
+                offsets[0] += low - local[0]
+                sizes[0], local[0] = high - low, low - first
+                yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
+
+    def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
+        """Each slice with its view into the local shard, padding left out."""
+        for piece in self.pieces(axis):
+            yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
+
+    def has_whole_runs(self, axis: Axis, length: int) -> bool:
+        """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
+
+        Args:
+            axis: Ranks that share the matrix.
+            length: Entries of a run.
+        """
+        rows, columns = self.shape
+        for segment in self.segments:
+            width, rest = divmod(segment.size * segment.replicas, axis.size)
+            adjacent = width * columns if self.dim == 0 else width if width < columns else rows * columns
+            if rest or adjacent % length:
+                return False
+        return True
+
+    def shard(self, tensors: Mapping[str, Tensor], axis: Axis) -> Tensor:
+        """Copy this rank's shard from whole tensors, one per segment name; padding is zero."""
+        some = tensors[self.segments[0].name]
+        local = some.new_zeros(self.local_shape(axis))
+        for piece, view in self.views(local, axis):
+            view.copy_(tensors[piece.segment.name].narrow(self.dim or 0, piece.start, piece.length))
+        return local
+
+
+class ParamTable(Mapping[str, ShardSpec]):
+    """The `ShardSpec` of every parameter of a model, by parameter name, in model order."""
+
+    def __init__(self, specs: Mapping[str, ShardSpec]) -> None:
+        self._specs = dict(specs)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParamTable:
+        """Collect the `specs` that the modules of a model declare for their own parameters."""
+        specs = {}
+        for prefix, module in model.named_modules():
+            for name, spec in getattr(module, "specs", {}).items():
+                specs[f"{prefix}.{name}" if prefix else name] = spec
+        table = cls({name: specs[name] for name, _ in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            assert len(parameter.shape) == len(specs[name].shape), (name, parameter.shape, specs[name])
+        return table
+
+    def __getitem__(self, name: str) -> ShardSpec:
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def of_trained(self, model: nn.Module) -> ParamTable:
+        """The same for the parameters of the model that have gradients; the others are frozen."""
+        return ParamTable({name: self[name] for name, p in model.named_parameters() if p.requires_grad})
+
+    def num_params(self) -> int:
+        """Number of parameter entries of the model's whole tensors; tied copies are not counted."""
+        return sum(_numel(spec.shape) for spec in self.values() if spec.tied_to is None)
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global name and whole shape of every tensor of the model, as in checkpoints."""
+        return {
+            spec.global_name(name, segment): spec.global_shape(segment)
+            for name, spec in self.items()
+            for segment in spec.segments
+        }
+
+
+class Layout(Mapping[str, tuple[ShardBox, ...]]):
+    """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
+
+    The local tensors are rows of the tensor parallel shards: `row_cut` over `mesh.shard` selects them. Rows of zeros
+    may follow.
+
+    Args:
+        table: Sharding of the parameters over tp.
+        mesh: The axes of this rank.
+    """
+
+    def __init__(self, table: ParamTable, mesh: Mesh) -> None:
+        self.table, self.mesh = table, mesh
+        self._blocks = {name: tuple(spec.blocks(mesh.tp, mesh.shard)) for name, spec in table.items()}
+
+    def __getitem__(self, name: str) -> tuple[ShardBox, ...]:
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def row_copies(self, name: str, num_rows: int) -> list[int]:
+        """Number of tensor parallel ranks that hold each of the first rows of this rank's tensor; 1 for padding."""
+        copies = [1] * num_rows
+        for block in self[name]:
+            for row in range(block.local_offsets[0], block.local_offsets[0] + block.sizes[0]):
+                copies[row] = block.copies
+        return copies
+
+    def is_shared(self, name: str) -> bool:
+        """True if several ranks of one model copy update the same entries of a parameter, each for itself.
+
+        Such entries are replicas over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
+        replicas do not count. The result is the same on all ranks of a stage.
+        """
+        spec = self.table[name]
+        return spec.is_tied or any(piece.copies > 1 for piece in spec.pieces(self.mesh.tp))
+
+    def mixes_copies(self, name: str) -> bool:
+        """True if, on any rank, rows of a parameter differ in the number of ranks that hold them."""
+        return len({piece.copies for piece in self.table[name].pieces(self.mesh.tp)}) > 1
+
+
+def global_name(parameter: str, segment: Segment) -> str:
+    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`."""
+    if not segment.name:
+        return parameter
+    module, _, leaf = parameter.rpartition(".")
+    parent, _, _ = module.rpartition(".")
+    return ".".join(part for part in (parent, segment.name, leaf) if part)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

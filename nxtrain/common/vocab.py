@@ -1,0 +1,55 @@
+"""Targets of a language model, and the columns of the logits that a tensor parallel rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.mesh import Axis
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Target that every loss ignores; torch's own choice in `cross_entropy`."""
+
+PROMPT_BIT = 1 << 30
+"""Mark on an id in a row of data: the token is of a prompt, and no target."""
+
+END_BIT = 1 << 29
+"""Mark on an id in a row of data: the token is the last of its document."""
+
+ID_MASK = END_BIT - 1
+"""Bits of a marked id that are the id."""
+
+
+@dataclass(frozen=True)
+class VocabColumns:
+    """Columns of the logits that a tensor parallel rank holds.
+
+    Args:
+        first: (2,) int64 on the device, first vocabulary row of this rank, and its number of rows.
+        padding: (V,) float32, 0 for a true column and -inf for a padded one; None without padding.
+        comm: Collectives.
+        axis: Tensor parallel axis.
+    """
+
+    first: Tensor
+    padding: Tensor | None
+    comm: Collectives
+    axis: Axis
+
+    def place(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Position of the targets.
+
+        Args:
+            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+
+        Returns:
+            (T,) bool, targets that count; (T,) bool, those among this rank's columns; (T, 1) their column here, else 0.
+        """
+        counted = targets != IGNORE_INDEX
+        local = targets - self.first[0]
+        here = counted & (local >= 0) & (local < self.first[1])
+        return counted, here, local.masked_fill(~here, 0).unsqueeze(1)

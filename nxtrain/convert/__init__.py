@@ -1,1 +1,0 @@
-"""Conversions between checkpoints of nxtrain, Hugging Face and NeuronX Distributed."""

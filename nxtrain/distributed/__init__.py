@@ -1,1 +1,0 @@
-"""Communication between ranks: collectives, rendezvous, heartbeats, failures, agreement."""

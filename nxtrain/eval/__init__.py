@@ -1,1 +1,0 @@
-"""Evaluation of trained models: local tasks that need no network, and those of the lm-evaluation-harness."""

@@ -1,1 +1,0 @@
-"""Fine-tuning of given weights by low-rank adapters."""

@@ -1,0 +1,161 @@
+"""Dropout before adapters, from counter-based bits: the same masks on every layout, in recomputation and on resume.
+
+An entry is left out by the hash of the seed, the layer, the number of its sequence in the run, its position and its
+feature. No state of a random generator is involved.
+
+The numbers are tensors on the device. No number of a step, of a rank or of a layer is part of a compiled graph.
+
+Shapes: S sequence, B batch, I features, of this rank each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.rounding import mix_, random_bits
+from nxtrain.common.family import CausalLM
+from nxtrain.common.mesh import Axis
+from nxtrain.config.schema import RunConfig
+
+Recompute: TypeAlias = Callable[..., Tensor]
+"""Call of a function whose backward pass calls the function again; see `Kernels.recompute`."""
+
+_ATTRIBUTE = "adapter_dropout"
+
+
+class LayerDropout:
+    """Masks of one layer's input.
+
+    Args:
+        masks: Masks of the model.
+        name: Name of the layer.
+        positions, features: Entries of the whole input that this rank holds.
+    """
+
+    def __init__(self, masks: Dropout, name: str, positions: range, features: range) -> None:
+        self._masks, self._name, self._held = masks, name, (positions, features)
+        self._key = self._positions = self._features = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Leave entries of an activation out, and scale the others up: (S, B, I) to the same shape."""
+        masks = self._masks
+        if masks.sequences is None:
+            return x
+        rows = mix_((masks.sequences ^ self._positions.unsqueeze(1)).flatten()) | 1
+        bits = random_bits(rows, self._features, self._key)
+        return (x / masks.kept).masked_fill((bits < masks.limit).view(x.shape), 0)
+
+    def prepare(self, seed: int, hashes: Callable[[range], Tensor], device: torch.device) -> None:
+        """Upload the numbers of the layer."""
+        digest = hashlib.blake2b(f"{seed}:dropout:{self._name}".encode(), digest_size=4).digest()
+        key = int.from_bytes(digest, "little", signed=True) | 1
+        self._key = torch.tensor([key], dtype=torch.int32).to(device)
+        self._positions, self._features = map(hashes, self._held)
+
+
+class Dropout:
+    """Masks of all layers of a model, which follow the passes through each of its parts.
+
+    Args:
+        config: Configuration of the run.
+        dp: Data parallel axis.
+
+    Attributes:
+        sequences: (B,) int32, hashes of the numbers of the sequences at work; None: no entry is left out.
+        kept: () float32, share of the entries that stay.
+        limit: () int32, least bits of an entry that stays.
+    """
+
+    def __init__(self, config: RunConfig, dp: Axis) -> None:
+        train, share = config.train, config.finetune.dropout
+        self._seed, self._seq_len = config.run.seed, train.seq_len
+        self._global_batch, self._micro_batch = train.global_batch, train.micro_batch
+        self._num_micro = train.global_batch // (train.micro_batch * dp.size)
+        self._first = dp.rank * train.global_batch // dp.size
+        self._layers: list[LayerDropout] = []
+        self._passes: list[int] = []
+        self._is_ready = False
+        self.sequences: Tensor | None = None
+        self.kept = torch.tensor(1 - share)
+        self.limit = torch.tensor(min(round(share * (1 << 32)), (1 << 32) - 1) - (1 << 31), dtype=torch.int32)
+
+    def of_layer(self, name: str, features: range, sequence: Axis | None = None) -> LayerDropout:
+        """Make the masks of a layer.
+
+        Args:
+            name: Name of the layer.
+            features: Features of the input that this rank holds.
+            sequence: Axis over which the positions are sharded; None: this rank holds all of them.
+        """
+        length = self._seq_len if sequence is None else self._seq_len // sequence.size
+        first = 0 if sequence is None else sequence.rank * length
+        self._layers.append(LayerDropout(self, name, range(first, first + length), features))
+        return self._layers[-1]
+
+    def attach(self, model: nn.Module, parts: Sequence[int]) -> None:
+        """Count the training passes through each part of a model, by those through its first block.
+
+        Args:
+            model: A `CausalLM` with the layers.
+            parts: Number of blocks of each part; a part computes the micro-batches of a step in their order.
+        """
+        setattr(model, _ATTRIBUTE, self)
+        blocks = iter(cast(CausalLM, model).blocks)
+        for part, number in enumerate(parts):
+            own = [next(blocks) for _ in range(number)]
+            own[0].register_forward_pre_hook(partial(self._enter, part))
+        self._passes = [0] * len(parts)
+
+    def begin(self, steps: int) -> None:
+        """Go on after finished steps."""
+        self._passes = [steps * self._num_micro] * len(self._passes)
+
+    def recomputing(self, recompute: Recompute) -> Recompute:
+        """The same recomputation, with the masks of the first call, whatever passes there are between both calls."""
+
+        def of_same_sequences(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+            return recompute(partial(self._within, function), self.sequences, *inputs)
+
+        return of_same_sequences
+
+    def _within(self, function: Callable[..., Tensor], sequences: Tensor | None, *inputs: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # the sequences are an input of the graph, and of its recomputation
+            return function(*inputs)
+        at_work, self.sequences = self.sequences, sequences
+        try:
+            return function(*inputs)
+        finally:
+            self.sequences = at_work
+
+    def _enter(self, part: int, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Number the sequences of a pass. A recomputation calls the block's forward itself, and does not come here."""
+        if not torch.is_grad_enabled():
+            self.sequences = None
+            return
+        device = inputs[0].device
+        if not self._is_ready:
+            hashes = cache(lambda held: _hashes(held).to(device))
+            for layer in self._layers:
+                layer.prepare(self._seed, hashes, device)
+            self._is_ready = True
+        step, micro = divmod(self._passes[part], self._num_micro)
+        first = step * self._global_batch + self._first + micro * self._micro_batch
+        self.sequences = _hashes(range(first, first + self._micro_batch)).to(device)
+        self._passes[part] += 1
+
+
+def resume_dropout(model: nn.Module, steps: int) -> None:
+    """Let the masks of a model go on after finished steps; does nothing without dropout."""
+    if (dropout := getattr(model, _ATTRIBUTE, None)) is not None:
+        dropout.begin(steps)
+
+
+def _hashes(numbers: range) -> Tensor:
+    """Hashes of adjacent numbers: (count,) int32; numbers wrap around."""
+    return mix_(torch.arange(numbers.start, numbers.stop).to(torch.int32))

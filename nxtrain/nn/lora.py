@@ -1,0 +1,159 @@
+"""Low-rank adapters beside the frozen linear layers of a model: x W^T + scale (x A^T) B^T.
+
+Model code is unchanged: parameters are added to existing layers, whose forward is replaced. A layer of several segments
+has an adapter for each, as the unfused layers of PEFT have. The matrix on the side of the layer's whole features is
+replicated over tp, and the other one is sharded like the layer's weight. Between both, activations are r wide, and only
+these are exchanged: gathered before a sharded B, or summed behind a sharded A.
+
+Shapes: S sequence, B batch, I inputs, O outputs, R rank of the adapters, n adapters of one layer.
+
+Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the scale of rsLoRA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import CausalLM
+from nxtrain.common.sharding import Init, Segment, ShardSpec
+from nxtrain.config.decode import nearest
+from nxtrain.config.schema import FinetuneConfig
+from nxtrain.nn.dropout import Dropout, LayerDropout
+from nxtrain.parallel.linear import ColumnLinear, RowLinear, product
+from nxtrain.parallel.regions import TensorParallel
+
+A, B = "lora_A", "lora_B"
+"""Names of the parameters of an adapted layer, PEFT's names of its modules."""
+
+
+def is_adapter(parameter: str) -> bool:
+    """True for the name of an adapter's parameter."""
+    return parameter.rpartition(".")[2] in {A, B}
+
+
+def scale_of(config: FinetuneConfig) -> float:
+    """Factor of an adapter's output."""
+    return config.alpha / (math.sqrt(config.r) if config.rslora else config.r)
+
+
+def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None = None) -> None:
+    """Freeze a model, and add adapters to the linear layers of its blocks.
+
+    Args:
+        model: A `CausalLM` on the meta device, changed in place; its parameters keep their names.
+        config: Rank, scale and layers of the adapters.
+        tp: Tensor parallel context of the layers.
+        dropout: Masks of the adapters' inputs; None: inputs are whole.
+
+    Raises:
+        ConfigError: A target is no linear layer of the blocks, or the rank is larger than every adapted layer.
+    """
+    model.requires_grad_(False)
+    found, widest = set[str](), 0
+    paths = {id(module): path for path, module in model.named_modules()}
+    blocks = cast(CausalLM, model).blocks
+    for layer in (module for block in blocks for module in block.modules()):
+        if isinstance(layer, ColumnLinear | RowLinear):
+            found.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout))
+            widest = max(widest, *(layer.specs["weight"].shape if A in layer.specs else ()), 0)
+    if missing := sorted({*config.targets} - found):
+        reason = f"{', '.join(missing)}: no linear layer of the model's blocks has this name"
+        raise ConfigError([Problem("finetune.targets", reason, hint=nearest(missing[0], sorted(found)))])
+    if config.r > widest:
+        reason = f"{config.r:,} is larger than every adapted layer, which have up to {widest:,} features"
+        raise ConfigError([Problem("finetune.r", reason, hint=f"use {widest} at most; 8 to 64 are usual")])
+    if tp.comm.lazy:
+        # torch-xla recomputes a block only if an input of the block has a gradient, and the embedding is frozen.
+        blocks[0].register_forward_pre_hook(_require_gradient)
+
+
+def _adapt_layer(
+    layer: ColumnLinear | RowLinear, path: str, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None
+) -> Sequence[str]:
+    """Add the adapters of one layer, and return the names of the layer's segments."""
+    spec, name = layer.specs["weight"], path.rpartition(".")[2]
+    is_column = isinstance(layer, ColumnLinear)
+    names = [segment.name or name for segment in spec.segments] if is_column else [name]
+    chosen = [index for index, each in enumerate(names) if not config.targets or each in config.targets]
+    if not chosen:
+        return names
+    out_features, in_features = spec.shape
+    segments = [spec.segments[index] for index in chosen] if is_column else [Segment("", out_features)]
+    # The mean square of PEFT's initial A, which is uniform up to 1 / sqrt(I).
+    drawn, zeros = Init("uniform", 1 / math.sqrt(3 * in_features)), Init("zeros")
+    ranks, rows = tuple(Segment(s.name, config.r) for s in segments), sum(s.size for s in segments)
+    partial = tp.sequence_parallel
+    a_shape, b_shape = (len(ranks) * config.r, in_features), (rows, config.r)
+    if is_column:
+        a = ShardSpec(a_shape, dim=None, segments=ranks, partial_gradient=partial, init=drawn)
+        b = ShardSpec(b_shape, dim=0, segments=tuple(segments), init=zeros)
+    else:
+        a = ShardSpec(a_shape, dim=1, init=drawn)
+        b = ShardSpec(b_shape, dim=None, partial_gradient=partial, init=zeros)
+    with torch.device("meta"):
+        for leaf, each in ((A, a), (B, b)):
+            layer.specs[leaf] = each
+            layer.register_parameter(leaf, tp.empty(each))
+    first, width = (0, in_features) if is_column else (spec.pieces(tp.axis)[0].start, spec.local_shape(tp.axis)[1])
+    sequence = tp.axis if is_column and tp.sequence_parallel else None
+    drop = None if dropout is None else dropout.of_layer(path, range(first, first + width), sequence)
+    adapted = cast(Any, layer)
+    adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
+    # One function serves all layers, so that a compiler sees equal blocks.
+    adapted.forward = MethodType(_column_forward if is_column else _row_forward, layer)
+    return names
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Adapters of one layer.
+
+    Args:
+        chosen: Indices of the segments with an adapter.
+        r: Rank of each.
+        scale: Factor of their output.
+        tp: Tensor parallel context of the layer.
+        drop: Masks of their input; None: the input is whole.
+    """
+
+    chosen: tuple[int, ...]
+    r: int
+    scale: float
+    tp: TensorParallel
+    drop: LayerDropout | None
+
+    def down(self, x: Tensor, a: Tensor) -> Tensor:
+        """Scaled product with A: (..., I) to (..., n R)."""
+        return product(x if self.drop is None else self.drop(x), a, self.tp) * self.scale
+
+
+def _column_forward(layer: Any, x: Tensor) -> Tensor:
+    """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
+    out, own = ColumnLinear.forward(layer, x), layer.adapters
+    parts = own.tp.enter(own.down(x, layer.lora_A)).split(own.r, dim=-1)
+    rows = layer.lora_B.split([layer.split_sizes[index] for index in own.chosen])
+    updates = {index: product(part, b, own.tp) for index, part, b in zip(own.chosen, parts, rows, strict=True)}
+    whole = [
+        updates[index] if index in updates else out.new_zeros(*out.shape[:-1], width)
+        for index, width in enumerate(layer.split_sizes)
+    ]
+    return out + (torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0])
+
+
+def _row_forward(layer: Any, x: Tensor) -> Tensor:
+    """Forward pass of a row layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
+    out, own = RowLinear.forward(layer, x), layer.adapters
+    return out + product(own.tp.exit(own.down(x, layer.lora_A)), layer.lora_B, own.tp)
+
+
+def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled():
+        inputs[0].requires_grad_()

@@ -1,0 +1,105 @@
+"""Frozen linear layers in NF4, below adapters (QLoRA): a matrix is restored for each product, forward and backward.
+
+Model code is unchanged: the weight of an existing layer is replaced by its packed form, under the same name.
+Checkpoints hold no frozen weights, and every start quantizes the base anew.
+
+Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.nf4 import Packing, Part
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import CausalLM
+from nxtrain.common.sharding import ShardSpec
+from nxtrain.config.finetune import quantized_cut
+from nxtrain.nn.init import Fill
+from nxtrain.parallel.linear import ColumnLinear, RowLinear
+from nxtrain.parallel.products import linear, matmul
+from nxtrain.parallel.regions import TensorParallel
+
+
+class _RestoredProduct(torch.autograd.Function):
+    """x @ weight.T of a packed weight, which alone is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing, wide: bool) -> Tensor:
+        ctx.packing, ctx.wide = packing, wide
+        ctx.save_for_backward(packed)
+        return linear(x, packing.restore(packed), wide=wide)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        (packed,) = ctx.saved_tensors
+        return matmul(grad, ctx.packing.restore(packed), wide=ctx.wide), None, None, None
+
+
+def quantize(model: nn.Module, tp: TensorParallel) -> None:
+    """Replace the weights of the linear layers of a model's blocks by packed ones, without values.
+
+    Args:
+        model: A `CausalLM` on the meta device, changed in place; its parameters keep their names.
+        tp: Tensor parallel context of the layers.
+
+    Raises:
+        ConfigError: Tensor parallelism cuts a block of weights that share a scale.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    for layer in (module for block in cast(CausalLM, model).blocks for module in block.modules()):
+        if isinstance(layer, ColumnLinear | RowLinear):
+            name = paths[id(layer)].rpartition(".")[2]
+            packing = _packing(layer.specs["weight"], name, tp)
+            blank = torch.empty(packing.packed_shape, dtype=packing.dtype, device="meta")
+            layer.weight = nn.Parameter(blank, requires_grad=False)
+            layer.restored = partial(_product, layer, packing, tp.wide_products)
+
+
+def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill:
+    """A `fill` that quantizes the weights of `quantize`, and leaves other parameters to another `fill`.
+
+    Args:
+        model: The model.
+        read: Reads a whole tensor by its global name.
+        fill: Fills the other parameters.
+    """
+    found = dict(_quantized_layers(model))
+
+    def fill_one(name: str, local: Tensor) -> None:
+        if name not in found:
+            return fill(name, local)
+        spec, packing = found[name]
+        wholes = [read(spec.global_name(name, segment)) for segment in spec.segments]
+        local.copy_(packing.pack(wholes))
+        return None
+
+    return fill_one
+
+
+def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, Packing]]]:
+    for path, layer in model.named_modules():
+        if isinstance(layer, ColumnLinear | RowLinear) and layer.restored is not None:
+            yield f"{path}.weight", (layer.specs["weight"], cast(Any, layer.restored).args[1])
+
+
+def _product(layer: ColumnLinear | RowLinear, packing: Packing, wide: bool, x: Tensor) -> Tensor:
+    out: Tensor = _RestoredProduct.apply(x, layer.weight, packing, wide)
+    return out
+
+
+def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:
+    if problems := list(quantized_cut(name, spec, tp.axis)):
+        raise ConfigError(problems)
+    parts = tuple(
+        Part(cast(tuple[int, int], spec.global_shape(piece.segment)), spec.dim or 0, piece.start, piece.length)
+        for piece in spec.pieces(tp.axis)
+    )
+    return Packing(parts, cast(tuple[int, int], spec.local_shape(tp.axis)), tp.dtype)

@@ -1,1 +1,0 @@
-"""One HTML page of runs: their course, their stability, their use of time, and their differences."""

@@ -1,0 +1,3 @@
+"""Work around a run."""
+
+from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Benchmarks of speed and memory, with peers in the same run."""

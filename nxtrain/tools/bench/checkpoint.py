@@ -1,0 +1,254 @@
+"""Speed of checkpoints beside the disk's own, `torch.save` and plain `torch.distributed.checkpoint`, in turns.
+
+The disk is measured by what asks least of it: one buffer, written and read past the page cache in blocks. What is
+quoted is the median over rounds, and of ratios the median of the ratios inside each round, since disks are shared.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import Staging
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.io.checksummed_file import BLOCK_BYTES
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.document import write_document
+from nxtrain.common.process.progress import Progress
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+
+ALONE = StorageScope(Ranks(Mesh(1, 0)))
+
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+ROWS = 1024
+"""Of each tensor; as wide, in float32, so that a tensor has 4 MiB."""
+MATRICES_MIB = 4 * len(KINDS)
+"""MiB of one tensor of each kind."""
+
+DISK_WRITE, DISK_READ, COPY = "disk, write", "disk, read", "copy of the state"
+SAVE, READ_BACK, STALL, LOAD = "save", "read back", "stall", "load"
+TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
+DCP_SAVE, DCP_LOAD = "DCP, save", "DCP, load"
+FLOORS = {
+    **dict.fromkeys((SAVE, TORCH_SAVE, DCP_SAVE), DISK_WRITE),
+    **dict.fromkeys((READ_BACK, LOAD, TORCH_LOAD, DCP_LOAD), DISK_READ),
+    STALL: COPY,
+}
+"""Reference measurement for each measurement."""
+
+
+TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
+"""Least shares of the floor's speed."""
+
+
+def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
+    """Measure and print.
+
+    Args:
+        folder: Where to write; on the disk that is meant. A folder in it is made and removed.
+        mib: MiB of the state; less than one matrix of each kind does not count.
+        rounds: Turns of each.
+        check: Hold the results to `TARGETS`.
+        as_json: Print JSON instead of a table.
+
+    Returns:
+        Whether all targets were reached, if they were to be checked.
+    """
+    mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
+    place = folder / f"nxtrain-bench-{os.getpid()}"
+    place.mkdir(parents=True)
+    try:
+        seconds = measure(place, mib, rounds)
+    finally:
+        shutil.rmtree(place)
+    result = summarize(seconds, mib)
+    missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
+    if as_json:
+        write_document({"mib": mib, "rounds": rounds, "results": result, "missed": missed})
+    else:
+        Console().print(_table(result, mib, rounds))
+    return not (check and missed)
+
+
+def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dict[str, float]]:
+    """Medians over rounds: GiB per second, and the speed as a share of the floor's."""
+    return {
+        name: {
+            "gib_per_s": mib / 1024 / median(turns),
+            "share": median(floor / ours for ours, floor in zip(turns, seconds[FLOORS.get(name, name)], strict=True)),
+        }
+        for name, turns in seconds.items()
+    }
+
+
+def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in every round, by name."""
+    state = State(place, mib)
+    turns: dict[str, Callable[[], object]] = {
+        COPY: state.copy,
+        STALL: state.stage,
+        DISK_WRITE: state.write_raw,
+        SAVE: state.save,
+        READ_BACK: state.read_back,
+        TORCH_SAVE: state.torch_save,
+        DCP_SAVE: state.dcp_save,
+        DISK_READ: state.read_raw,
+        LOAD: state.load,
+        TORCH_LOAD: state.torch_load,
+        DCP_LOAD: state.dcp_load,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    with Progress("starting", (rounds + 1) * len(turns)) as progress:
+        for number in range(rounds + 1):
+            state.clear()
+            for done, (name, act) in enumerate(turns.items(), number * len(turns)):
+                progress.show(done, f"round {number} of {rounds}: {name}")
+                state.forget()
+                began = time.perf_counter()
+                act()
+                if number:  # the first round maps memory
+                    seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+class State:
+    """Weights and two running means of a model that is all matrices, and what can be done with them.
+
+    Args:
+        place: Folder for files.
+        mib: Size of the state.
+
+    Attributes:
+        num_bytes: Its exact size.
+    """
+
+    def __init__(self, place: Path, mib: int) -> None:
+        self._place, self._mib = place, mib
+        num = max(1, mib // MATRICES_MIB)
+        specs = {f"layers.{index}.weight": ShardSpec((ROWS, ROWS), dim=0) for index in range(num)}
+        self._layout = Layout(ParamTable(specs), Mesh(1, 0))
+        self._shards = {kind: {name: torch.randn(ROWS, ROWS) for name in specs} for kind in KINDS}
+        self._flat = {f"{kind}/{name}": x for kind, named in self._shards.items() for name, x in named.items()}
+        self._into = {key: torch.empty_like(x) for key, x in self._flat.items()}
+        self._staging = Staging(self._layout)
+        self._staged = self._staging.fill(self._shards)
+        self._block = mmap.mmap(-1, BLOCK_BYTES)
+        self.num_bytes = sum(x.nbytes for x in self._flat.values())
+        self._num_blocks = max(1, self.num_bytes // BLOCK_BYTES)
+        self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
+
+    def clear(self) -> None:
+        """Delete what was written, so that no turn pays for it: a checkpoint of a run replaces none."""
+        for file in self._place.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    def forget(self) -> None:
+        """Let the page cache forget every file, so that reading finds a cold disk."""
+        os.sync()
+        for file in self._place.rglob("*"):
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def copy(self) -> None:
+        """One copy of the state in memory."""
+        for key, x in self._flat.items():
+            self._into[key].copy_(x)
+
+    def stage(self) -> None:
+        """Stage the tensors, the part of a save for which training waits."""
+        self._staging.fill(self._shards)
+
+    def write_raw(self) -> None:
+        """Write raw blocks at the disk's own speed."""
+        file = os.open(self._place / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
+        for index in range(self._num_blocks):
+            os.pwrite(file, self._block, index * BLOCK_BYTES)
+        os.fsync(file)
+        os.close(file)
+
+    def read_raw(self) -> None:
+        """The same."""
+        file = os.open(self._place / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        for index in range(self._num_blocks):
+            os.preadv(file, [self._block], index * BLOCK_BYTES)
+        os.close(file)
+
+    def save(self) -> None:
+        """A checkpoint, until it is committed."""
+        tensors = self._staged.tensors
+        planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
+        self._written = write(directory.step_path(self._place, 1), planner, self._meta, ALONE, staged=self._staged)
+
+    def read_back(self) -> None:
+        """Read the checkpoint back, which proves that the disk holds it."""
+        read_back(directory.step_path(self._place, 1), self._written, ALONE)
+
+    def load(self) -> None:
+        """Load the whole checkpoint, verified."""
+        load(directory.step_path(self._place, 1), self._shards, self._layout)
+
+    def torch_save(self) -> None:
+        """Save everything with torch.save, until the disk holds it."""
+        with (self._place / "torch.pt").open("wb") as file:
+            torch.save(self._flat, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def torch_load(self) -> None:
+        """The same with torch.load, into the tensors of a model."""
+        loaded = torch.load(self._place / "torch.pt", weights_only=True)
+        for key, x in loaded.items():
+            self._into[key].copy_(x)
+
+    def dcp_save(self) -> None:
+        """All of it with torch's own writer, which waits for the disk as well."""
+        _quietly(lambda: dcp.save(self._flat, checkpoint_id=self._place / "dcp", no_dist=True))
+
+    def dcp_load(self) -> None:
+        """The same with torch's own reader."""
+        into: dict[str, Tensor] = self._into
+        _quietly(lambda: dcp.load(into, checkpoint_id=self._place / "dcp", no_dist=True))
+
+
+def _quietly(act: Callable[[], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        act()
+
+
+def _table(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Table:
+    table = Table(title=f"a checkpoint of {mib} MiB", title_style="bold")
+    for column, justify in (
+        ("", "left"),
+        ("GiB/s", "right"),
+        ("share of", "left"),
+        ("", "right"),
+        ("at least", "right"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name, row in result.items():
+        floor = FLOORS.get(name, "")
+        target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
+        table.add_row(name, f"{row['gib_per_s']:.2f}", floor, f"{row['share']:.2f}" if floor else "", target)
+    table.caption = f"medians over {rounds} rounds, in turns"
+    return table

@@ -1,0 +1,170 @@
+"""Measurements of corpora: tokenization and packing beside the bare tokenizer, waits, and the start on a large one.
+
+The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
+The file of the start has holes in place of its documents, so that a disk need not hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from nxtrain.common.errors import BackendError
+from nxtrain.common.process.progress import Progress
+from nxtrain.data.arrow import ipc
+from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
+from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.preparation import BATCH_BYTES, Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.seal import Sealing
+from nxtrain.data.arrow.streams import WINDOW_ROWS
+from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.tools.bench.data_peers import text_sides
+from nxtrain.tools.bench.data_turns import Turn, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_wait import measure_wait
+
+CONCAT, BEST_FIT, WORKER = "concat", "best_fit", "best_fit in a worker"
+
+VOCAB = 4096
+
+_TRAINED_BYTES = 2 << 20
+_DOCUMENT_BYTES = 4096
+
+
+def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Tokens per CPU second of each way to pack and of peers, beside the bare tokenizer on the same documents.
+
+    Args:
+        mib: MiB of text.
+        seq_len: Targets in a row.
+        rounds: Times that each side runs, after one that warms up.
+        folder: Folder for the corpus and its tokenizer.
+    """
+    source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
+    corpus = PreparedCorpus(source.paths[0])
+    texts = [corpus.text(number) for number in range(len(corpus))]
+    num_tokens = sum(ids.size + 1 for ids in tokenizer.encode(texts))
+    number = max(1, num_tokens // (WINDOW_ROWS * (seq_len + 1)))
+    fitted = replace(source, packing="best_fit")
+    sides = {
+        CONCAT: packing_turns(source, number),
+        BEST_FIT: packing_turns(fitted, number),
+        WORKER: packing_turns(fitted, number, lambda name: None),
+    }
+    for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
+        sides[name] = [Turn(side, tokenizer.tokenizer)]
+    return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
+
+
+def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLanes, TextTokenizer]:
+    """Prepare the documents of the standard library, and train a tokenizer on some of them."""
+    texts = list(stdlib_corpus(num_bytes))
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
+    prepare_corpus(Request([folder / "text.jsonl"], folder / "text.arrow"), Watcher())
+    sample, num_chars = list[str](), 0
+    for text in texts:
+        sample.append(text)
+        num_chars += len(text)
+        if num_chars > _TRAINED_BYTES:
+            break
+    train_bpe(sample, VOCAB, folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
+    identity = PreparedCorpus(folder / "text.arrow").identity
+    options = (tokenizer.path, tokenizer.end, VOCAB, 0.0)
+    return CorpusLanes((folder / "text.arrow",), (identity,), None, *options, "concat", seq_len), tokenizer
+
+
+def measure_start(mib: int, folder: Path) -> dict[str, float]:
+    """Seconds and memory of a fresh process that opens a large corpus and reads one document of its end.
+
+    Args:
+        mib: MiB of the file.
+        folder: Folder of the file, which has holes.
+
+    Raises:
+        BackendError: The process fails.
+    """
+    path = folder / "large.arrow"
+    num_documents = write_sparse(path, mib << 20)
+    argv = [sys.executable, "-m", "nxtrain.tools.bench.data_streams", str(path)]
+    began = time.perf_counter()
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    wall_s = time.perf_counter() - began
+    if done.returncode:
+        raise BackendError(f"the start on {path} ended with exit code {done.returncode}; see its lines above")
+    found: dict[str, float] = json.loads(done.stdout)
+    return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **found}
+
+
+def write_sparse(path: Path, num_bytes: int) -> int:
+    """Write a prepared corpus of text whose documents are holes; returns their number."""
+    column, settings = TextColumn(), Settings("text", False, "", 0)
+    schema = schema_of(column, "sparse", settings, 0)
+    array, _ = column.array([bytes(_DOCUMENT_BYTES)] * (BATCH_BYTES // _DOCUMENT_BYTES), [])
+    batch = pa.record_batch([array], schema=schema)
+    blocks, sealing, entries = [], Sealing(), b""
+    with path.open("wb") as file:
+        entries += sealing.add(memoryview(ipc.begin(schema)))
+        file.write(ipc.begin(schema))
+        for _ in range(max(1, num_bytes // BATCH_BYTES)):
+            content, block = ipc.message(batch, file.tell())
+            held = content.size - BATCH_BYTES  # the documents are the last buffer
+            file.write(content.slice(0, held))
+            file.truncate(file.tell() + BATCH_BYTES)
+            file.seek(0, 2)
+            blocks.append(block)
+            entries += sealing.add_batch(memoryview(content), block.metadata)[0]
+        entries += sealing.add(memoryview(ipc.END_OF_STREAM))
+        footer = ipc.end(schema, blocks)
+        file.write(ipc.END_OF_STREAM)
+        covered = file.tell()
+        file.write(entries + sealing.finish(covered, footer) + footer)
+    return len(array) * len(blocks)
+
+
+def main(path: Path) -> None:
+    """Open a corpus, read one document, and print the CPU seconds and the memory of this process."""
+    corpus = PreparedCorpus(path)
+    assert len(corpus.content(len(corpus) - 1)) == _DOCUMENT_BYTES
+    # The peak of getrusage includes that of the parent before the program was loaded.
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    print(json.dumps({"cpu_s": time.process_time(), "rss_mib": int(peak.split()[1]) / 1024}))
+
+
+def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
+    """All measurements, in a folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        text = measure_text(text_mib, seq_len, rounds, folder)
+        with Progress("measuring how long steps wait for ids"):
+            wait = measure_wait(_corpora(folder, seq_len))
+        with Progress(f"opening a corpus of {file_mib:,} MiB"):
+            return {"text": text, "wait": wait, "start": measure_start(file_mib, folder)}
+
+
+def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
+    """Lanes of the measured text, and of its ids."""
+    tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
+    prepare_corpus(Request([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher())
+
+    def lanes(name: str, of_text: Path | None) -> CorpusLanes:
+        path = folder / name
+        options = (of_text, tokenizer.end, VOCAB, 0.0)
+        return CorpusLanes((path,), (PreparedCorpus(path).identity,), None, *options, "concat", seq_len)
+
+    return {"text": lanes("text.arrow", tokenizer.path), "ids": lanes("ids.arrow", None)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,186 @@
+"""Turns of tokenization and packing, each beside the bare tokenizer on the very documents that the turn tokenized.
+
+A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare tokenizer
+gets the same group at once, before or behind the turn's own call in alternation. A group takes some 50 ms. So neither
+the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
+count as well: they were tokenized.
+
+A turn of a peer is the whole corpus. The bare tokenizer gets each of the peer's groups in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from statistics import geometric_mean, median
+from typing import Any, TypeVar, cast
+
+from tokenizers import Encoding, Tokenizer
+
+from nxtrain.common.process.progress import Progress
+from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
+from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
+from nxtrain.data.tokenization import TextTokenizer
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Spent:
+    """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
+
+    Attributes:
+        own_s: The side's own, that inside of its tokenizer among them.
+        inside_s: Inside of the side's tokenizer.
+        bare_s: The bare tokenizer on the same documents.
+        tokens: Tokens of the documents, each with the end of text.
+        calls: For each call, the bare tokenizer's time over that of the side's, and true if the bare one began.
+    """
+
+    own_s: float = 0.0
+    inside_s: float = 0.0
+    bare_s: float = 0.0
+    tokens: int = 0
+    calls: list[tuple[float, bool]] = field(default_factory=list)
+
+
+@dataclass
+class WatchedTokenizer:
+    """A tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts.
+
+    Args:
+        tokenizer: The tokenizer.
+
+    Attributes:
+        spent: Counts so far; without `own_s`.
+        bare_first: The bare tokenizer begins at the next call; the order alternates from there.
+    """
+
+    tokenizer: Tokenizer
+    spent: Spent = field(default_factory=Spent)
+    bare_first: bool = False
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
+        """Encode texts by the tokenizer."""
+        encode = partial(self.tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
+        return self._counted(partial(encode, texts), texts)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """Encode a text by the tokenizer."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return self._counted(partial(encode, text), [text])
+
+    def _counted(self, encode: Callable[[], Result], texts: list[str]) -> Result:
+        bare_s = 0.0
+        if self.bare_first:
+            bare_s = self._encode_bare(texts)
+        began = time.process_time()
+        found = encode()
+        inside_s = time.process_time() - began
+        if not self.bare_first:
+            bare_s = self._encode_bare(texts)
+        self.spent.bare_s += bare_s
+        self.spent.inside_s += inside_s
+        self.spent.calls.append((bare_s / inside_s, self.bare_first))
+        self.bare_first = not self.bare_first
+        return found
+
+    def _encode_bare(self, texts: list[str]) -> float:
+        began = time.process_time()
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        self.spent.tokens += sum(len(each.ids) + 1 for each in encoded)
+        return time.process_time() - began
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Part of a side's work.
+
+    Args:
+        act: Does the work by the tokenizer that is handed in.
+        tokenizer: The tokenizer.
+    """
+
+    act: Callable[[Tokenizer], object]
+    tokenizer: Tokenizer
+
+    def take(self, bare_first: bool) -> Spent:
+        """Do the work; returns the CPU seconds."""
+        watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
+        began = time.process_time()
+        self.act(cast("Tokenizer", watched))
+        watched.spent.own_s = time.process_time() - began - watched.spent.bare_s
+        return watched.spent
+
+
+def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[Turn]:
+    """Turns that tokenize and pack one window each, in the order of training.
+
+    Args:
+        source: Lanes of a corpus of text.
+        number: Turns.
+        mark: Called with the name of each document, as in a worker; None: documents are tokenized in groups.
+    """
+    documents = source.documents(mark)[0]
+    assert documents.tokenizer is not None
+    known: TextTokenizer = documents.tokenizer
+
+    def window(place: Place, tokenizer: Tokenizer) -> Place:
+        own = replace(documents, tokenizer=replace(known, tokenizer=tokenizer))
+        lane = open_lane(own, source.packing, source.seq_len, LaneOrder(1, 0, True), 0, place)
+        lane.row()
+        made = 1
+        while lane.place[1] if source.packing == "best_fit" else made < WINDOW_ROWS:
+            lane.row()
+            made += 1
+        return lane.place
+
+    turns, place = [], BEGIN
+    for _ in range(number):
+        turns.append(Turn(partial(window, place), known.tokenizer))
+        place = window(place, known.tokenizer)
+    return turns
+
+
+def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[str, Any]:
+    """Speed of each side beside the bare tokenizer on the same documents.
+
+    Args:
+        sides: Turns of each side.
+        rounds: Times that each turn runs, after one round that warms up.
+
+    Returns:
+        `tokens`: those of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
+        beside each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
+        side over that of the bare tokenizer, by `speed_ratio`.
+    """
+    found: dict[str, list[list[Spent]]] = {name: [] for name in sides}
+    with Progress("starting", (rounds + 1) * len(sides)) as progress:
+        for done, (each, name) in enumerate(product(range(rounds + 1), sides)):
+            progress.show(done, f"tokenizing, round {each} of {rounds}: {name}")
+            found[name].append([turn.take((each + number) % 2 == 1) for number, turn in enumerate(sides[name])])
+    result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
+    for name, taken in found.items():
+        tokens = sum(spent.tokens for spent in taken[0])
+        own = [tokens / sum(spent.own_s for spent in turns) for turns in taken[1:]]
+        bare = [tokens / sum(spent.bare_s for spent in turns) for turns in taken[1:]]
+        counted = [spent for turns in taken[1:] for spent in turns]
+        result["tokens"][name] = tokens
+        result["rows"].append({"name": name, "value": median(own), "unit": "tokens/s", "rounds": own, "bare": bare})
+        result["inside"][name] = median(spent.inside_s / spent.own_s for spent in counted)
+        result["ratios"][name] = speed_ratio(counted)
+    return result
+
+
+def speed_ratio(turns: Sequence[Spent]) -> float:
+    """Speed of a side over that of the bare tokenizer: both times of each call, and the share outside of calls.
+
+    Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
+    of a turn outside of the calls. Who comes second finds the text in the caches, so both orders count the same.
+    """
+    by_order = [[ratio for turn in turns for ratio, first in turn.calls if first == bare] for bare in (False, True)]
+    return geometric_mean(map(median, filter(None, by_order))) * median(turn.inside_s / turn.own_s for turn in turns)

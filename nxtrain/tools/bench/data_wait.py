@@ -1,0 +1,99 @@
+"""Wait for data in steps of a fixed time: workers tokenize and pack, or pack ids, while a device would compute.
+
+A step sleeps, so that the workers have all cores, as beside an accelerator. The wait is counted by the meter that
+counts `data_s` of a run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
+
+from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.loader import Batch, BatchShare
+from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
+from nxtrain.data.workers import WorkerPolicy, Workers
+from nxtrain.metrics.work_meter import WorkMeter
+from nxtrain.tools.bench.turns import num_cores
+
+TOKENS_PER_S = 1_000_000
+"""Speed of a node that the loader serves."""
+
+MOST_WAITING = 0.01
+"""Largest share of a step that may wait for data."""
+
+LADDER = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
+"""Rates that are tried, from the highest on, as parts of `TOKENS_PER_S`."""
+
+ROWS, STEPS, WARMUP_STEPS = 32, 60, 10
+TIMEOUT_S = 600.0
+
+
+def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
+    """Share of the steps' time that waits for a batch, for each kind of corpus, and the rates that workers keep up.
+
+    Args:
+        sources: Lanes of each corpus, by its name.
+
+    Returns:
+        `shares`: share at `tokens_per_s` with `workers`, by corpus. `kept`: for each corpus and number of workers the
+        highest rate of the ladder at which less than `MOST_WAITING` of the time waits; 0 if there is none.
+    """
+    numbers = sorted({1, max(2, num_cores())})
+    shares: dict[str, float] = {}
+    kept: dict[str, dict[int, float]] = {}
+    for name, source in sources.items():
+        kept[name] = {}
+        for workers in numbers:
+            with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
+                at = {rate: partial(share_waiting, batches, source.seq_len / rate) for rate in _rates()}
+                first = at[TOKENS_PER_S]()
+                # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+                most = 1.25 * (1 - first) * TOKENS_PER_S
+                below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
+                kept[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
+            if workers == numbers[-1]:
+                shares[name] = first
+    return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": kept}
+
+
+def _rates() -> list[float]:
+    return [part * TOKENS_PER_S for part in LADDER]
+
+
+@contextmanager
+def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int = ROWS) -> Iterator[Iterator[Batch]]:
+    """Batches of a run.
+
+    Args:
+        source: Opens the lanes.
+        order: Order of the documents of all lanes.
+        workers: Worker processes.
+        rows: Rows of a step.
+    """
+    lanes = partial(Workers, source, order, WorkerPolicy(workers, 0, TIMEOUT_S))
+    with closing(StreamLoader(lanes, order.lanes, BatchShare(rows, rows), end_id=0).prefetched(0)) as batches:
+        yield batches
+
+
+def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
+    """Share of the time of steps in which a device that computes for a fixed time waits for data.
+
+    Args:
+        batches: Batch of each step.
+        row_s: Time of a row on the device.
+        steps: Steps that count, behind `WARMUP_STEPS`.
+    """
+    meter = WorkMeter()
+    for step in range(WARMUP_STEPS + steps):
+        if step == WARMUP_STEPS:
+            meter.begin(step)
+        meter.enter(step, "data")
+        batch = next(batches)
+        meter.enter(step, "training")
+        time.sleep(batch.targets.shape[0] * batch.targets.shape[1] * row_s)
+    spent = meter.measure(WARMUP_STEPS + steps)
+    return spent["data_s"] / (spent["data_s"] + spent["training_s"])

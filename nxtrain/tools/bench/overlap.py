@@ -1,0 +1,150 @@
+"""Sums of gradients beside a rank's own computation, from the profiles that `metrics.profile_steps` writes.
+
+A sum that is awaited where it starts has no matrix product of its rank beside it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxtrain.common.errors import DataError
+from nxtrain.common.run_folder import LOGS_DIR, PROFILES_DIR
+from nxtrain.metrics.work_meter import SECTIONS
+
+BACKWARD = "backward"
+
+_START, _SUM = re.compile(r"^c10d::allreduce_$"), re.compile(r"^gloo:all_reduce$")
+"""Start of a sum, and the sum in one of gloo's threads, which take the sums in the order of their starts."""
+
+_PRODUCT = re.compile(r"^aten::(mm|addmm|bmm|baddbmm)$")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Time from one moment to another.
+
+    Args:
+        begin_s, end_s: Seconds on the clock that the processes of a machine share.
+    """
+
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parts of the profiled steps of one rank, each in the order of its begin.
+
+    Args:
+        rank: The rank.
+        sections: Name and time of each section.
+        sums: Sums of gradients that start in a backward pass, until they are done.
+        products: Matrix products.
+    """
+
+    rank: int
+    sections: Sequence[tuple[str, Interval]]
+    sums: Sequence[Interval]
+    products: Sequence[Interval]
+
+    @property
+    def products_beside(self) -> int:
+        """Number of products of the backward pass that begin while a sum is under way."""
+        return sum(_is_in(each.begin_s, self.sums) and _is_in(each.begin_s, self.backward) for each in self.products)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time of the sums in which the backward pass computes a product."""
+        sums = union(self.sums)
+        beside = common(common(sums, union(self.products)), union(self.backward))
+        return length_s(beside) / length_s(sums)
+
+    @property
+    def backward(self) -> list[Interval]:
+        """Backward passes."""
+        return [when for name, when in self.sections if name == BACKWARD]
+
+
+def read_profiles(run: Path) -> list[Profile]:
+    """Profiles of all profiled ranks of a run.
+
+    Args:
+        run: Run folder.
+
+    Raises:
+        DataError: The run has no profile, or a profile has no sum in a backward pass.
+    """
+    files = sorted((run / LOGS_DIR / PROFILES_DIR).glob("rank-*.json.gz"))
+    if not files:
+        raise DataError(f"{run} has no profile; train with metrics.profile_steps=[3,3] metrics.profile_ranks=[0,1]")
+    return [read(file) for file in files]
+
+
+def read(file: Path) -> Profile:
+    """One profile.
+
+    Raises:
+        DataError: It has no sum of gradients in a backward pass.
+    """
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        content = json.load(text)
+    base_s = content.get("baseTimeNanoseconds", 0) / 1e9
+    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    events.sort(key=lambda event: float(event["ts"]))
+
+    def named(pattern: str | re.Pattern[str]) -> list[tuple[str, Interval]]:
+        return [(event["name"], _interval(event, base_s)) for event in events if re.search(pattern, event["name"])]
+
+    # The profiler marks each section of a step.
+    sections = [(name.removeprefix("nxtrain."), when) for name, when in named(rf"^nxtrain\.({'|'.join(SECTIONS)})$")]
+    backward = [when for name, when in sections if name == BACKWARD]
+    profile = Profile(
+        int(file.name.split("-")[1]),
+        sections,
+        [
+            Interval(start.begin_s, done.end_s)
+            for (_, start), (_, done) in zip(named(_START), named(_SUM), strict=False)
+            if _is_in(start.begin_s, backward)
+        ],
+        [when for _, when in named(_PRODUCT)],
+    )
+    if not profile.sums:
+        raise DataError(f"{file} has no sum in a backward pass; profile parallel.dp=2 backend.cpu_transport=gloo")
+    return profile
+
+
+def _interval(event: dict[str, Any], base_s: float) -> Interval:
+    begin_s = base_s + float(event["ts"]) / 1e6
+    return Interval(begin_s, begin_s + float(event["dur"]) / 1e6)
+
+
+def _is_in(moment_s: float, intervals: Iterable[Interval]) -> bool:
+    return any(interval.begin_s <= moment_s < interval.end_s for interval in intervals)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as ascending intervals that have no moment in common."""
+    found: list[Interval] = []
+    for each in sorted(intervals, key=lambda interval: interval.begin_s):
+        if found and each.begin_s <= found[-1].end_s:
+            found[-1] = Interval(found[-1].begin_s, max(found[-1].end_s, each.end_s))
+        else:
+            found.append(each)
+    return found
+
+
+def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
+    """Time in two unions at once."""
+    pairs = ((max(a.begin_s, b.begin_s), min(a.end_s, b.end_s)) for a in these for b in those)
+    return [Interval(begin_s, end_s) for begin_s, end_s in pairs if begin_s < end_s]
+
+
+def length_s(intervals: Iterable[Interval]) -> float:
+    """Seconds of a union."""
+    return sum(interval.end_s - interval.begin_s for interval in intervals)

@@ -1,0 +1,169 @@
+"""A process of `nxtrain bench pipeline`: one rank, a step for each line on standard input.
+
+python -m nxtrain.tools.bench.pipeline_rank RANK WORK
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.common.family import CausalLM, find_family
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.stages import StagePart
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.parallel.linear import Postpone, SplitBackward
+from nxtrain.parallel.pipeline import Pipeline
+from nxtrain.parallel.schedule import Action
+from nxtrain.parallel.weight_grads import WeightGradients
+from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
+from nxtrain.tools.bench.train import SHAPE
+from nxtrain.tools.bench.turns import own_output
+from nxtrain.train.build import build_model, parts_of
+
+PATIENCE_S = 60.0
+
+
+def main(work: StageWork) -> None:
+    """Serve turns until standard input ends; each prints what was done when."""
+    torch.set_num_threads(1)
+    with own_output() as answers:  # gloo prints its connections on standard output
+        backend = open_backend("cpu", PATIENCE_S)
+        mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
+        backend.lay_out(mesh)
+        turn = step(work, backend, mesh)
+        for _ in sys.stdin:
+            backend.collectives.barrier()
+            print(json.dumps(turn()), file=answers, flush=True)
+        backend.close()
+
+
+def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
+    """A step of the executor that training uses, with a watch on it."""
+    blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
+    last = work.pp * work.virtual_pp - 1
+    stages = range(mesh.pp.rank, last + 1, work.pp)
+    parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
+    chunks: dict[str, nn.Module] = {
+        str(stage): _Sleeper(work.forward_s) if work.work == "sleep" else _Blocks(work, backend, stage)
+        for stage in stages
+    }
+    actions: list[tuple[str, int, int, float, float]] = []
+    sent_bytes = 0
+
+    @contextmanager
+    def watch(action: Action) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        actions.append((action.kind, action.chunk, action.micro, begin, time.monotonic()))
+
+    class Counted:
+        """The collectives, with an eye on what is sent."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend.collectives, name)
+
+        def start_send(self, x: Tensor, *where: Any) -> Any:
+            nonlocal sent_bytes
+            sent_bytes += x.nbytes
+            return backend.collectives.start_send(x, *where)
+
+    model = _Chunks(chunks, blank)
+    comm: Any = Counted()
+    later = WeightGradients(model) if work.schedule == "zero_bubble" else None
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh, comm, backend.step_boundary, blank, later)
+    pipeline.watch = watch
+    tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
+    batch = [(tokens, tokens)] * work.micro
+
+    def turn() -> dict[str, Any]:
+        nonlocal sent_bytes
+        actions.clear()
+        sent_bytes = 0
+        pipeline.train(batch, lambda last: None, lambda loss, targets: None)
+        return {"actions": actions, "sent_bytes": sent_bytes}
+
+    return turn
+
+
+class _Chunks(nn.Module):
+    """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
+
+    def __init__(self, chunks: dict[str, nn.Module], blank: Tensor) -> None:
+        super().__init__()
+        self._chunks = nn.ModuleDict(chunks)
+        self.entry = nn.Parameter(blank.clone())
+
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        del starts  # no attention
+        out: Tensor = self._chunks[str(part.blocks[0])](self.entry if part.first else x)
+        return out if targets is None else out.sum()
+
+
+class _Sleeper(SplitBackward):
+    """A chunk that takes its time and no core; if backward is split, half of its time for each part."""
+
+    def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self._forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self._forward_s, self.postpone)
+        return out
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, postpone: Postpone | None) -> Tensor:
+        ctx.seconds, ctx.postpone = seconds, postpone
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        seconds = BACKWARD * ctx.seconds
+        if ctx.postpone is not None:
+            seconds /= 2
+            ctx.postpone(partial(_sleep, seconds))
+        time.sleep(seconds)
+        return grad.clone(), None, None
+
+
+def _sleep(seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return torch.zeros(())
+
+
+class _Blocks(nn.Module):
+    """Blocks of our Llama: a stage in the middle of a pipeline with one more at each end."""
+
+    def __init__(self, work: StageWork, backend: Backend, stage: int) -> None:
+        super().__init__()
+        num_stages = work.pp * work.virtual_pp + 2
+        cuts = [work.layers * cut for cut in range(1, num_stages)]
+        tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
+        family = find_family("llama")
+        shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
+        plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
+        mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
+        self._model = build_model(plan, backend, mesh, init="draw")
+        (self._part,) = parts_of(plan, mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(CausalLM, self._model).run(self._part, x)
+
+
+if __name__ == "__main__":
+    main(StageWork(**json.loads(sys.argv[2])))

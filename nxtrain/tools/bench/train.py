@@ -1,0 +1,281 @@
+"""Training speed of nxtrain and of its peers, in turns, and of the matrix products that bound all of them.
+
+Every candidate gets the same shapes, data, clipping and precision, and the same allocator settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.family import find_family
+from nxtrain.common.process.document import write_document
+from nxtrain.common.process.progress import Progress
+from nxtrain.config.schema import ON_XLA
+from nxtrain.tools.bench.turns import Worker, environment, machine, median_ratio, num_cores, started, take_all_turns
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""A Llama of 56 million parameters."""
+
+OURS, COMPILED = "nxtrain", "nxtrain_compiled"
+PEER_DEFAULT, PEER, PEER_COMPILED = "transformers_default", "transformers", "transformers_compiled"
+TITAN = "torchtitan"
+PEAK = "gemm"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Implementation that is measured.
+
+    Args:
+        text: Description for people.
+        package: Package that it needs, "" for none.
+        compiled: The model goes through torch.compile.
+    """
+
+    text: str
+    package: str = ""
+    compiled: bool = False
+
+
+CANDIDATES = {
+    OURS: Candidate("nxtrain, eager"),
+    COMPILED: Candidate("nxtrain, compile.torch_compile=true", compiled=True),
+    PEER_DEFAULT: Candidate("transformers, eager, AdamW's defaults", "transformers"),
+    PEER: Candidate("transformers, eager, fused AdamW", "transformers"),
+    PEER_COMPILED: Candidate("transformers, torch.compile, fused AdamW", "transformers", compiled=True),
+    TITAN: Candidate("torchtitan, AMP, compiled blocks, fused AdamW", "torchtitan", compiled=True),
+}
+
+MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * seq_len) / peak; causal attention"
+"""As Korthikanti et al. 2022 (arXiv:2205.05198), with the causal half of the attention."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Workload that every implementation computes.
+
+    Args:
+        steps: Updates per round and implementation.
+        batch: Sequences per update.
+        seq_len: Tokens per sequence.
+        precision: Type of the weights and activations, `bf16` or `fp32`.
+        shape: Model, under Hugging Face's names.
+        preset: Name of the model, "" for `SHAPE`.
+        threads: CPU threads of each process.
+        backend: Name of the backend, as in backend.name.
+        stock_allocator: Peers get glibc's default settings.
+    """
+
+    steps: int
+    batch: int
+    seq_len: int
+    precision: str
+    shape: Mapping[str, Any]
+    preset: str = ""
+    threads: int = 1
+    backend: str = "cpu"
+    stock_allocator: bool = False
+
+
+def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
+    """Measure and print.
+
+    Args:
+        work: Workload.
+        candidates: Names from `CANDIDATES`; empty: all that are installed.
+        rounds: Turns of each implementation, after one that warms up.
+        chart: SVG file to draw the ratios into.
+        as_json: Print JSON instead of tables.
+
+    Raises:
+        BackendError: The backend cannot run here, or a package of a chosen candidate is not installed.
+        ConfigError: There is no such candidate, or the chart cannot be written.
+    """
+    from nxtrain.tools.bench.chart import check_chart, draw_ratios
+    from nxtrain.tools.bench.train_tables import show
+
+    check_chart(chart)
+    names, left_out = choose_candidates(candidates, work.backend)
+    check_backend(work.backend)
+    measured, parts = measure(work, names, rounds)
+    result = {
+        "machine": machine(),
+        **asdict(work),
+        "rounds": rounds,
+        "left_out": left_out,
+        **summarize(measured, work),
+        "breakdown": parts,
+    }
+    if chart is not None:
+        draw_ratios(chart, result)
+    if as_json:
+        write_document(result)
+    else:
+        show(result)
+
+
+def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
+    """Candidates to measure, and those that are left out, each with the reason.
+
+    Raises:
+        ConfigError: A wanted candidate does not exist.
+        BackendError: A wanted candidate cannot run here.
+    """
+    unknown = [name for name in wanted if name not in CANDIDATES]
+    if unknown:
+        known = ", ".join(CANDIDATES)
+        problems = [
+            Problem("--candidates", f"there is no candidate {name!r}", hint=f"known: {known}") for name in unknown
+        ]
+        raise ConfigError(problems)
+    left_out = {}
+    for name in wanted or CANDIDATES:
+        candidate = CANDIDATES[name]
+        if candidate.package and find_spec(candidate.package) is None:
+            left_out[name] = f"{candidate.package} is not installed"
+        elif candidate.compiled and backend in ON_XLA:
+            left_out[name] = f"the backend {backend} records whole steps, and torch.compile has no part in it"
+    if wanted and left_out:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise BackendError(f"bench train cannot measure {reasons}; leave it out of --candidates")
+    return [name for name in wanted or CANDIDATES if name not in left_out], left_out
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that cannot run on this machine.
+
+    Raises:
+        BackendError: There is no such backend, or it cannot run here; the message gives the reason.
+    """
+    from nxtrain.backends import support
+
+    found = support(backend)
+    if not found.ok:
+        raise BackendError(f"--backend {backend} cannot run here: {found.reason}")
+
+
+def workload(  # 8 arguments: one for each option
+    *, steps: int, batch: int, seq_len: int, precision: str, preset: str, threads: int, backend: str, stock: bool
+) -> Workload:
+    """Workload of the command's options; 0 threads: all cores.
+
+    Raises:
+        ConfigError: No such preset.
+    """
+    shape = shape_of(preset, seq_len)
+    return Workload(steps, batch, seq_len, precision, shape, preset, threads or num_cores(), backend, stock)
+
+
+def shape_of(preset: str, seq_len: int) -> dict[str, Any]:
+    """The model under Hugging Face's names.
+
+    Raises:
+        ConfigError: No such preset.
+    """
+    if not preset:
+        return {**SHAPE, "max_position_embeddings": seq_len}
+    return find_family("llama").preset(preset).model_dump(mode="json")
+
+
+def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """Turns of each candidate and of the peak, the first of which warms up; and the parts of nxtrain's own steps."""
+    env, job = environment(work.threads, work.backend), json.dumps(asdict(work))
+    all_names = (*names, PEAK)
+    with started({name: Worker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
+        measured = take_all_turns(workers, rounds)
+        own = [name for name in names if name in (OURS, COMPILED)]
+        with Progress("parts of a step"):
+            parts = {} if work.backend in ON_XLA else {name: workers[name].turn("breakdown") for name in own}
+    for name, found in parts.items():
+        found["unprofiled_step_s"] = median(step_s for turn in measured[name][1:] for step_s in turn["step_s"])
+    return measured, parts
+
+
+def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
+    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round.
+
+    Args:
+        measured: Turns of each candidate: seconds by clock; of the peak, FLOPs per second by clock. The first turn
+            warms up, and has the compilation.
+        work: Workload.
+    """
+    from nxtrain.tools.bench.clocks import ratio_clock
+
+    family = find_family("llama")
+    flops = family.flops_per_token(family.config_type.model_validate(work.shape), work.seq_len)
+    tokens = work.steps * work.batch * work.seq_len
+    names = [name for name in measured if name != PEAK]
+    peaks = measured[PEAK][1:]
+    clocks = [clock for clock in ("device", "cpu", "wall") if all(clock in turn for turn in peaks)]
+    device = measured[names[0]][0]["device"]
+    clock = ratio_clock(device, work.threads, set(clocks))
+    rates = {name: {one: [tokens / turn[one] for turn in measured[name][1:]] for one in clocks} for name in names}
+    rows = [_row(name, measured[name], rates[name], [turn[clock] for turn in peaks], clock, flops) for name in names]
+    own = [name for name in names if name in (OURS, COMPILED)]
+    best = max(own, key=lambda name: median(rates[name][clock])) if own else ""
+    ratios_of = {
+        ours: {peer: _ratio(rates[ours][clock], rates[peer][clock]) for peer in names if peer != ours} for ours in own
+    }
+    ratios = {peer: ratio["value"] for peer, ratio in ratios_of.get(best, {}).items() if peer not in own}
+    peak_rounds = [turn[clock] for turn in peaks]
+    peak_row = {"name": PEAK, "value": median(peak_rounds), "unit": "FLOP/s", "rounds": peak_rounds}
+    return {
+        "clock": clock,
+        "device": device,
+        "rows": [*rows, peak_row],
+        "ours": best,
+        "ratios": ratios,
+        "ratios_of": ratios_of,
+        "ratio": ratios.get(PEER),
+        "flops_per_token": flops,
+        "mfu_formula": MFU_FORMULA,
+        "peak_flops": median(peak_rounds),
+        **{row["name"]: {"tokens_per_s": row["value"], "mfu": row["mfu"]} for row in rows},
+    }
+
+
+def _row(
+    name: str,
+    turns: Sequence[Mapping[str, Any]],
+    rates: Mapping[str, Sequence[float]],
+    peaks: Sequence[float],
+    clock: str,
+    flops: int,
+) -> dict[str, Any]:
+    first, *rest = turns
+    steady_s = median(step_s for turn in rest for step_s in turn["step_s"])
+    maker = first["maker_flops"]
+    row = {
+        "name": name,
+        "text": CANDIDATES[name].text,
+        "value": median(rates[clock]),
+        "unit": "tokens/s",
+        "rounds": rates[clock],
+        "by_clock": {one: {"value": median(found), "rounds": found} for one, found in rates.items()},
+        "mfu": median(rate * flops / peak for rate, peak in zip(rates[clock], peaks, strict=True)),
+        "mfu_of_maker": median(rates[clock]) * flops / maker if maker else None,
+        "first_step_s": first["step_s"][0],
+        "loss": rest[-1]["loss"],
+        "notes": list(first["notes"]),
+    }
+    if CANDIDATES[name].compiled:
+        row["compile_s"] = max(0.0, first["step_s"][0] - steady_s)
+    return row
+
+
+def _ratio(ours: Sequence[float], peer: Sequence[float]) -> dict[str, Any]:
+    return {"value": median_ratio(ours, peer), "rounds": [a / b for a, b in zip(ours, peer, strict=True)]}

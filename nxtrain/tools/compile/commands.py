@@ -1,0 +1,300 @@
+"""Commands `nxtrain cache ls|verify|sync|clean`: results go to standard output, progress to standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.process.document import write_document
+from nxtrain.config.bounds import quoted
+from nxtrain.config.cache_dir import LOCKS, cache_folder
+from nxtrain.config.load import load
+from nxtrain.config.schema import CompileConfig
+from nxtrain.tools.compile.cache import OWN, Cache
+from nxtrain.tools.compile.entries import NEFF_FOLDER, Entry, Key, State, is_compiler
+from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
+
+_COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
+_GIB = 1 << 30
+_SHOWN = 3
+"""Most names of a folder that a message lists."""
+
+
+def ls(where: str | None, as_json: bool) -> None:
+    """Print every entry of a cache with its state.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        ConfigError: There is no such cache.
+    """
+    cache = _cache(where)
+    with _explained(cache):
+        entries, quarantined = cache.entries(), cache.quarantined()
+    if as_json:
+        write_document(_to_json(cache, entries, quarantined))
+        return
+    table = Table("state", "compiler", "graph", "size", "last use", "", title=str(cache), box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    table.columns[3].justify = table.columns[4].justify = "right"
+    now_s = time.time()
+    for entry in entries:
+        state = f"[{_COLORS[entry.state]}]{entry.state.value}"
+        name = entry.key.compiler.removeprefix("neuronxcc-")
+        row = (name, entry.key.module, _size(entry.size_bytes), _age(now_s - entry.used_s))
+        table.add_row(state, *map(_plain, row), _plain(entry.detail))
+    _print(table)
+    counts = Counter(entry.state for entry in entries)
+    words = [f"{counts[state]} {state.value}" for state in State if counts[state]]
+    words += [f"{len(quarantined)} in quarantine"] if quarantined else []
+    print(f"{', '.join(words) or 'empty'}; {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+    ways = [f"--{state.value}" for state in (State.FAILED, State.STALE) if counts[state]]
+    if ways:
+        print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
+
+
+def verify(where: str | None) -> None:
+    """Verify the hashes of every done entry.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+
+    Raises:
+        ConfigError: There is no such cache.
+        BackendError: Entries were damaged; they are in the quarantine now.
+    """
+    cache = _cache(where)
+    with _explained(cache):
+        verdicts = []
+        for verdict in cache.verify():
+            verdicts.append(verdict)
+            word = f"damaged: {verdict.damage}" if verdict.damage else "hashed now" if verdict.is_new else "ok"
+            print(f"{verdict.key}  {word}")
+    damaged = sum(bool(verdict.damage) for verdict in verdicts)
+    new = sum(verdict.is_new for verdict in verdicts)
+    print(f"{len(verdicts) - damaged - new} as they were sealed, {new} hashed for the first time, {damaged} damaged")
+    if damaged:
+        raise BackendError(
+            f"{damaged} of {len(verdicts)} entries of {cache} were damaged, and are in its quarantine now; "
+            "precompile again, or fetch them with: nxtrain cache sync"
+        )
+
+
+def sync_places(source: str, target: str) -> None:
+    """Copy the done entries that the target lacks.
+
+    Args:
+        source, target: Folder, configuration file, or `s3://bucket/prefix`.
+
+    Raises:
+        ConfigError: A place that cannot be.
+        BackendError: S3 refuses, or entries could not be taken.
+    """
+    places = _place(source), _place(target)
+    with _explained(places[1]), _Progress() as progress:
+        report = sync(*places, on_step=progress.show)
+    words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
+    words += [f"{len(report.busy)} left to those who work on them"] if report.busy else []
+    print(", ".join(words))
+    if report.unusable:
+        lines = [f"    {key}: {reason}" for key, reason in report.unusable.items()]
+        raise BackendError(
+            f"{len(report.unusable)} entries of {places[0]} were not taken:\n" + "\n".join(lines) + "\n"
+            "    sync again if they were changing; if they are damaged, delete them there and publish them anew"
+        )
+
+
+def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -> None:
+    """Clean a cache; without options, break stale locks and quarantine failed entries.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+        max_gib: Most GiB that stay; what was used longest ago goes.
+        failed: Put failed entries into the quarantine.
+        stale: Break the locks of those who are gone.
+
+    Raises:
+        ConfigError: There is no such cache.
+    """
+    cache = _cache(where)
+    if not cache.root.is_dir():
+        print(f"{cache} is not there yet: nothing is compiled")
+        return
+    every = max_gib is None and not failed and not stale
+    with _explained(cache):
+        cache.sweep()
+        # A failed entry may be hidden behind the lock of whoever failed.
+        if stale or every:
+            _tell("lock broken", cache.break_locks())
+        if failed or every:
+            _tell("into quarantine", cache.quarantine_failed())
+        if max_gib is not None:
+            _tell("removed", cache.evict(int(max_gib * _GIB)))
+        entries, quarantined = cache.entries(), cache.quarantined()
+    print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+
+
+class _Progress:
+    """A live bar on a terminal, nothing elsewhere; the result is printed in any case."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("entries"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("comparing", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, step: Step) -> None:
+        """Draw the progress of a sync."""
+        words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
+        self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
+
+
+def _place(text: str) -> CacheLocation:
+    if text.startswith(SCHEME):
+        return open_place(text)
+    folder = _folder(text)
+    _refuse_other(folder)
+    return open_place(folder)
+
+
+def _cache(where: str | None) -> Cache:
+    if where and where.startswith(SCHEME):
+        raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
+    folder = _folder(where)
+    # A run makes the folder of its configuration, so one that is not there is an empty cache.
+    if not folder.is_dir() and not (where and _is_config(where)):
+        raise ConfigError(
+            f"{folder} is no folder; name a cache, or a configuration whose compile.cache_dir is one. "
+            "A cache is made by compiling, or by: nxtrain cache sync SRC DST"
+        )
+    _refuse_other(folder)
+    return Cache(folder)
+
+
+def _refuse_other(folder: Path) -> None:
+    """Refuse a folder of other files before anything is written there; one that is empty or absent may become a cache.
+
+    Raises:
+        ConfigError: The folder holds files, and no graph.
+        BackendError: The folder cannot be read.
+    """
+    if not folder.is_dir():
+        return
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise BackendError(f"{folder} cannot be read: {error.strerror}") from error
+    has_graphs = any(name == NEFF_FOLDER or is_compiler(name) for name in names)
+    others = [name for name in names if name not in (OWN, LOCKS)]
+    if others and not has_graphs:
+        shown = ", ".join(map(quoted, others[:_SHOWN])) + (" and others" if others[_SHOWN:] else "")
+        raise ConfigError(
+            f"{folder} is no cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
+            f"{NEFF_FOLDER}; name a cache, a configuration whose compile.cache_dir is one, or an empty folder"
+        )
+
+
+def _is_config(where: str) -> bool:
+    return where.endswith(".toml")
+
+
+def _folder(where: str | None) -> Path:
+    if where is None:
+        return cache_folder(CompileConfig())
+    if not _is_config(where):
+        return local_path(where)
+    config = load(where).config
+    return cache_folder(config.compile, shared=config.backend.name == "neuron-native")
+
+
+@contextmanager
+def _explained(place: CacheLocation) -> Iterator[None]:
+    """Raise errors of the file system as errors for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(
+            f"{place}: {error.strerror}: {error.filename}; what was under way is left out, nothing is torn"
+        ) from error
+
+
+def _to_json(cache: Cache, entries: Sequence[Entry], quarantined: Sequence[Entry]) -> dict[str, Any]:
+    counts = Counter(entry.state for entry in entries)
+    return {
+        "folder": str(cache),
+        "bytes": sum(entry.size_bytes for entry in (*entries, *quarantined)),
+        "counts": {state.value: counts[state] for state in State},
+        "entries": [_row(entry) for entry in entries],
+        "quarantine": [_row(entry) for entry in quarantined],
+    }
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    return {
+        "compiler": entry.key.compiler,
+        "module": entry.key.module,
+        "state": entry.state.value,
+        "bytes": entry.size_bytes,
+        "used": datetime.fromtimestamp(entry.used_s, timezone.utc).isoformat(timespec="seconds"),
+        "detail": entry.detail,
+    }
+
+
+def _tell(what: str, keys: Sequence[Key]) -> None:
+    for key in keys:
+        print(f"{key}  {what}")
+
+
+def _print(table: Table) -> None:
+    # Whoever reads a file or a pipe has no width to fit.
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:  # noqa: PLR2004 - the step between units
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _age(seconds: float) -> str:
+    for length_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit} ago"
+    return "now"

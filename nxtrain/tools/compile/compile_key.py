@@ -1,0 +1,91 @@
+"""Compiler, flags and settings that decide the keys of a run's graphs, as far as known outside the compiler."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nxtrain.backends.neuron.sdk import installed
+from nxtrain.config.check import Resolved
+from nxtrain.config.load import values
+from nxtrain.tools.compile.entries import NEFF_FOLDER
+from nxtrain.tools.compile.manifest import Build, Setting
+
+FLAGS = "NEURON_CC_FLAGS"
+CACHE_FLAGS = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir")
+"""Flags for the cache around the compiler, which no key depends on.
+
+Source: AWS Neuron documentation, "Neuron Persistent Cache", and the help of `neuron_parallel_compile`.
+"""
+
+VARIABLES = ("NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION")
+"""Environment variables under which torch-neuronx lowers the same step to other graphs."""
+
+NATIVE_VARIABLES = ("NEURON_COMPILER_OPT_LEVEL", "NEURON_LOGICAL_NC_CONFIG")
+"""Environment variables that are part of the keys of TorchNeuron's graphs."""
+
+COMPILERS = ("neuronx-cc", "nki")
+"""Packages that compile TorchNeuron's graphs."""
+
+PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distributed")
+"""Packages whose version may change a graph while the settings stay equal."""
+
+_FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", "recovery")
+"""Sections that shape no graph; the model's shape stands for its section."""
+_FREE_KEYS = {
+    *("backend.name", "train.steps", "train.epochs", "train.eval_batches"),
+    *("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps"),
+}
+_OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")
+"""Intervals: a graph depends on whether there is one, and not on its length."""
+
+
+def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: str = "") -> Build:
+    """Build of a run.
+
+    Args:
+        plan: The checked configuration.
+        world: Number of ranks.
+        environ: Variables of the ranks.
+        compiler: Folder of the compiler's version; empty if it is not known yet.
+    """
+    return Build(compiler, _flags(environ.get(FLAGS, "")), _settings(plan, world, environ))
+
+
+def native_build_of(plan: Resolved, world: int, environ: Mapping[str, str]) -> Build:
+    """Build of a run by TorchNeuron, whose files name no compiler: the versions are settings."""
+    build = build_of(plan, world, environ, NEFF_FOLDER)
+    versions = {f"version of {package.name}": package.version for package in map(installed, COMPILERS) if package}
+    given = {name: environ[name] for name in NATIVE_VARIABLES if name in environ}
+    return replace(build, settings={**build.settings, **versions, **given})
+
+
+def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[str, Setting]:
+    given = values(plan.config)
+    settings = {
+        key: value
+        for key, value in given.items()
+        if key.split(".")[0] not in _FREE and key not in _FREE_KEYS and key not in _OPTIONAL
+    }
+    parallel = plan.config.parallel
+    settings["parallel.dp"] = world // (parallel.tp * parallel.pp)
+    settings |= {key: "set" if given[key] else "never" for key in _OPTIONAL}
+    settings |= {key: given[key] for key in ("data.doc_mask", "model.fused_qkv", "model.fused_gate_up")}
+    settings |= {f"model.config.{name}": value for name, value in plan.model.model_dump(mode="json").items()}
+    settings |= {name: environ[name] for name in VARIABLES if name in environ}
+    settings |= {f"version of {package.name}": package.version for package in map(installed, PACKAGES) if package}
+    plain = (str, int, float, bool)
+    return {key: value if isinstance(value, plain) else repr(value) for key, value in settings.items()}
+
+
+def _flags(text: str) -> tuple[str, ...]:
+    """The compiler's own flags, in order; a value that follows its flag stays behind it."""
+    flags: list[str] = []
+    of_cache = False
+    for token in shlex.split(text):
+        if token.startswith("-"):
+            of_cache = token.partition("=")[0] in CACHE_FLAGS
+        if not of_cache:
+            flags.append(token)
+    return tuple(flags)

@@ -1,0 +1,276 @@
+"""Manifest of the graphs compiled for a configuration, and reasons for a graph that a run misses.
+
+A manifest is small and is kept with the code, by default as `compile_cache/manifests/<run.name>.json`. The compiler's
+key of a graph is `MODULE_<graph>+<flags>`, below the compiler's version: a run finds its graphs only if graph, flags
+and version are equal.
+
+A machine that holds some pipeline stages only has a manifest for these, `<run.name>.stages-<stages>.json`. Machines
+with the same stages compile the same graphs and write the same file. Nobody has to merge files: the manifest is right
+on a shared folder, without the locks that network file systems answer late, and on folders that no machine shares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from nxtrain.common.errors import BackendError, ConfigError, cause_of
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.mesh import spans
+from nxtrain.config.cache_dir import fill
+from nxtrain.config.schema import RunConfig
+from nxtrain.tools.compile.cache import Cache
+from nxtrain.tools.compile.entries import Key, State, parse_key
+
+_VERSION = 1
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Build:
+    """Inputs of the graphs' keys besides the code of the step.
+
+    Args:
+        compiler: Folder of the compiler's version, `neuronxcc-<version>`.
+        flags: The compiler's flags, in order, which counts.
+        settings: Values of the configuration that shape graphs, by dotted key.
+    """
+
+    compiler: str
+    flags: tuple[str, ...]
+    settings: Mapping[str, Setting]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One compiled graph.
+
+    Args:
+        name: What it computes, such as `step 1 (training) #2`: the second new one of that work.
+        module: `MODULE_<graph>+<flags>`.
+        seconds: Time that its compilation took; None if it was compiled elsewhere.
+    """
+
+    name: str
+    module: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The graphs that a run needs, all compiled by one build.
+
+    Args:
+        name: Of the configuration.
+        build: What they were compiled by and for.
+        graphs: Each of them.
+        stages: The pipeline stages whose graphs they are; empty for all.
+    """
+
+    name: str
+    build: Build
+    graphs: tuple[Graph, ...]
+    stages: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Name of the manifest in messages."""
+        if not self.stages:
+            return self.name
+        return f"{self.name}, {stage_words(self.stages, self.build.settings['parallel.pp'])}"
+
+
+def stage_words(stages: Sequence[int], total: Setting) -> str:
+    """Pipeline stages as messages name them, such as `pipeline stages 0-3 of 8`."""
+    return f"pipeline stage{'s' if len(stages) > 1 else ''} {spans(stages)} of {total}"
+
+
+def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
+    """Path of a run's manifest, which need not exist yet.
+
+    Args:
+        config: The run.
+        stages: The pipeline stages of one machine's ranks; empty if it holds all of them.
+
+    Raises:
+        ConfigError: `compile.manifest` has an unknown placeholder.
+    """
+    file = Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
+    return file.with_name(f"{file.stem}.stages-{spans(stages).replace(', ', '_')}{file.suffix}") if stages else file
+
+
+def other_manifests(config: RunConfig, file: Path) -> list[Path]:
+    """The manifests of a run for other stages than those of `file`, or for all."""
+    whole = manifest_file(config)
+    found = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
+    return sorted(path for path in found - {file} if path.exists())
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Write a manifest atomically and always the same way; nodes that share the folder may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"version": _VERSION, **asdict(manifest)}
+    replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ConfigError: It is missing, or no manifest.
+    """
+    try:
+        record = json.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {cause_of(error)}") from error
+    try:
+        manifest = _from_json(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no manifest of compiled graphs ({error!r}); precompile again") from error
+    bad = [graph.module for graph in manifest.graphs if not parse_key(f"{manifest.build.compiler}/{graph.module}")]
+    if bad or record.get("version") != _VERSION:
+        what = f"{bad[0]!r} is no key of a graph" if bad else f"version {record.get('version')}, not {_VERSION}"
+        raise ConfigError(f"{path} is no manifest that this release reads: {what}; precompile again")
+    return manifest
+
+
+def check_ready(manifest: Manifest, cache: Cache) -> None:
+    """Make sure, before a run, that this node has every graph, and note that they are in use.
+
+    Raises:
+        BackendError: Graphs are missing here, or not done; each with its state.
+    """
+    keys = {graph: Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    found = {graph: cache.entry(key) for graph, key in keys.items()}
+    lacking = [
+        f"    {graph.name} ({graph.module}): {entry.state.value if entry else 'absent'}"
+        for graph, entry in found.items()
+        if entry is None or entry.state is not State.DONE
+    ]
+    if lacking:
+        raise BackendError(
+            f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.words}, {manifest.build.compiler}:\n"
+            + "\n".join(lacking)
+            + f"\n    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {cache}"
+        )
+    cache.mark_used(keys.values())
+
+
+def _from_json(record: Mapping[str, Any]) -> Manifest:
+    build = record["build"]
+    return Manifest(
+        name=str(record["name"]),
+        build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
+        graphs=tuple(map(_graph, record["graphs"])),
+        stages=tuple(map(int, record.get("stages", ()))),
+    )
+
+
+def _graph(row: Mapping[str, Any]) -> Graph:
+    seconds = row["seconds"]
+    return Graph(str(row["name"]), str(row["module"]), None if seconds is None else float(seconds))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between a run and the compiled build.
+
+    Args:
+        what: Name of the setting.
+        compiled: Value of the compiled build.
+        needed: Value of the run.
+    """
+
+    what: str
+    compiled: str
+    needed: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: compiled {self.compiled}, needed {self.needed}"
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A graph that was not compiled beforehand.
+
+    Args:
+        module: Its key.
+        sibling: The same graph as it was compiled, with other flags; None if it was not.
+        differences: In what the run is not what was compiled; empty if nothing is known.
+    """
+
+    module: str
+    sibling: Graph | None
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        lines = [f"the graph {self.module} was not compiled beforehand"]
+        if self.sibling:
+            lines.append(f"it is {self.sibling.name} with other flags ({self.sibling.module})")
+        lines += map(str, self.differences)
+        if not self.differences:
+            lines.append(
+                "compiler, flags and settings are equal: the code has changed since, or only the run reaches this graph"
+            )
+        lines.append("precompile again with the configuration of this run: nxtrain compile CONFIG")
+        return "\n    ".join(lines)
+
+
+def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
+    """Explain how a graph differs from the compiled graphs; None if it is one of them.
+
+    Args:
+        manifest: Manifest of the compiled graphs.
+        build: Build of the run.
+        module: `MODULE_<graph>+<flags>`.
+    """
+    same_compiler = manifest.build.compiler == build.compiler
+    if same_compiler and any(graph.module == module for graph in manifest.graphs):
+        return None
+    graph_hash, flags_hash = _hashes(module)
+    known = [(*_hashes(graph.module), graph) for graph in manifest.graphs]
+    sibling = next((graph for its_graph, its_flags, graph in known if its_graph == graph_hash), None)
+    differences = tuple(differ(manifest.build, build))
+    flags = sorted({its_flags for _, its_flags, _ in known})
+    if not differences and flags and flags_hash not in flags:
+        differences = (Difference("flags", " ".join(flags), f"{flags_hash}; set elsewhere, such as in a script"),)
+    return Miss(module, sibling if same_compiler else None, differences)
+
+
+def differ(compiled: Build, needed: Build) -> Iterator[Difference]:
+    """Each thing in which two builds differ.
+
+    Args:
+        compiled: That of the manifest.
+        needed: That of the run; an empty compiler is one that is not known yet.
+    """
+    if needed.compiler and compiled.compiler != needed.compiler:
+        yield Difference("compiler", compiled.compiler, needed.compiler)
+    if compiled.flags != needed.flags:
+        yield from _flag_differences(compiled.flags, needed.flags)
+    for key in sorted({*compiled.settings, *needed.settings}):
+        was, now = (repr(build.settings[key]) if key in build.settings else "nothing" for build in (compiled, needed))
+        if was != now:
+            yield Difference(key, was, now)
+
+
+def _flag_differences(compiled: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Difference]:
+    gone = [flag for flag in compiled if flag not in needed]
+    new = [flag for flag in needed if flag not in compiled]
+    if gone or new:
+        yield Difference("flags", " ".join(gone) or "without", " ".join(new) or "without")
+    else:
+        yield Difference("order of flags", " ".join(compiled), " ".join(needed))
+
+
+def _hashes(module: str) -> tuple[str, str]:
+    graph, _, flags = module.removeprefix("MODULE_").partition("+")
+    return graph, flags

@@ -1,0 +1,81 @@
+"""Number of compilers that fit into this process's memory, and the count of processes that the kernel killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxtrain.tools.compile.lock_owners import PROC
+
+GIB = 1 << 30
+PER_COMPILER_BYTES = 64 * GIB
+"""Host memory that one compiler may need.
+
+Source: the default of `neuron_parallel_compile --num_parallel`: 8 on a trn1.32xlarge, 32 on a trn2.48xlarge.
+"""
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Host memory.
+
+    Args:
+        size_bytes: What this process and its children may use.
+        owner: Who has it, in words.
+    """
+
+    size_bytes: int
+    owner: str
+
+    @property
+    def num_compilers(self) -> int:
+        """Compilers that fit beside each other, to the nearest number: a machine shows a little less than it has."""
+        return max(1, int(self.size_bytes / PER_COMPILER_BYTES + 0.5))
+
+    def __str__(self) -> str:
+        return f"{self.owner} has {self.size_bytes / GIB:.0f} GiB, a compiler may need {PER_COMPILER_BYTES // GIB}"
+
+
+def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
+    """The memory of this machine, or of this container if that is less.
+
+    Args:
+        proc: Where the kernel shows processes.
+        cgroups: Where it shows control groups.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max; cgroup-v1/memory.html, limit_in_bytes.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = min(_limits(proc / "self/cgroup", cgroups), default=total)
+    return Memory(limit, "this container") if limit < total else Memory(total, "this machine")
+
+
+def num_killed(proc: Path = PROC) -> int:
+    """Processes that the kernel has ended for want of memory since the machine started; 0 if it does not tell."""
+    try:
+        lines = (proc / "vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _limits(groups: Path, root: Path) -> Iterator[int]:
+    lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        # A limit holds for all groups below; a container may not see its own under the path that the host gives it.
+        group = Path(path.lstrip("/"))
+        for folder in (base / group, *(base / parent for parent in group.parents)):
+            try:
+                text = (folder / name).read_text(encoding="ascii").strip()
+            except OSError:
+                continue
+            if text.isdigit():
+                yield int(text)

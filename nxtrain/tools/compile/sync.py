@@ -1,0 +1,116 @@
+"""Sync of compiled graphs: from a node to a shared folder or a bucket, and from there to other nodes.
+
+Done entries that the target lacks are copied, complete and verified, or not at all. Nothing is deleted or overwritten.
+Any number of nodes may sync at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.object_store import open_store
+from nxtrain.common.io.paths import local_path
+from nxtrain.common.io.s3 import SCHEME
+from nxtrain.tools.compile.bucket import Bucket
+from nxtrain.tools.compile.cache import Cache, UnusableEntryError
+from nxtrain.tools.compile.entries import Key
+
+CacheLocation = Cache | Bucket
+
+
+@dataclass
+class Report:
+    """Result of a sync.
+
+    Args:
+        copied: Entries that are new at the destination.
+        size_bytes: Their bytes.
+        present: Entries that were there already.
+        busy: Entries that another process was adding.
+        unusable: Entries that could not be copied, with the reason.
+    """
+
+    copied: list[Key] = field(default_factory=list)
+    size_bytes: int = 0
+    present: list[Key] = field(default_factory=list)
+    busy: list[Key] = field(default_factory=list)
+    unusable: dict[Key, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress of a sync.
+
+    Args:
+        key: The entry that was looked after last.
+        num_done, num_total: Entries.
+        bytes_done, bytes_total: Their bytes.
+    """
+
+    key: Key
+    num_done: int
+    num_total: int
+    bytes_done: int
+    bytes_total: int
+
+
+def open_place(text: str | Path) -> CacheLocation:
+    """The place that an address means: `s3://bucket/prefix`, or a folder.
+
+    Raises:
+        ConfigError: The address names no bucket.
+        BackendError: S3 cannot be reached from here.
+    """
+    return Bucket(open_store(str(text))) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
+
+
+def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
+    """Copy every done entry that the target lacks.
+
+    Args:
+        source: Where from.
+        target: Where to.
+        on_step: Called after each entry.
+
+    Raises:
+        ConfigError: Both are buckets, or the same folder.
+        BackendError: S3 refuses.
+    """
+    _check(source, target)
+    wanted, there = source.done(), target.done()
+    report = Report(present=sorted(wanted & there))
+    sizes = {key: source.size_bytes(key) for key in sorted(wanted - there)}
+    bytes_done, bytes_total = 0, sum(sizes.values())
+    for num_done, (key, size_bytes) in enumerate(sizes.items(), start=1):
+        try:
+            if _copy(source, target, key):
+                report.copied.append(key)
+                report.size_bytes += size_bytes
+            else:
+                report.busy.append(key)
+        except UnusableEntryError as error:
+            report.unusable[key] = str(error)
+        bytes_done += size_bytes
+        on_step(Step(key, num_done, len(sizes), bytes_done, bytes_total))
+    return report
+
+
+def _check(source: CacheLocation, target: CacheLocation) -> None:
+    if isinstance(source, Bucket) and isinstance(target, Bucket):
+        raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
+    if isinstance(source, Cache) and not source.root.is_dir():
+        raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
+    if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
+        raise ConfigError(f"{source} and {target} are the same folder")
+
+
+def _copy(source: CacheLocation, target: CacheLocation, key: Key) -> bool:
+    if isinstance(target, Cache):
+        return target.store(key, lambda folder: source.fetch(key, folder))
+    assert isinstance(source, Cache)
+    with source.staging() as folder:
+        target.store(key, folder, source.fetch(key, folder))
+    return True

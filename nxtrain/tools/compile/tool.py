@@ -1,0 +1,184 @@
+"""One call of `neuron_parallel_compile`: its command line, and the graphs in its log and results.
+
+The tool runs a command in which nothing is executed, takes the graphs to compile from the lines that Neuron's plugin
+prints, and compiles them side by side. Its exit status is the number of graphs that failed, modulo 256; 1 if the
+command failed; and 0 if its own workers were killed. So the cache is asked what became of the graphs, not the status.
+
+Source: AWS Neuron documentation, "Neuron Parallel Compile CLI"; the program itself, in torch-neuronx 2.6.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
+from nxtrain.tools.compile.entries import Key, parse_key
+
+TOOL = "neuron_parallel_compile"
+STOP_S = 40.0
+"""Seconds that the tool has to end its processes when it is stopped; torchrun gives its ranks 30."""
+
+Names = dict[Key, str]
+"""Name of each graph's work, in the order in which the graphs were first seen."""
+
+_STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
+_GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuronxcc-[\w.+-]+)/(MODULE_[\w.+-]+)/model")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of one call.
+
+    Args:
+        status: The tool's exit status; negative if a signal ended it.
+        names: The graphs that its command needs, compiled before or not.
+        compiled: It came to compile, so that its command had succeeded.
+        seconds: What the compilation of graphs took, successful or not.
+        log: What its command printed.
+        stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
+    """
+
+    status: int
+    names: Names
+    compiled: bool
+    seconds: Mapping[Key, float]
+    log: Path
+    stages: tuple[int, ...] = ()
+
+
+def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str]) -> tuple[str, ...]:
+    """The tool's command line.
+
+    Args:
+        tool: Its program.
+        num_workers: Compilers at a time.
+        folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
+            its working folder with everything in it when it starts.
+        command: What shows the graphs; it runs where this process does.
+    """
+    own = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
+    return (tool, *own, "env", f"--chdir={Path.cwd()}", *command)
+
+
+def run_tool(
+    argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[Names], None], every_s: float = 2.0
+) -> Outcome:
+    """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
+
+    Args:
+        argv: As `tool_argv` gives it.
+        env: All its variables.
+        folder: The same.
+        watch: Is told of the graphs that were met so far, again and again.
+        every_s: Seconds between.
+    """
+    # Lines of a command that fails must not count as its graphs.
+    unwanted = {"NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE"}
+    env = {name: value for name, value in env.items() if name not in unwanted}
+    log = _Log(folder / "work")
+    with _signals_raise():
+        process = subprocess.Popen(
+            argv, cwd=folder, env={**env, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(every_s)
+                watch(log.names())
+        finally:
+            _end(process)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{TOOL}_results_*.json")]
+    rows = [row for result in results for row in result["compilation_report"].items()]
+    seconds = {key: float(row["compile_time"]) for path, row in rows if (key := _key_of(path))}
+    return Outcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
+
+
+def names_in(log: str, marker: str) -> Names:
+    """The graphs that a log shows, each named after what rank 0 was at when it was first met.
+
+    Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
+
+    Args:
+        log: What the tool's command printed.
+        marker: How the lines begin in which rank 0 names its work.
+    """
+    names: Names = {}
+    work, numbers = "start", Counter[str]()
+    for line in log.splitlines():
+        if marker in line:
+            work = line.partition(marker)[2].strip()
+        for compiler, module in _GRAPH.findall(line):
+            if (key := Key(compiler, module)) not in names:
+                numbers[work] += 1
+                names[key] = f"{work} #{numbers[work]}"
+    return names
+
+
+def stages_in(log: str) -> tuple[int, ...]:
+    """The pipeline stages that a machine named as its own; empty if it holds all of them."""
+    found = _STAGES.search(log)
+    return tuple(map(int, found[1].split(","))) if found else ()
+
+
+class _Log:
+    """Log of the tool's command, read again only when it has grown."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._size, self._text, self._names = folder, 0, "", Names()
+
+    def path(self) -> Path:
+        return next(iter(self._folder.glob("trial_run_pid*_log.txt")), self._folder / "trial_run_log.txt")
+
+    def names(self) -> Names:
+        with suppress(FileNotFoundError):
+            path = self.path()
+            if (size := path.stat().st_size) != self._size:
+                self._size = size
+                self._text = path.read_text(encoding="utf-8", errors="replace")
+                self._names = names_in(self._text, EXTRACTING)
+        return dict(self._names)
+
+    def stages(self) -> tuple[int, ...]:
+        return stages_in(self._text)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let the signals that end this process raise, so that what it started is ended first."""
+
+    def exit_process(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # What is ignored stays so: nohup lets a job outlive its terminal.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, exit_process) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the tool and what it started; compilers that outlive it would work for nobody."""
+    with suppress(ProcessLookupError):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _key_of(path: str) -> Key | None:
+    return parse_key("/".join(Path(path).parts[-3:-1]))

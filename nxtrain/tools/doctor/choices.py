@@ -1,0 +1,59 @@
+"""Checks of a run's choices on a machine: its attention, and the number type of its products."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from nxtrain.backends.capability import bf16_warning
+from nxtrain.common.errors import ConfigError
+from nxtrain.config.schema import ON_GPUS, RunConfig
+from nxtrain.launch.neuron import announced_attention, is_native
+from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
+
+
+def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
+    """Check the choices of a run that is about to start.
+
+    Args:
+        host: The machine to look at.
+        config: Configuration of the run.
+        machine: Kind of machine; None: unknown.
+    """
+    gpus = _capabilities(host) if config.backend.name in ("auto", ON_GPUS) else {}
+    backend: str = config.backend.name
+    if backend == "auto":
+        resource = machine.resource if machine else ""
+        on_neuron = "neuron-native" if is_native(config) else "neuron"
+        backend = on_neuron if resource == NEURON else ON_GPUS if resource == GPU or gpus else "cpu"
+    yield from _attention(config, backend)
+    if backend == ON_GPUS and config.precision.params == "bf16":
+        warnings = filter(None, (bf16_warning(name, capability) for name, capability in gpus.items()))
+        yield from (fine("bf16", warning) for warning in [*warnings][:1])
+
+
+def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:
+    try:
+        attention = announced_attention(config, backend, os.environ)
+    except ConfigError as error:
+        problem = error.problems[0]
+        yield fault("attention", f"{problem.key}: {problem.reason}", "no rank can start", problem.hint)
+    else:
+        if attention is not None:
+            yield fine("attention", str(attention))
+
+
+def _capabilities(host: Host) -> dict[str, tuple[int, int]]:
+    """Compute capability of each kind of GPU, by name; empty without GPUs, or if their driver does not show them."""
+    try:
+        text = host.run("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+    except ToolError:  # drivers before release 510 have no such field
+        return {}
+    found = {}
+    for line in (text or "").splitlines():
+        name, _, capability = line.rpartition(",")
+        major, _, minor = capability.strip().partition(".")
+        if name and major.isdecimal() and minor.isdecimal():
+            found[name.strip()] = (int(major), int(minor))
+    return found

@@ -1,0 +1,183 @@
+"""Checks of collectives: ranks that do not arrive, by name, and latency and bandwidth of the links."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxtrain.common.errors import ConfigError
+from nxtrain.launch.local import rendezvous_address
+from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.plan.hardware import MACHINES
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
+from nxtrain.tools.doctor.outputs import Bandwidth, OutputError, parse_nccom_test
+
+LIMIT_S = 30.0
+"""Seconds that ranks wait for one another."""
+
+MEASURE_S = 15.0
+"""Seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed."""
+
+MIN_SHARE = 0.1
+"""Share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple."""
+
+NCCOM = ("nccom-test", "--minbytes", "1kb", "--maxbytes", "64mb", "--stepfactor", "256", "--datatype", "fp32")
+WHY = "the first collective of a run would wait for its time limit, and end the run"
+
+
+@dataclass(frozen=True)
+class World:
+    """Place of this process among machines that are checked together.
+
+    Args:
+        first_node: Name of the machine of rank 0.
+        port: Port of the rendezvous there.
+        rank: Rank of this machine.
+        size: Number of machines.
+        names: Name of each machine by rank; empty: unknown.
+    """
+
+    first_node: str
+    port: int
+    rank: int
+    size: int
+    names: tuple[str, ...] = ()
+
+    def name(self, rank: int) -> str:
+        """Machine of a rank, by name where known."""
+        return f"{self.names[rank]} (rank {rank})" if len(self.names) == self.size else f"rank {rank}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the rank, as torchrun sets them."""
+        place = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place |= {"MASTER_PORT": self.port, "GROUP_RANK": self.rank, "GROUP_WORLD_SIZE": self.size}
+        return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": self.first_node}
+
+
+def world_of(first_node: str, rank: int, size: int, host: Host | None = None) -> World:
+    """Machines that check their links together, with the names that Slurm gives them.
+
+    Args:
+        first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
+        rank: Rank of this machine.
+        size: Number of machines.
+        host: The machine to look at; None: this one.
+
+    Raises:
+        ConfigError: The rank is not one of the machines, or the name or the port is none.
+    """
+    name, port = rendezvous_address(first_node)
+    if rank >= size:
+        raise ConfigError(f"--rank {rank} is none of --world {size} machines; ranks begin at 0")
+    try:
+        names = tuple(((host or Host()).run("scontrol", "show", "hostnames") or "").split())
+    except ToolError:  # no job of Slurm
+        names = ()
+    return World(name, port, rank, size, names)
+
+
+def check_collectives(
+    host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
+) -> Iterator[Finding]:
+    """Check the links within this machine, or with a world those between all machines.
+
+    Args:
+        host: The machine to look at.
+        machine: Kind of machine; None: unknown.
+        world: Machines that run this check at the same time; None: this one alone.
+        limit_s: Seconds that ranks wait for one another.
+    """
+    is_gpu = machine is not None and machine.resource == GPU
+    if machine is not None and machine.resource == NEURON:
+        yield _nccom(host, machine)
+    elif world is None:
+        yield _loopback(machine if is_gpu else None, limit_s)
+    if world is not None:
+        (result,) = _run_ranks([world.environment], "auto" if is_gpu else "cpu", limit_s)
+        yield _judge("collectives", [result], world.size, world.name, None)
+
+
+def _loopback(machine: Machine | None, limit_s: float) -> Finding:
+    """Collectives between processes of this machine: one per GPU of a machine, or two without."""
+    size = machine.devices if machine is not None else 2
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    places = [
+        {**World("127.0.0.1", port, rank, size).environment, **local, "LOCAL_RANK": str(rank)} for rank in range(size)
+    ]
+    results = _run_ranks(places, "auto" if machine is not None else "cpu", limit_s)
+    return _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
+
+
+def _nccom(host: Host, machine: Machine) -> Finding:
+    try:
+        text = host.run(*NCCOM, "--nworkers", str(machine.ranks), "allr", limit_s=LIMIT_S)
+        if text is None:
+            why, fix = "the links between chips cannot be tested", "install aws-neuronx-tools"
+            return fault("loopback", "nccom-test is not installed", why, fix)
+        rows = parse_nccom_test(text)
+    except (ToolError, OutputError) as error:
+        return fault("loopback", str(error), WHY, "see the processes and driver above; reboot, then replace the node")
+    return _judge_links("loopback", rows, machine, f"{machine.ranks} NeuronCores")
+
+
+def _run_ranks(places: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
+    """Start ranks as processes, and return what each found; `error` is set for those that died."""
+    program = (sys.executable, "-m", "nxtrain.tools.doctor.collectives_rank", backend, str(limit_s))
+    started = [
+        subprocess.Popen(
+            program, env={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for place in places
+    ]
+    limit = time.monotonic() + limit_s + MEASURE_S
+    results = []
+    for process in started:
+        try:
+            out, err = process.communicate(timeout=max(0.1, limit - time.monotonic()))
+            results.append(json.loads(out.splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            results.append({"missing": [], "error": f"no end within {limit_s + MEASURE_S:g} seconds", "rows": []})
+        except (ValueError, IndexError):
+            last = (err.strip().splitlines() or [f"ended with {process.returncode}"])[-1]
+            results.append({"missing": [], "error": last, "rows": []})
+    return results
+
+
+def _judge(
+    name: str, results: Sequence[Mapping[str, Any]], size: int, name_of: Callable[[int], str], machine: Machine | None
+) -> Finding:
+    missing = sorted({rank for result in results for rank in result["missing"]})
+    if missing:
+        what = f"{len(missing)} of {size} did not arrive: {words([name_of(rank) for rank in missing])}"
+        reasons = "; ".join(dict.fromkeys(result["error"] for result in results if result["error"]))
+        fix = "start this check on all machines at once; then look at the named ones: name, firewall, security group"
+        return fault(name, f"{what}{f' ({reasons})' if reasons else ''}", WHY, fix)
+    if errors := [result["error"] for result in results if result["error"]]:
+        return fault(name, words(list(dict.fromkeys(errors))), WHY, "bring the loopback interface up; reinstall torch")
+    rows = []
+    for number, (size_bytes, _) in enumerate(results[0]["rows"]):
+        seconds = max(result["rows"][number][1] for result in results)
+        rows.append(Bandwidth(size_bytes, seconds, 2 * (size - 1) / size * size_bytes / seconds))
+    return _judge_links(name, rows, machine, f"{size} ranks on {results[0].get('device', 'unknown')}")
+
+
+def _judge_links(name: str, rows: Sequence[Bandwidth], machine: Machine | None, who: str) -> Finding:
+    best = max(row.bus_bytes_s for row in rows)
+    what = f"{who}: {rows[0].time_s * 1e6:.0f} us for {rows[0].size_bytes} bytes, {best / 1e9:.2f} GB/s"
+    link = MACHINES[machine.instance].link_bytes_s if machine is not None and machine.instance in MACHINES else 0.0
+    if link and best < MIN_SHARE * link:
+        what += f" of {link / 1e9:.0f} GB/s"
+        return fault(name, what, "one slow link slows every step of every rank", "reboot, then replace the node")
+    return fine(name, what + (f" of {link / 1e9:.0f} GB/s" if link else ""))

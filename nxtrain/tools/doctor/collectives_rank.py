@@ -1,0 +1,106 @@
+"""Rank of `nxtrain doctor --collectives`: arrives, waits for the others, and measures sums over all ranks.
+
+python -m nxtrain.tools.doctor.collectives_rank BACKEND LIMIT_S, with the variables of torchrun.
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistError, Store
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.rendezvous import connect
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.placement import Placement
+
+SIZES_BYTES = (1 << 10, 1 << 20, 1 << 24)
+"""Tensors that are summed: the least shows the latency, the largest the bandwidth."""
+
+REPEATS = 10
+POLL_S = 0.05
+
+
+def join(backend: str, limit_s: float) -> dict[str, Any]:
+    """Meet the other ranks, and measure.
+
+    Args:
+        backend: Kind of device whose collectives are measured.
+        limit_s: Seconds that a rank waits for the others.
+
+    Returns:
+        `missing`, the ranks that did not arrive; `error`, empty if all is well; and `rows`, bytes and seconds.
+    """
+    place, host = Placement.read(), os.environ["MASTER_ADDR"]
+    timeout = timedelta(seconds=limit_s)
+    port = int(os.environ["MASTER_PORT"])
+    if place.rank and (why := _silence(host, port, limit_s)):
+        return {"missing": [0], "error": why, "rows": []}
+    try:
+        store = connect(host, port, place.rank, timeout)
+        if missing := _missing(store, place, limit_s):
+            return {"missing": missing, "error": "", "rows": []}
+    except DistError as error:
+        why = (str(error).strip().splitlines() or ["no answer"])[0]
+        return {"missing": [], "error": why, "rows": []}
+    opened = open_backend(choose(backend)[0], limit_s)
+    try:
+        return {"missing": [], "error": "", "rows": _measure(opened, place), "device": str(opened.device)}
+    finally:
+        opened.close()
+
+
+def _silence(host: str, port: int, limit_s: float) -> str:
+    """Reason why nobody answers at an address within the limit; empty if somebody does. torch's own wait has no end."""
+    limit, why = time.monotonic() + limit_s, "no answer"
+    while time.monotonic() < limit:
+        try:
+            socket.create_connection((host, port), timeout=max(POLL_S, limit - time.monotonic())).close()
+            return ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(POLL_S)
+    return f"{host}:{port}: {why}"
+
+
+def _missing(store: Store, place: Placement, limit_s: float) -> list[int]:
+    """Ranks that did not arrive within the limit."""
+    store.set(f"doctor/{place.rank}", socket.gethostname())
+    limit = time.monotonic() + limit_s
+    waiting = list(range(place.world))
+    while waiting and time.monotonic() < limit:
+        waiting = [rank for rank in waiting if not store.check([f"doctor/{rank}"])]
+        time.sleep(POLL_S if waiting else 0.0)
+    return waiting
+
+
+def _measure(backend: Backend, place: Placement) -> list[tuple[int, float]]:
+    mesh = Mesh.build(place.world, place.rank, dp=place.world)
+    backend.lay_out(mesh)
+    rows = []
+    for size in SIZES_BYTES:
+        x = torch.zeros(size // 4, device=backend.device)
+        backend.collectives.all_reduce(x, mesh.dp)
+        backend.collectives.barrier()
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            x = backend.collectives.all_reduce(x, mesh.dp)
+        x.sum().item()  # waits for the device
+        rows.append((size, (time.perf_counter() - began) / REPEATS))
+    return rows
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = join(sys.argv[1], float(sys.argv[2]))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the store may wait for ranks that never come

@@ -1,0 +1,156 @@
+"""Checks of accelerators and of the network between machines: counts, driver, memory errors, processes, EFA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
+from nxtrain.tools.doctor.outputs import (
+    GPU_QUERY,
+    PROCESS_QUERY,
+    UUID_QUERY,
+    Devices,
+    Holder,
+    OutputError,
+    parse_fi_info,
+    parse_neuron_ls,
+    parse_nvidia_smi,
+)
+
+COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
+"""Counters of the Neuron driver, in a folder per chip whose layout differs by release. Repairable errors count apart.
+
+Source: tools/neuron-sys-tools/neuron-sysfs-user-guide.rst in https://github.com/aws-neuron/aws-neuron-sdk.
+"""
+
+NEURON_SYSFS = "/sys/devices/virtual/neuron_device"
+
+PAIRS = {(2, 29): (2, 25), (2, 30): (2, 26), (2, 31): (2, 27), (2, 32): (2, 28), (2, 33): (2, 29), (2, 34): (2, 30)}
+"""Driver that was released with each runtime library, of Neuron SDK 2.27 to 2.32.
+
+Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+"""
+
+REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, or HyperPod's own replacement)"
+
+
+def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
+    """Check accelerators and EFA.
+
+    Args:
+        host: The machine to look at.
+        machine: Kind of machine, whose devices are expected; None: unknown, so that nothing is expected.
+        needs_all: A run is about to start, so that nobody may hold a device.
+    """
+    try:
+        devices = _list_devices(host, machine)
+    except (ToolError, OutputError) as error:
+        why = "the driver does not answer, and a run would hang or fail at its start"
+        yield fault("devices", str(error), why, f"reload the driver or reboot; if that fails, {REPLACE}")
+    else:
+        yield _count(devices, machine)
+        if devices is not None:
+            yield _processes(host, devices.holders, needs_all)
+            yield _ecc(host, devices, machine)
+    if machine is not None and machine.resource == NEURON:
+        yield _pair(host)
+    if machine is not None and machine.efa_devices:
+        yield _efa(host, machine)
+
+
+def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
+    """Accelerators of the machine; None if neither a tool nor the driver knows any."""
+    kinds = {machine.resource} if machine else {NEURON, GPU}
+    if NEURON in kinds and (text := host.run("neuron-ls", "--json-output")):
+        return parse_neuron_ls(text)
+    form = "--format=csv,noheader"
+    if GPU in kinds and (gpus := host.run("nvidia-smi", f"--query-gpu={GPU_QUERY}", form)):
+        uuids = host.run("nvidia-smi", f"--query-gpu={UUID_QUERY}", form) or ""
+        processes = host.run("nvidia-smi", f"--query-compute-apps={PROCESS_QUERY}", form) or ""
+        return parse_nvidia_smi(gpus, uuids, processes)
+    chips = host.at("/dev").glob("neuron[0-9]*") if NEURON in kinds else ()
+    numbers = sorted(int(path.name.removeprefix("neuron")) for path in chips if path.name[6:].isdigit())
+    return Devices(tuple(numbers), 0, ()) if numbers else None
+
+
+def _count(devices: Devices | None, machine: Machine | None) -> Finding:
+    found = len(devices.numbers) if devices else 0
+    if machine is None or not machine.resource:
+        return fine("devices", f"{found} accelerators")
+    if found != machine.devices:
+        missing = sorted({*range(machine.devices)} - {*(devices.numbers if devices else ())})
+        what = f"{found} of {machine.devices} accelerators of {machine.instance}; missing: {words(missing)}"
+        return fault("devices", what, "ranks of the missing ones cannot start", f"reboot once; then {REPLACE}")
+    return fine("devices", f"{found} accelerators, as {machine.instance} has")
+
+
+def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Finding:
+    stray = [holder for holder in holders if needs_all or _is_orphan(host, holder.pid)]
+    if not stray:
+        return fine("processes", f"{len(holders)} processes hold devices" if holders else "no process holds a device")
+    pids = " ".join(str(holder.pid) for holder in stray)
+    what = "; ".join(
+        f"process {holder.pid} ({holder.command}) holds devices {words(holder.devices)}" for holder in stray
+    )
+    why = "a run cannot claim these devices, and would fail at its start"
+    return fault("processes", what, why, f"end the run that they belong to, or kill {pids}")
+
+
+def _is_orphan(host: Host, pid: int) -> bool:
+    """True if a process has lost its parent, as ranks do whose agent was killed."""
+    fields = host.read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return len(fields) > 1 and fields[1] == "1" and pid != 1
+
+
+def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
+    found = dict(devices.ecc)
+    for number in devices.numbers if machine is None or machine.resource == NEURON else ():
+        for counter in COUNTERS:
+            for path in host.at(f"{NEURON_SYSFS}/neuron{number}").rglob(counter):
+                file = path / "total" if path.is_dir() else path
+                text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else ""
+                found[number] = found.get(number, 0) + (int(text) if text.isdecimal() else 0)
+    bad = {number: count for number, count in found.items() if count}
+    if not bad:
+        return fine("ecc", f"no uncorrected memory error on {len(found)} devices" if found else "no counters here")
+    what = "; ".join(f"device {number}: {count} uncorrected memory errors" for number, count in sorted(bad.items()))
+    return fault("ecc", what, "weights or gradients may have been changed silently", REPLACE)
+
+
+def _pair(host: Host) -> Finding:
+    driver = host.read("/sys/module/neuron/version")
+    if not driver:
+        fix = "install aws-neuronx-dkms, and load it: modprobe neuron"
+        return fault("driver", "the Neuron driver is not loaded", "no process finds a device", fix)
+    try:
+        text = host.run("dpkg-query", "--show", "--showformat=${Version}", "aws-neuronx-runtime-lib") or ""
+    except ToolError:  # packages of rpm, or the runtime of a container
+        text = ""
+    have, runtime = _minor(driver), _minor(text)
+    needed = PAIRS.get(runtime)
+    if needed and have < needed:
+        what = f"driver {driver} beside runtime {text}, which came with driver {needed[0]}.{needed[1]}"
+        why = "a runtime newer than its driver fails at the first call, or lacks features silently"
+        return fault("driver", what, why, "upgrade aws-neuronx-dkms, or use the SDK of this driver")
+    return fine("driver", f"driver {driver}" + (f", runtime {text}" if text else ""))
+
+
+def _minor(version: str) -> tuple[int, int]:
+    parts = version.split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and all(part.isdecimal() for part in parts) else (0, 0)
+
+
+def _efa(host: Host, machine: Machine) -> Finding:
+    fix = "attach the instance's EFA interfaces, and install AWS's EFA driver; see docs/slurm_kubernetes.md"
+    why = "collectives between machines fail, or fall back to TCP at a fraction of the speed"
+    try:
+        text = host.run("fi_info", "-p", "efa")
+    except ToolError as error:  # fi_info ends with an error where it finds no device
+        return fault("efa", str(error), why, fix)
+    folder = host.at("/sys/class/infiniband")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = parse_fi_info(text) if text is not None else tuple(sorted(names))
+    if len(found) < machine.efa_devices:
+        return fault("efa", f"{len(found)} of {machine.efa_devices} EFA devices: {words(found) or 'none'}", why, fix)
+    return fine("efa", f"{len(found)} EFA devices")

@@ -1,0 +1,89 @@
+"""`nxtrain doctor`: all checks of this machine, for people, for scripts, for Slurm's health check and a pod's probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.config.load import Loaded, load
+from nxtrain.config.schema import RunConfig
+from nxtrain.launch.local import PORT
+from nxtrain.launch.targets.machines import MACHINES, NEURON
+from nxtrain.plan.command import Question, predict
+from nxtrain.plan.predict import Assumptions
+from nxtrain.tools.doctor.choices import check_choices
+from nxtrain.tools.doctor.collectives import World, check_collectives
+from nxtrain.tools.doctor.devices import check_devices
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault
+from nxtrain.tools.doctor.host import MIN_FREE_BYTES, check_cache, check_disk, check_host, check_instance, check_port
+from nxtrain.tools.doctor.packages import check_packages
+
+EXIT_CODE = BackendError.exit_code
+"""Exit code if a check found a fault."""
+
+
+def examine(
+    path: Path | None, overrides: Sequence[str], *, collectives: bool, world: World | None, host: Host | None = None
+) -> Iterator[Finding]:
+    """Results of all checks, as they come.
+
+    Args:
+        path: Configuration of a run that is about to start here; None: the machine is checked for any run.
+        overrides: `dotted.key=value` each.
+        collectives: Test the links, too, which starts processes that import torch.
+        world: Machines that test their links together; None: this one alone.
+        host: The machine to look at; None: this one.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
+    """
+    loaded = load(path, overrides) if path else None
+    config, host = loaded.config if loaded else RunConfig(), host or Host()
+    name = host.read(str(SYS / PRODUCT_NAME))
+    machine = None if config.backend.name in {"cpu", "xla"} else MACHINES.get(config.cluster.instance or name)
+    yield check_instance(name if name in MACHINES else "", config.cluster.instance, machine)
+    yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None))
+    yield from _guarded("host", lambda: check_host(host, machine))
+    yield from _guarded("disk", lambda: [check_disk(config.run.dir, _needed_bytes(path, overrides, loaded))])
+    if loaded is not None or (machine is not None and machine.resource == NEURON):
+        yield from _guarded("cache", lambda: [check_cache(config.compile)])
+    yield from _guarded("ports", lambda: [check_port(host, PORT, needs_all=loaded is not None)])
+    yield from _guarded("packages", lambda: check_packages(machine))
+    if loaded is not None:
+        yield from check_choices(host, config, machine)
+    if collectives:
+        yield from _guarded("collectives", lambda: check_collectives(host, machine, world))
+
+
+def _guarded(name: str, checks: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Findings of checks; a file or program that fails is a finding, and ends no other check."""
+    try:
+        yield from checks()
+    except (OSError, ToolError) as error:
+        yield fault(name, str(error), "the check could not be made", "see the message")
+
+
+def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | None) -> int:
+    """Free space that the kept checkpoints of a run need, and one that is being written."""
+    if path is None or loaded is None or not loaded.config.checkpoint.every:
+        return MIN_FREE_BYTES if path is None else 0
+    try:
+        prediction, _ = predict(path, overrides, Question(), Assumptions())
+    except ConfigError:  # no machine of the table
+        return MIN_FREE_BYTES
+    return prediction.checkpoint_bytes * (loaded.config.checkpoint.keep + 1)
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """All findings for scripts."""
+    return {"ok": all(finding.ok for finding in findings), "findings": [asdict(finding) for finding in findings]}
+
+
+def line_of(finding: Finding) -> str:
+    """Finding for people."""
+    head = f"{'ok' if finding.ok else 'FAULT':6}{finding.name:12}{finding.what}"
+    return head if finding.ok else f"{head}\n{'':18}why: {finding.why}\n{'':18}fix: {finding.fix}"

@@ -1,0 +1,75 @@
+"""Checks of installed packages: placeholders, the SDK and its pair with torch, NeuronX Distributed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from nxtrain.backends.neuron import sdk, torchneuron
+from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.tools.doctor.finding import Finding, fault, fine
+
+AWS_PACKAGES = (
+    *("torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed", "neuronx-distributed-training"),
+    *("nki", "neuron-cc", "torch-neuron"),
+)
+"""Packages of AWS, under whose names PyPI may have placeholders."""
+
+
+def check_packages(machine: Machine | None) -> Iterator[Finding]:
+    """Check the environment of this Python.
+
+    Args:
+        machine: Kind of machine; None: unknown, so that no vendor's package is expected.
+    """
+    yield _placeholders()
+    yield _torch(machine)
+    if machine is not None and machine.resource == NEURON:
+        yield _neuron()
+    package = sdk.installed("neuronx-distributed")
+    if package is not None and not package.placeholder:
+        yield _distributed()
+
+
+def _placeholders() -> Finding:
+    found = [package for name in AWS_PACKAGES if (package := sdk.installed(name)) and package.placeholder]
+    if not found:
+        return fine("packages", f"no placeholder of an AWS package; Python {sys.version.partition(' ')[0]}")
+    what = "; ".join(sdk.placeholder(package) for package in found)
+    names = " ".join(package.name for package in found)
+    fix = f"pip uninstall -y {names}; then {sdk.install_command()}"
+    return fault("packages", what, "an import of the package fails, or finds nothing", fix)
+
+
+def _torch(machine: Machine | None) -> Finding:
+    torch, xla = sdk.installed("torch"), sdk.installed("torch-xla")
+    if torch is None:
+        return fault("torch", "torch is not installed", "no rank can start", "pip install nxtrain")
+    versions = f"torch {torch.version}" + (f", torch-xla {xla.version}" if xla else "")
+    if machine is not None and machine.resource == GPU and torch.version.endswith("+cpu"):
+        why = "this build of torch knows no GPU, and ranks would train on processors"
+        return fault("torch", versions, why, "pip install --force-reinstall torch, from PyPI")
+    if xla is not None and xla.version.split(".")[:2] != torch.version.split(".")[:2]:
+        fix = f"pip install torch-xla=={'.'.join(torch.version.split('.')[:2])}.*, or the torch of torch-xla"
+        return fault("torch", versions, "torch-xla is built for one release of torch, and fails at import", fix)
+    return fine("torch", versions)
+
+
+def _neuron() -> Finding:
+    """Check that one of the two environments for Trainium is whole."""
+    native = torchneuron.detect()
+    support = torchneuron.support() if native else sdk.support()
+    if support.ok:
+        return fine("sdk", support.reason)
+    first, *rest = support.reason.splitlines()
+    install = rest[-1].strip() if rest else sdk.install_command()
+    what = "; ".join(line.strip() for line in (first, *rest[:-1]))
+    return fault("sdk", what, "ranks cannot use the Neuron devices", install)
+
+
+def _distributed() -> Finding:
+    support = sdk.distributed_support()
+    if support.ok:
+        return fine("nxd", support.reason)
+    what, _, fix = support.reason.partition("; ")
+    return fault("nxd", what, "its layers are not used, or give wrong gradients silently", fix or sdk.install_command())

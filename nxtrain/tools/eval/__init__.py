@@ -1,0 +1,1 @@
+"""Generation, and evaluation by local tasks and by the lm-evaluation-harness."""

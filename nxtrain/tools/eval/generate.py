@@ -1,0 +1,247 @@
+"""Continue texts with the weights of a checkpoint, or of a Hugging Face folder: one text, or several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.common.errors import ConfigError, DivergedError
+from nxtrain.common.mesh import Mesh
+from nxtrain.nn.decoding import Decoder
+from nxtrain.tools.eval.text_stream import Detokenizer, Stops
+from nxtrain.tools.eval.trained import Trained
+
+Ending = Literal["", "end", "stop", "tokens", "length"]
+"""End of a continuation: the model's token, a stop text, the number of tokens, the model's length; empty: none yet."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rule by which tokens are drawn.
+
+    Args:
+        temperature: Divides the scores; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens to choose among; 0: all.
+        top_p: Joint probability of the likeliest tokens to choose among; 1: all.
+
+    Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+
+    def draw(self, scores: Tensor, generator: torch.Generator) -> int:
+        """Choose a token.
+
+        Args:
+            scores: (V,) of the vocabulary.
+            generator: Random generator of the draw.
+
+        Raises:
+            DivergedError: Scores are not finite.
+        """
+        if not bool(torch.isfinite(scores).all()):
+            raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
+        if self.temperature == 0:
+            return int(scores.argmax())
+        best, tokens = scores.double().topk(min(self.top_k or scores.numel(), scores.numel()))
+        # Subtract the best score first: dividing by a temperature near 0 would overflow.
+        chances = ((best - best[0]) / self.temperature).softmax(0)
+        before = chances.cumsum(0) - chances
+        chances = torch.where(before < self.top_p, chances, 0.0)
+        return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+class Continuation:
+    """A text that grows token by token.
+
+    Args:
+        ids: Tokens of the prompt.
+        count: Most tokens to add.
+        tokenizer: Decodes the tokens.
+        ends: Ids that end the text.
+        stops: Stop texts; the continuation ends before the first one found.
+        seed: Seed of the random generator; a text's tokens depend on no other text.
+
+    Attributes:
+        ids, count: As given.
+        prompt: Text of the prompt's tokens.
+        added: Tokens that were added.
+        text: Text that was added.
+        ending: Reason of the end.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        count: int,
+        tokenizer: Tokenizer,
+        ends: frozenset[int] = frozenset(),
+        *,
+        stops: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        self.ids, self.count, self._ends = tuple(ids), count, ends
+        self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.prompt = self._detokenizer.add(self.ids, is_whole=True)
+        self.added: list[int] = []
+        self.text, self.ending = "", _NONE
+
+    def add(self, token: int) -> str:
+        """Append a token; return the text that is thereby complete."""
+        if token in self._ends:
+            return self._end("end")
+        self.added.append(token)
+        piece = self._show(self._stops.add(self._detokenizer.add([token])))
+        if self._stops.found:
+            self.ending = "stop"
+        elif len(self.added) >= self.count:
+            return piece + self._end("tokens")
+        return piece
+
+    def to_json(self) -> dict[str, Any]:
+        """Text, number of added tokens, and reason of the end."""
+        return {"text": self.text, "tokens": len(self.added), "ending": self.ending}
+
+    def _end(self, ending: Ending) -> str:
+        self.ending = ending
+        piece = self._stops.add(self._detokenizer.rest())
+        if self._stops.found:
+            self.ending = "stop"
+            return self._show(piece)
+        return self._show(piece + self._stops.rest())
+
+    def _show(self, piece: str) -> str:
+        self.text += piece
+        return piece
+
+
+_NONE: Ending = ""
+
+
+def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    """Continue texts until each has ended; texts that have ended cost no scores.
+
+    Args:
+        decoder: The model.
+        texts: The texts, at least one.
+        sampling: Rule by which each token is drawn.
+
+    Yields:
+        Number of a text, and the next piece of the text in whole characters.
+
+    Raises:
+        DivergedError: The model's scores are not finite.
+    """
+    decoder.begin(len(texts))
+    pieces: list[Sequence[int]] = [text.ids for text in texts]
+    while any(pieces):
+        scores = decoder.scores(pieces)
+        for number, text in enumerate(texts):
+            if not pieces[number]:
+                continue
+            token = sampling.draw(scores[number], text.generator)
+            yield number, text.add(token)
+            pieces[number] = () if text.ending else (token,)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Texts to continue.
+
+    Args:
+        prompts: The texts, which are continued together.
+        max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
+        seed: Seed of the random generator of each text.
+        stops: Stop texts; a continuation ends before the first one found.
+    """
+
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    seed: int = 0
+    stops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(self.prompts) or not self.prompts or "" in self.stops:
+            named = "--stop" if self.prompts and all(self.prompts) else "--prompt"
+            raise ConfigError(f"{named} is empty; give at least one character")
+        for text in (*self.prompts, *self.stops):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                at = f"at character {error.start}"
+                raise ConfigError(f"--prompt and --stop take UTF-8 text, and {text[:40]!a} is none {at}") from error
+
+
+def generate(
+    address: str, request: Request, sampling: Sampling, show: Callable[[int, str], None] = lambda number, piece: None
+) -> tuple[Trained, list[Continuation]]:
+    """Continue texts; every rank of a tensor parallel world calls this, and gets the same texts.
+
+    Args:
+        address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
+        request: The texts.
+        sampling: Rule by which each token is drawn.
+        show: Called with the number of a text and its next piece, first with each prompt.
+
+    Returns:
+        The model, and the continued texts.
+
+    Raises:
+        CheckpointError: The checkpoint is absent or damaged.
+        ConfigError: The checkpoint carries no tokenizer, or a prompt does not fit the model.
+        DivergedError: The model's scores are not finite.
+    """
+    model = Trained.find(address)
+    for prompt in request.prompts:
+        _refuse_misfit(model.tokenizer.encode(prompt).ids, model)
+    backend = open_backend(choose("auto")[0])
+    try:
+        return model, generate_on(backend, model, request, sampling, show)
+    finally:
+        backend.close()
+
+
+def generate_on(
+    backend: Backend, model: Trained, request: Request, sampling: Sampling, show: Callable[[int, str], None]
+) -> list[Continuation]:
+    """Continue texts on an open backend, whose ranks share the model by tensor parallelism."""
+    mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
+    backend.lay_out(mesh)
+    texts, (_, length) = [], model.config.longest_sequence
+    for prompt in request.prompts:
+        ids = model.tokenizer.encode(prompt).ids
+        count = min(request.max_new_tokens, length - len(ids))
+        stops, seed = request.stops, request.seed
+        texts.append(Continuation(ids, count, model.tokenizer, model.ends, stops=stops, seed=seed))
+    longest = max(len(text.ids) + text.count for text in texts)
+    decoder = Decoder(model.open(backend, longest, mesh), backend.put)
+    for number, text in enumerate(texts):
+        show(number, text.prompt)
+    for number, piece in extend(decoder, texts, sampling):
+        show(number, piece)
+    for text in texts:
+        if text.ending == "tokens" and text.count < request.max_new_tokens:
+            text.ending = "length"
+    return texts
+
+
+def _refuse_misfit(ids: Sequence[int], model: Trained) -> None:
+    if not ids:
+        raise ConfigError("--prompt has no token in the model's vocabulary; give another text to continue")
+    limit, length = model.config.longest_sequence
+    if len(ids) >= length:
+        raise ConfigError(
+            f"--prompt has {len(ids):,} tokens, and the model's length is {limit}={length:,} with what is added; "
+            f"shorten the prompt by {len(ids) - length + 1:,} tokens or more"
+        )
+    model.refuse_foreign(max(ids))

@@ -1,0 +1,285 @@
+"""Tasks of the lm-evaluation-harness on a model of ours, for machines that reach the tasks' data.
+
+Only the leader runs the harness, whose requests all ranks share: see `nxtrain.tools.eval.led_scorer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxtrain.checkpoint.meta import fingerprint
+from nxtrain.common.errors import DataError, NxtrainError
+from nxtrain.tools.eval.generate import Sampling
+from nxtrain.tools.eval.led_scorer import LedScorer, is_of_the_scorer
+from nxtrain.tools.eval.scorer import Likelihood, Scorer
+from nxtrain.tools.eval.task import Metrics
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+PACKAGE = "lm_eval"
+
+CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
+"""Variable by which the user allows programs that the model writes to run on this machine."""
+
+ADDED_TOKENS = 256
+"""Tokens to add where a task gives no number."""
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """A task or a group of tasks of the harness.
+
+    Args:
+        name: Name in the harness's registry.
+        num_shots: Solved examples before each question; None: as the task has it.
+        limit: Most requests of each task; 0: all.
+        seed: Seed of the examples.
+        registry: Registry that knows the task.
+        definition: Digest of the files that define the task, as `definition_of` gives it.
+    """
+
+    name: str
+    num_shots: int | None
+    limit: int
+    seed: int
+    registry: TaskManager
+    definition: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Name of the requests: results with equal identities answer the same questions."""
+        shots = "own" if self.num_shots is None else self.num_shots
+        own = f" definition={self.definition}" if self.definition else ""
+        return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}{own}"
+
+    def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
+        """Run the task; only the leader calls this.
+
+        Args:
+            scorer: The model, which asks all ranks.
+            answers: Folder in which answers are kept, by which a killed evaluation goes on; None: keep none.
+
+        Raises:
+            DataError: The task's data cannot be had, or its files are at fault, or it measures nothing.
+            OSError: The folder of answers cannot be made.
+        """
+        from lm_eval.evaluator import simple_evaluate
+
+        if answers:
+            answers.mkdir(parents=True, exist_ok=True)  # a failure is of the folder, and not of the task
+        try:
+            found = simple_evaluate(
+                adapter(scorer, self.seed),
+                tasks=[self.name],
+                num_fewshot=self.num_shots,
+                limit=self.limit or None,
+                use_cache=str(answers / self._cache_name(scorer)) if answers else None,
+                log_samples=False,
+                task_manager=self.registry,
+                random_seed=self.seed,
+                numpy_random_seed=self.seed % (1 << 32),  # numpy takes no other seeds
+                torch_random_seed=self.seed,
+                fewshot_random_seed=self.seed,
+                confirm_run_unsafe_code=os.environ.get(CODE_VARIABLE) == "1",
+            )
+        except Exception as error:  # files of tasks hold expressions and code, which raise anything
+            if isinstance(error, NxtrainError | MemoryError) or is_of_the_scorer(error):
+                raise
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            hint = "check the task's files, its data and the number of solved examples"
+            kind = type(error).__name__
+            raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
+        return _metrics(self.name, found)
+
+    def _cache_name(self, scorer: Scorer | LedScorer) -> str:
+        """Name of the file of answers, without its ending: answers of other weights, or of other examples, differ."""
+        return fingerprint([scorer.model.identity.encode(), self.name.encode(), self.identity.encode()])
+
+
+def is_installed() -> bool:
+    """True if the harness is installed."""
+    try:
+        version(PACKAGE)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+OWN_TASKS = Path(__file__).parent / "tasks"
+"""Folder of nxtrain's tasks in the harness's YAML."""
+
+
+def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
+    """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
+
+    Args:
+        wanted: Names of tasks.
+        folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
+    """
+    # The harness has thousands of files, which take seconds to read.
+    own = _registry(folder, own_only=True)
+    return own if set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+
+
+_NAMING = re.compile(r"^\s*(?:- |(?:- )?[\"']?(?:task|group|tag)[\"']?\s*:)(.{0,300})$", re.MULTILINE)
+"""Lines of a task's file that may hold the name of a task, of a group or of a tag."""
+
+_NAME = re.compile(r"[^\s,\[\]{}\"']+")
+
+
+def possible_names(folder: Path | None) -> frozenset[str]:
+    """Names of all tasks, groups and tags, and other words of their files.
+
+    The registry parses the files, which takes ten times as long. A name that is not here is in no registry.
+
+    Args:
+        folder: Folder of the user's own tasks; None: there is none.
+    """
+    package = find_spec(PACKAGE)
+    of_package = Path(package.origin).parent / "tasks" if package and package.origin else None
+    found: set[str] = set()
+    for root in filter(None, (OWN_TASKS, of_package, folder)):
+        for file in root.rglob("*"):
+            if file.suffix in {"", ".yaml", ".yml"} and file.is_file():  # templates have no suffix
+                text = file.read_text(encoding="utf-8", errors="replace")
+                found.update(name for line in _NAMING.findall(text) for name in _NAME.findall(line))
+    return frozenset(found)
+
+
+def definition_of(name: str, folder: Path | None) -> str:
+    """Digest of the files that define a task of nxtrain or of a folder; empty for others, which the version names.
+
+    Data of the folder count by their sizes and times.
+
+    Args:
+        name: Name of the task.
+        folder: Folder of the user's own tasks; None: there is none.
+    """
+    if name not in _registry(folder, own_only=True).all_tasks:
+        return ""
+    parts = []
+    for root in (OWN_TASKS, *([folder] if folder else ())):
+        for file in sorted(root.rglob("*")):
+            if not file.is_file() or "__pycache__" in file.parts:
+                continue
+            stat = file.stat()
+            is_code = file.suffix in (".yaml", ".py")
+            content = file.read_bytes() if is_code else f"{stat.st_size} {stat.st_mtime_ns}".encode()
+            parts += [str(file.relative_to(root)).encode(), content]
+    return fingerprint(parts)
+
+
+@cache
+def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR)
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(place) for place in (OWN_TASKS, folder) if place]
+    return TaskManager(include_path=folders, include_defaults=not own_only)
+
+
+def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
+    """Model of the harness that asks a scorer.
+
+    Args:
+        scorer: The model.
+        seed: Seed of sampled answers.
+    """
+    from lm_eval.api.model import LM
+
+    class ScoredLM(LM):  # type: ignore[misc, unused-ignore]
+        """A scorer behind the harness's interface."""
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            pairs = [request.args for request in requests]
+            keep = self._keeper("loglikelihood", pairs, lambda each: (each.nats, each.is_greedy))
+            return [(each.nats, each.is_greedy) for each in scorer.likelihoods(pairs, keep)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            texts = [request.args for request in requests]
+            keep = self._keeper("loglikelihood_rolling", texts, lambda each: each.nats)
+            return [each.nats for each in scorer.rolling([text for (text,) in texts], keep)]
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)
+
+        def _keeper(self, kind: str, asked: Sequence[Any], answer: Callable[[Likelihood], object]) -> Any:
+            return lambda number, found: self.cache_hook.add_partial(kind, asked[number], answer(found))
+
+    return ScoredLM()
+
+
+def _continued(
+    scorer: Scorer | LedScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
+) -> list[str]:
+    """Continuations of texts; those with the same rule of sampling are made together.
+
+    Args:
+        scorer: The model.
+        asked: Texts with their options of the harness.
+        keep: Stores an answer as soon as the answer is known; samples are not answers for another run.
+        seed: Seed of samples.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    groups: dict[Sampling, list[int]] = {}
+    requests = []
+    for number, (text, options) in enumerate(asked):
+        found = normalize_gen_kwargs(options, ADDED_TOKENS)
+        top_k, top_p = int(found.get("top_k") or 0), float(found.get("top_p") or 1.0)
+        temperature = float(found.get("temperature", 1.0)) if found.get("do_sample") else 0.0
+        groups.setdefault(Sampling(temperature, top_k, top_p), []).append(number)
+        requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
+    texts = [""] * len(asked)
+    for sampling, numbers in groups.items():
+
+        def done(number: int, text: str, sampling: Sampling = sampling, numbers: Sequence[int] = numbers) -> None:
+            if sampling.temperature == 0:
+                keep("generate_until", asked[numbers[number]], text)
+
+        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
+        for number, text in zip(numbers, found_texts, strict=True):
+            texts[number] = text
+    return texts
+
+
+def _metrics(name: str, found: Any) -> Metrics:
+    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own.
+
+    A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
+    """
+    results: dict[str, dict[str, Any]] = found["results"]
+    metrics, stderr = _numbers(results.get(name, {}))
+    if not metrics:
+        for task in found["n-samples"]:
+            of_task, error = _numbers(results.get(task, {}))
+            stderr = stderr if metrics else error
+            metrics |= {f"{task}_{metric}": value for metric, value in of_task.items()}
+    if not metrics:
+        raise DataError(f"--tasks {name}: none of its metrics is a finite number; check the task's files and its data")
+    return {**metrics, "stderr": stderr, "n": sum(each["effective"] for each in found["n-samples"].values())}
+
+
+def _numbers(results: Mapping[str, Any]) -> tuple[dict[str, float | int], float | None]:
+    """Metrics of the harness that are finite numbers, and the standard error of the first if known."""
+    metrics: dict[str, float | int] = {}
+    first = ""
+    for key, value in results.items():
+        metric, _, filtered = key.partition(",")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if filtered and is_number:
+            metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = value
+            first = first or key
+    stderr = results.get(first.replace(",", "_stderr,"))
+    return metrics, stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None

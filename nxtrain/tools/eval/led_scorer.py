@@ -1,0 +1,117 @@
+"""Evaluation by a program of one rank: the leader asks the model, and every rank computes its part of the answer.
+
+Recent releases of the lm-evaluation-harness give results to one process only. Ranks that each ran the harness could
+also ask for different texts, since each would keep answers of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from traceback import walk_tb
+from typing import Any, TypeVar
+
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import NxtrainError
+from nxtrain.tools.eval.generate import Sampling
+from nxtrain.tools.eval.scorer import Likelihood, Scorer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Call of a method of the scorer, which every rank makes."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _End:
+    """End of the program, with its result."""
+
+    result: Any
+
+
+class LedScorer:
+    """Scorer for a program that the leader alone runs; each method is that of `Scorer`, on every rank.
+
+    Args:
+        scorer: The model on this rank.
+        ranks: Ranks that wait for calls.
+    """
+
+    def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
+        self._scorer, self._ranks = scorer, ranks
+        self.model = scorer.model
+
+    def likelihoods(
+        self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None]
+    ) -> list[Likelihood]:
+        """Log-likelihoods of continuations."""
+        self._announce(_Call("likelihoods", (pairs,), {}))
+        return self._scorer.likelihoods(pairs, done)
+
+    def rolling(self, texts: Sequence[str], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
+        """Log-likelihoods of whole texts."""
+        self._announce(_Call("rolling", (texts,), {}))
+        return self._scorer.rolling(texts, done)
+
+    def continuations(
+        self,
+        requests: Sequence[tuple[str, int, tuple[str, ...]]],
+        sampling: Sampling,
+        done: Callable[[int, str], None],
+        *,
+        seed: int,
+    ) -> list[str]:
+        """Texts continued to a stop."""
+        self._announce(_Call("continuations", (requests, sampling), {"seed": seed}))
+        return self._scorer.continuations(requests, sampling, done, seed=seed)
+
+    def _announce(self, call: _Call) -> None:
+        self._ranks.on_leader(lambda: call, f"cannot share the requests for {call.method}")
+
+
+def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
+    """Run a program on the leader, and its calls of the scorer on every rank; every rank calls this.
+
+    Args:
+        scorer: The model on this rank.
+        ranks: The ranks. A rank waits for the leader's next call as long as their group allows.
+        program: The program, which only the leader runs.
+
+    Returns:
+        Result of the program, on every rank.
+
+    Raises:
+        NxtrainError: The program failed, or the scorer did; raised on every rank.
+    """
+    if ranks.is_leader:
+        try:
+            result = program(LedScorer(scorer, ranks))
+        except Exception as error:
+            if not is_of_the_scorer(error):  # the other ranks wait, while an error of the scorer is raised on them
+                with suppress(NxtrainError):
+                    ranks.on_leader(partial(_fail, error), "the evaluation failed on rank 0")
+            raise
+        ranks.on_leader(lambda: _End(result), "cannot share the results")
+        return result
+    while True:
+        call: _Call | _End = ranks.on_leader(lambda: _End(None), "")  # of the leader; the action here does not run
+        if isinstance(call, _End):
+            return call.result  # type: ignore[no-any-return]
+        getattr(scorer, call.method)(*call.arguments, **call.options)
+
+
+def is_of_the_scorer(error: Exception) -> bool:
+    """True if the model raised an error, and not the program or a task."""
+    return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
+
+
+def _fail(error: Exception) -> _End:
+    raise error

@@ -1,0 +1,134 @@
+"""Suite of local tasks, made of a text and a seed: they need no network, and the same inputs give the same requests.
+
+Texts are those that a run holds out, or else modules of the standard library. Choices are shuffled, so that a model
+that prefers the first or the last one gains nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from nxtrain.tools.eval.task import Request, Task
+
+NUM_CHOICES = 4
+"""Choices of a request, but for induction."""
+
+_TEXT_CHARS = 1024
+"""Most characters of a text whose bits are counted."""
+
+_CONTEXT_CHARS = 400
+"""Most characters before the missing word of a cloze."""
+
+_LIST_WORDS = 6
+"""Words of a list that is copied or continued."""
+
+_LARGEST = 9
+"""Largest summand of arithmetic."""
+
+_EXAMPLES = 4
+"""Solved examples before a question of arithmetic."""
+
+_WORD = re.compile(r"\b[A-Za-z]{3,12}\b")
+
+Maker = Callable[[random.Random, Sequence[str]], Iterator[Request]]
+
+
+def _held_out(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
+    """Texts whose bits are counted: one piece of each, in random order."""
+    for text in drawn.sample(texts, len(texts)):
+        start = drawn.randrange(max(1, len(text) - _TEXT_CHARS + 1))
+        if piece := text[start : start + _TEXT_CHARS].strip():
+            yield Request("", (piece,))
+
+
+def _cloze(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
+    """The next word of a text, among other words of the same text."""
+    for text in _again(drawn, texts):
+        words = list(_WORD.finditer(text))
+        following = [word for word in words if text[: word.start()].endswith(" ") and text[: word.start()].strip()]
+        if not following:
+            continue
+        right = drawn.choice(following)
+        others = sorted({word[0] for word in words} - {right[0]})
+        if len(others) >= NUM_CHOICES - 1:
+            context = text[max(0, right.start() - 1 - _CONTEXT_CHARS) : right.start() - 1]
+            yield _choose(drawn, context, right[0], drawn.sample(others, NUM_CHOICES - 1))
+
+
+def _copying(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
+    """The last word of a list that is written twice."""
+    vocabulary = _vocabulary(texts)
+    while len(vocabulary) >= _LIST_WORDS:
+        words = drawn.sample(vocabulary, _LIST_WORDS)
+        written = f"{' '.join(words)}\n{' '.join(words[:-1])}"
+        yield _choose(drawn, written, words[-1], drawn.sample(words[:-1], NUM_CHOICES - 1))
+
+
+def _induction(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
+    """The word that followed an earlier occurrence of the last one: a b ... a, then b."""
+    vocabulary = _vocabulary(texts)
+    while len(vocabulary) >= _LIST_WORDS:
+        words = drawn.sample(vocabulary, _LIST_WORDS)
+        at = drawn.randrange(_LIST_WORDS - 2)
+        others = [word for word in words if word not in words[at : at + 2]]
+        yield _choose(drawn, f"{' '.join(words)} {words[at]}", words[at + 1], others)
+
+
+def _arithmetic(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
+    """Sums of two digits, after some solved ones."""
+    numbers = range(2 * _LARGEST + 1)
+    while True:
+        pairs = [(drawn.randint(0, _LARGEST), drawn.randint(0, _LARGEST)) for _ in range(_EXAMPLES + 1)]
+        solved = "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs[:-1])
+        a, b = pairs[-1]
+        others = drawn.sample([str(number) for number in numbers if number != a + b], NUM_CHOICES - 1)
+        yield _choose(drawn, f"{solved}{a} + {b} =", str(a + b), others)
+
+
+OFFLINE: Mapping[str, Maker] = {
+    "held_out": _held_out,
+    "cloze": _cloze,
+    "copying": _copying,
+    "induction": _induction,
+    "arithmetic": _arithmetic,
+}
+"""Makers of the requests of each task."""
+
+
+def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task:
+    """Make a task of the suite.
+
+    Args:
+        name: Name in `OFFLINE`.
+        texts: Texts to make requests of.
+        seed: Seed of the choices.
+        limit: Most requests.
+
+    Returns:
+        The task, without requests if the texts are too short.
+    """
+    drawn = random.Random(f"{seed} {name}")
+    return Task(name, tuple(islice(OFFLINE[name](drawn, texts), limit)))
+
+
+def _again(drawn: random.Random, texts: Sequence[str]) -> Iterator[str]:
+    """Texts in random order, again and again; each round has another order."""
+    for _ in range(_ROUNDS):
+        yield from drawn.sample(texts, len(texts))
+
+
+_ROUNDS = 1000
+"""Most times that a text gives a request."""
+
+
+def _vocabulary(texts: Sequence[str]) -> list[str]:
+    return sorted({word.lower() for text in texts for word in _WORD.findall(text)})
+
+
+def _choose(drawn: random.Random, context: str, right: str, others: Sequence[str]) -> Request:
+    choices = [right, *others]
+    drawn.shuffle(choices)
+    return Request(context, tuple(f" {choice}" for choice in choices), choices.index(right))

@@ -1,0 +1,69 @@
+"""Record of the evaluations of a run: a line for each task of each checkpoint, written as soon as a task is done."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxtrain.common.io import jsonl
+from nxtrain.common.run_folder import EVALUATIONS_FILE
+from nxtrain.tools.eval.task import Metrics
+from nxtrain.tools.eval.trained import Trained
+
+
+class Record:
+    """Results of a run folder; results of other models stay in memory.
+
+    Args:
+        folder: The run folder; None: there is none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / EVALUATIONS_FILE if folder else None
+        lines = jsonl.read(self._file) if self._file else []
+        self._done: dict[tuple[object, ...], Metrics] = {
+            (line["weights"], line["task"], line["question"]): line["metrics"] for line in lines if _is_whole(line)
+        }
+
+    def find(self, model: Trained, task: str, question: str) -> Metrics | None:
+        """Result of a task; None if the task is not done.
+
+        Args:
+            model: The checkpoint.
+            task: Name of the task.
+            question: Identity of the task's requests, which depends on seed and limit.
+        """
+        return self._done.get((model.identity, task, question))
+
+    def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:
+        """Append a result.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        line = {"step": model.step, "tokens": model.tokens, "weights": model.identity}
+        line |= {"task": task, "question": question, "metrics": dict(metrics)}
+        if self._file:
+            jsonl.append(self._file, json.dumps(line, allow_nan=False))
+        self._done[model.identity, task, question] = metrics
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """True if a line is of this file, and not of another program."""
+    named = all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))
+    metrics = line.get("metrics")
+    return named and isinstance(metrics, dict) and _is_result(metrics)
+
+
+def _is_result(metrics: Mapping[str, object]) -> bool:
+    """True if metrics are as `Metrics` describes them, so that they can be shown."""
+    if next(iter(metrics), "n") in ("stderr", "n") or not metrics.keys() >= {"stderr", "n"}:
+        return False
+    return all(_is_number(value) or (name == "stderr" and value is None) for name, value in metrics.items())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

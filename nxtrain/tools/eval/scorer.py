@@ -1,0 +1,266 @@
+"""Scores of a model of ours: log-likelihoods of continuations and of whole texts, and texts continued to a stop.
+
+Rows of tokens are sorted by length and read in batches, whose logits have a bounded size. Whole batches are divided
+over the data parallel ranks, so that a row has the same neighbours for any number of them. On CPUs the score is then
+the same, bit for bit. Tensor parallel ranks share a model, and all of them have the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import ConfigError, DivergedError
+from nxtrain.nn.decoding import Decoder
+from nxtrain.tools.eval.generate import Continuation, Sampling, extend
+from nxtrain.tools.eval.trained import Trained
+
+T = TypeVar("T")
+
+LOGITS = 1 << 25
+"""Most logits that are computed at once; 128 MiB in float32."""
+
+MAX_ROWS = 32
+"""Most rows of a batch."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens whose last ones are scored.
+
+    Args:
+        ids: Tokens that are known, then tokens that are scored.
+        num_scored: Number of tokens that are scored, fewer than all.
+    """
+
+    ids: tuple[int, ...]
+    num_scored: int
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Log-likelihood of some tokens.
+
+    Args:
+        nats: Sum of the natural logarithms of the tokens' probabilities.
+        is_greedy: Each token is the likeliest one at its place.
+    """
+
+    nats: float
+    is_greedy: bool
+
+    def __add__(self, other: Likelihood) -> Likelihood:
+        return Likelihood(self.nats + other.nats, self.is_greedy and other.is_greedy)
+
+
+class Scorer:
+    """A model that scores and continues texts; every rank makes one, and calls its methods with the same texts.
+
+    Args:
+        model: The model.
+        backend: Backend that runs the model.
+        ranks: Ranks that share the work, with a model in each tensor parallel group.
+
+    Attributes:
+        model: The model.
+        length: Tokens of the longest sequence.
+        prefix: Token that begins a text.
+        ranks: Ranks that share the work.
+        tell: Called after each batch with the rows that this rank has done, and with all of its rows.
+    """
+
+    def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        _, self.length = model.config.longest_sequence
+        begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
+        if not begin:
+            raise ConfigError(f"{model.place}: its tokenizer has no token that begins or ends a text, which eval needs")
+        self.prefix = begin[-1]
+        model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
+        self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
+        self._put = backend.put
+        self.tell: Callable[[int, int], None] = lambda done, number: None
+
+    def likelihoods(
+        self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None] = lambda number, found: None
+    ) -> list[Likelihood]:
+        """Log-likelihoods of continuations.
+
+        Args:
+            pairs: Contexts, perhaps empty, and continuations. Of a context that is too long, the end is used.
+            done: Called on every rank with each pair, as soon as it is scored.
+        """
+        return self._totals([self.rows(*pair) for pair in pairs], done)
+
+    def rolling(
+        self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, found: None
+    ) -> list[Likelihood]:
+        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it.
+
+        Args:
+            texts: The texts.
+            done: Called on every rank with each text, as soon as it is scored.
+        """
+        found = (self.model.tokenizer.encode(text).ids for text in texts)
+        return self._totals([list(windows([self.prefix, *ids], len(ids), self.length)) for ids in found], done)
+
+    def rows(self, context: str, continuation: str) -> list[Row]:
+        """Rows of tokens that score a continuation; several if the continuation alone exceeds the model's length.
+
+        A context and its continuation are encoded together, since a tokenizer may join characters of both. Spaces
+        between them belong to the continuation.
+        """
+        tokenizer = self.model.tokenizer
+        if not context.strip():
+            continuation = context + continuation
+            ids = tokenizer.encode(continuation, add_special_tokens=False).ids
+            known = [self.prefix]
+            if ids[:1] == known:
+                ids = ids[1:]
+            return list(windows([*known, *ids], len(ids), self.length))
+        known = tokenizer.encode(context.rstrip()).ids or [self.prefix]
+        scored = tokenizer.encode(context + continuation).ids[len(known) :]
+        # Where a tokenizer joins all of the continuation to the context, the continuation is encoded by itself.
+        scored = scored or tokenizer.encode(continuation, add_special_tokens=False).ids
+        return list(windows([*known, *scored], len(scored), self.length))
+
+    def continuations(
+        self,
+        requests: Sequence[tuple[str, int, tuple[str, ...]]],
+        sampling: Sampling,
+        done: Callable[[int, str], None] = lambda number, text: None,
+        *,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continue texts until a stop text, the model's end token, or a number of tokens.
+
+        Equal texts are continued independently: tasks that count passes in k samples repeat a text.
+
+        Args:
+            requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
+            sampling: Rule by which each token is drawn.
+            done: Called on every rank with each text, as soon as it is continued.
+            seed: Seed of the draws; equal texts draw from adjacent streams.
+        """
+        tokenizer, ends = self.model.tokenizer, self.model.ends
+        texts, seen = [], Counter[str]()
+        for prompt, wanted, stops in requests:
+            count = min(wanted, self.length - 1)
+            ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
+            texts.append(
+                Continuation(ids, count, tokenizer, ends, stops=stops, seed=(seed << 20) % (1 << 62) + seen[prompt])
+            )
+            seen.update([prompt])
+        written: dict[int, str] = {}
+        for batch in self._rounds([len(text.ids) for text in texts]):
+            if batch:
+                for _ in extend(self._decoder, [texts[number] for number in batch], sampling):
+                    pass
+            new = self._of_all_ranks({number: texts[number].text for number in batch})
+            for number, text in new.items():
+                done(number, text)
+            written |= new
+        return [written[number] for number in range(len(texts))]
+
+    def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
+        """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
+        flat = [(number, row) for number, rows in enumerate(groups) for row in rows]
+        ends = list(accumulate(len(rows) for rows in groups))
+        left = [len(rows) for rows in groups]
+        scores: dict[int, Likelihood] = {}
+
+        def total(number: int) -> Likelihood:
+            rows = range(ends[number] - len(groups[number]), ends[number])
+            return sum((scores[at] for at in rows), Likelihood(0.0, True))
+
+        for batch in self._rounds([len(row.ids) for _, row in flat]):
+            found = self._score([flat[at][1] for at in batch]) if batch else []
+            new = self._of_all_ranks(dict(zip(batch, found, strict=True)))
+            if not all(math.isfinite(each.nats) for each in new.values()):  # on every rank, since none goes on alone
+                raise DivergedError(
+                    "the model's scores are not finite: its weights diverged; take an earlier checkpoint"
+                )
+            scores |= new
+            for at in new:
+                owner = flat[at][0]
+                left[owner] -= 1
+                if not left[owner]:
+                    done(owner, total(owner))
+        return [total(number) for number in range(len(groups))]
+
+    def _of_all_ranks(self, mine: Mapping[int, T]) -> dict[int, T]:
+        """Results of all ranks by number, in the same order on each."""
+        return {number: result for part in self.ranks.gather(mine) for number, result in part.items()}
+
+    def _rounds(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of the rows of this rank's batch in each round, longest rows first; none once no batch is left.
+
+        All ranks have the same number of rounds. A token of each row of a batch has its logits.
+        """
+        order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+        size = min(MAX_ROWS, self._chunk())
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        dp = self.ranks.mesh.dp
+        mine, done = batches[dp.rank :: dp.size], 0
+        for number in range(math.ceil(len(batches) / dp.size)):
+            batch = mine[number] if number < len(mine) else []
+            yield batch
+            done += len(batch)
+            self.tell(done, sum(map(len, mine)))
+
+    def _chunk(self) -> int:
+        """Tokens whose logits are computed at once."""
+        return max(1, LOGITS // self.model.config.vocab_size)
+
+    def _score(self, rows: Sequence[Row]) -> list[Likelihood]:
+        """Log-likelihoods of one batch."""
+        pieces = [row.ids[:-1] for row in rows]
+        longest = max(map(len, pieces))
+        self._decoder.begin(len(rows), capacity=1 << (longest - 1).bit_length())
+        targets = torch.zeros(len(rows), longest, dtype=torch.int64)
+        is_scored = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            targets[number, : len(row.ids) - 1] = torch.tensor(row.ids[1:])
+            is_scored[number, len(row.ids) - 1 - row.num_scored : len(row.ids) - 1] = True
+        nats = torch.zeros(len(rows), longest, dtype=torch.float64)
+        is_best = torch.ones(len(rows), longest, dtype=torch.bool)
+        for start, logits in self._decoder.read(pieces, self._chunk()):
+            part = slice(start, start + logits.shape[1])
+            wanted = self._put(targets[:, part])
+            nats[:, part], is_best[:, part] = _judge(logits, wanted)
+        sums = nats.masked_fill(~is_scored, 0.0).sum(1).tolist()
+        greedy = (is_best | ~is_scored).all(1).tolist()
+        return [Likelihood(total, best) for total, best in zip(sums, greedy, strict=True)]
+
+
+def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and True where the target is the likeliest token: (B, S, V), (B, S) to (B, S)."""
+    chosen = logits.gather(-1, targets[..., None])[..., 0].float()
+    return (chosen - logits.float().logsumexp(-1)).cpu(), (logits.argmax(-1) == targets).cpu()
+
+
+def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
+    """Rows that score the last tokens of a sequence once, each within the model's length.
+
+    Scored tokens are divided into pieces of `length` tokens. Each piece comes after as many earlier tokens as fit.
+
+    Args:
+        ids: Tokens that are known, at least one, then tokens that are scored.
+        num_scored: Number of tokens that are scored.
+        length: Tokens that the model reads at most.
+
+    Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.
+    """
+    first = len(ids) - num_scored
+    for start in range(first, len(ids), length):
+        end = min(start + length, len(ids))
+        yield Row(tuple(ids[max(0, end - length - 1) : end]), end - start)

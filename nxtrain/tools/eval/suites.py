@@ -1,0 +1,144 @@
+"""Suites of tasks by name: the local ones, and the recipe's for machines with a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.config.decode import nearest
+from nxtrain.tools.eval.harness import is_installed, open_registry, possible_names
+from nxtrain.tools.eval.offline import OFFLINE
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+RECIPE: Mapping[str, Mapping[str, int]] = {
+    "mmlu": {"mmlu": 5},
+    "bbh": {"bbh_cot_fewshot": 3},
+    "reasoning": {
+        "piqa": 0,
+        "social_iqa": 0,
+        "hellaswag": 0,
+        "winogrande": 0,
+        "arc_easy": 0,
+        "arc_challenge": 0,
+        "openbookqa": 0,
+        "commonsense_qa": 0,
+    },
+    "knowledge": {"nq_open": 5, "triviaqa": 5},
+    "reading": {"squadv2": 0, "quac": 0, "boolq": 0},
+    "math": {"gsm8k": 8, "hendrycks_math": 4},
+    "code": {"humaneval": 0, "mbpp": 3},
+    "samples": {"humaneval_pass_at_1": 0, "humaneval_pass_at_k": 0},
+}
+"""Tasks by field, of the lm-evaluation-harness or ours in its YAML, with the solved examples before each question."""
+
+SUITES = ("offline", "recipe", *RECIPE)
+"""Names of suites."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A task that is wanted.
+
+    Args:
+        name: Name of the task.
+        is_local: The task is one of the offline suite.
+        num_shots: Solved examples before each question; None: as the task has it.
+    """
+
+    name: str
+    is_local: bool
+    num_shots: int | None = None
+
+
+def listed() -> str:
+    """Names of suites and tasks, a line for each suite."""
+    suites = {"offline": OFFLINE, **{name: tuple(tasks) for name, tasks in RECIPE.items()}}
+    lines = [f"{name:<10} {', '.join(tasks)}" for name, tasks in suites.items()]
+    return "\n".join([*lines, f"{'recipe':<10} {', '.join(RECIPE)}", "of the harness: lm_eval ls tasks"])
+
+
+def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list[Choice], TaskManager | None]:
+    """Choose tasks by name.
+
+    Args:
+        names: Suites, local tasks, or tasks of the harness, as `NAME` or `NAME:SHOTS`; none: the offline suite.
+        folder: Folder of the user's own tasks of the harness; None: there is none.
+
+    Returns:
+        The tasks, and the registry of those of the harness.
+
+    Raises:
+        ConfigError: A name is unknown, a task is wanted twice, the folder is none, or the harness is not installed.
+    """
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
+    found: list[Choice] = []
+    problems: list[Problem] = []
+    for name in names or ("offline",):
+        if name == "offline":
+            found += [Choice(task, is_local=True) for task in OFFLINE]
+        elif name in OFFLINE:
+            found.append(Choice(name, is_local=True))
+        elif name in SUITES:
+            fields = RECIPE if name == "recipe" else {name: RECIPE[name]}
+            found += [Choice(task, False, shots) for tasks in fields.values() for task, shots in tasks.items()]
+        else:
+            task, colon, shots = name.partition(":")
+            if colon and not shots.isdecimal():
+                problems.append(Problem("--tasks", f"{name}: {shots!r} is no number", hint="write NAME:SHOTS"))
+                continue
+            found.append(Choice(task, False, int(shots) if shots.isdecimal() else None))
+    found = list(dict.fromkeys(found))
+    problems += _named_twice(found)
+    wanted = [choice.name for choice in found if not choice.is_local]
+    possible = possible_names(folder) if wanted and is_installed() else frozenset()
+    registry = open_registry(wanted, folder) if wanted and possible.issuperset(wanted) else None
+    known = set(registry.all_tasks) if registry else possible
+    missing = [name for name in wanted if name not in known]
+    ours = [name for name in missing if name in OFFLINE or name in SUITES]
+    problems += [
+        Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}") for name in ours
+    ]
+    others = [name for name in missing if name not in ours]
+    if is_installed():
+        problems += [_unknown(name, sorted(known)) for name in others]
+    elif others:
+        # A mistyped name of a local task is as likely as a task of the harness.
+        hint = f'{nearest(others[0], _NAMES)} Others need: pip install "nxtrain[eval]"'
+        reason = f"{', '.join(others)}: no local task, and the lm-evaluation-harness is not installed"
+        problems.append(Problem("--tasks", reason, hint=hint))
+    if problems:
+        raise ConfigError(problems)
+    return found, registry
+
+
+_NAMES = tuple(dict.fromkeys((*OFFLINE, *SUITES)))
+
+
+def _named_twice(found: Sequence[Choice]) -> Iterator[Problem]:
+    """Tasks that are wanted in two ways: results are known by the name alone."""
+    for name, choices in groupby(sorted(found, key=lambda choice: choice.name), lambda choice: choice.name):
+        ways = [_way(choice) for choice in choices]
+        if len(ways) > 1:
+            yield Problem("--tasks", f"{name} is wanted {' and '.join(ways)}", hint="give each in a command of its own")
+
+
+def _way(choice: Choice) -> str:
+    if choice.is_local:
+        return "as the local task"
+    shots = "its own number of" if choice.num_shots is None else choice.num_shots
+    return f"with {shots} solved examples"
+
+
+def _unknown(name: str, known: Sequence[str]) -> Problem:
+    # All names of the harness would fill many screens.
+    close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
+    hint = nearest(name, close or _NAMES) + ("" if close else "; of the harness: lm_eval ls tasks")
+    return Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)

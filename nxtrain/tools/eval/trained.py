@@ -1,0 +1,160 @@
+"""A trained model on storage, whatever layout wrote it: its shape, its tokenizer, and its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.hf_folder import CONFIG
+from nxtrain.checkpoint.convert.peft import CONFIG as ADAPTER_CONFIG
+from nxtrain.checkpoint.convert.verify_export import open_hf_model, open_model
+from nxtrain.checkpoint.meta import fingerprint, read_meta
+from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.common.errors import ConfigError, DamagedError, DataError, cause_of
+from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.object_store import Location, content_of, place_of
+from nxtrain.common.mesh import Mesh
+from nxtrain.data.tokenization import end_ids
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model of a checkpoint or of a Hugging Face folder.
+
+    Args:
+        place: The checkpoint or the folder.
+        is_hf: The place is a Hugging Face folder.
+        family: Architecture.
+        config: Shape of the model.
+        tokenizer: Tokenizer of the model.
+        ends: Ids that end a text, as the place declares them.
+        step: Finished updates; 0 for a Hugging Face folder.
+        tokens: Positions of the rows that the updates consumed; 0 for a Hugging Face folder.
+        identity: Name of the weights, which differs from that of other weights of the same step.
+    """
+
+    place: Location
+    is_hf: bool
+    family: ModelFamily
+    config: ModelConfig
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    step: int = 0
+    tokens: int = 0
+    identity: str = ""
+
+    @staticmethod
+    def find(address: str) -> Trained:
+        """Find a model, and read all but its weights.
+
+        Args:
+            address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
+
+        Raises:
+            CheckpointError: The checkpoint is absent or damaged.
+            DataError: The tokenizer of a Hugging Face folder is damaged.
+            ConfigError: The place carries no tokenizer, or is an adapter, or its configuration is none of a model.
+        """
+        place = place_of(address)
+        if isinstance(place, Path) and _is_hf_folder(place):
+            tokenizer = _open_tokenizer(place)
+            family, config, declared = _read_hf(place)
+            identity = fingerprint([str(place.resolve()).encode(), content_of(place / CONFIG)])
+            return Trained(place, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
+        if isinstance(place, Path) and _is_adapter(place):
+            hint = f"make a whole model of it: nxtrain convert peft-to-hf {place} DST --base DIR"
+            raise ConfigError(f"{place} holds an adapter in PEFT's format and no model; {hint}")
+        place = locate_checkpoint(address)
+        tokenizer, meta = _open_tokenizer(place), read_meta(place)
+        family, config = meta.model()
+        end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
+        ends = end_ids(tokenizer) if end is None else end_ids(tokenizer) | {end}
+        # The manifest has the checksums of all tensors.
+        identity = f"{meta.step}-{meta.manifest_crc32:08x}"
+        return Trained(place, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
+
+    def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
+        """Build the model, and read the weights of this rank; every rank calls this.
+
+        Args:
+            backend: Backend that runs the model.
+            seq_len: Longest sequence.
+            mesh: The axes of this rank.
+
+        Raises:
+            CheckpointError: The weights of a checkpoint are damaged.
+            InputError: The weights of a Hugging Face folder are not all finite.
+            ConfigError: The model cannot be sharded so.
+        """
+        if problems := self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len):
+            raise ConfigError(problems)
+        if self.is_hf:
+            assert isinstance(self.place, Path)
+            return open_hf_model(self.place, backend, seq_len, mesh)
+        return open_model(self.place, backend, seq_len, mesh)
+
+    def refuse_foreign(self, largest: int) -> None:
+        """Refuse a tokenizer whose ids the model does not have.
+
+        Args:
+            largest: Largest id of a text.
+
+        Raises:
+            ConfigError: The id is beyond the vocabulary.
+        """
+        if largest >= self.config.vocab_size:
+            reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"
+            raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
+
+
+def _is_hf_folder(place: Path) -> bool:
+    try:
+        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
+    except OSError:  # reported by the code that reads the folder
+        return False
+
+
+def _is_adapter(place: Path) -> bool:
+    try:
+        return (place / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(place)
+    except OSError:  # reported by the code that reads the folder
+        return False
+
+
+def _open_tokenizer(place: Location) -> Tokenizer:
+    file = place / directory.TOKENIZER
+    if not file.is_file():
+        hint = "generate and eval read text and need one; save one there, or train with data.tokenizer=PATH"
+        raise ConfigError(f"{place} carries no {directory.TOKENIZER}: {hint}")
+    try:
+        tokenizer = Tokenizer.from_buffer(content_of(file))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = f"it is no tokenizer of Hugging Face: {error}"
+        if isinstance(place, Path) and _is_hf_folder(place):
+            raise DataError(f"{file} is damaged: {reason}") from error
+        raise DamagedError(f"{file}", reason) from error
+    # A tokenizer file may configure the truncation and padding of the task for which it was made.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
+    """Family, shape, and the end-of-text ids that a Hugging Face folder declares."""
+    try:
+        content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
+        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
+        listed = declared if isinstance(declared, list) else [declared]
+        return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
+        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error

@@ -1,0 +1,1 @@
+"""The HTML page of runs, and the terminal view of a run."""

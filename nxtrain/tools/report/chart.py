@@ -1,0 +1,285 @@
+"""Charts of a page: axes, ticks and SVG paths of curves, thinned to what a screen can show.
+
+A plot is stretched to the width of the screen, and its labels are text of the page, so that a phone shows them as large
+as a desk does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from nxtrain.tools.report.columns import Column
+
+WIDTH, HEIGHT = 1000, 400
+
+BUCKETS = 600
+"""Buckets of a thinned curve; each keeps its first, lowest, highest and last point."""
+
+MOST_MARKS = 100
+"""Most marks of a curve, the highest."""
+
+LOG_FACTOR = 30.0
+"""Ratio of the highest to the middle value from which a positive curve gets a logarithmic axis."""
+
+
+LOG_LEAST = 1e-100
+"""Least value on a logarithmic axis, whose edges must stay above zero."""
+
+_MARKS = ("dots", "spikes")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Curve of a chart.
+
+    Args:
+        name: Name in the legend.
+        color: Number of the color.
+        steps, values: (N,) points, with rising steps and finite values.
+        kind: `line`, `faint`, `dashed`, or `dots` and `spikes` without a line.
+    """
+
+    name: str
+    color: int
+    steps: Column
+    values: Column
+    kind: str = "line"
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Label of an axis.
+
+    Args:
+        at: Position along the axis in percent, from the left or the top.
+        text: The label.
+    """
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A curve as the page needs it.
+
+    Args:
+        name, color, kind: As in `Curve`.
+        path: SVG path.
+    """
+
+    name: str
+    color: int
+    kind: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart as the page needs it.
+
+    Args:
+        key: Identifier, of letters and hyphens.
+        title: Quantity.
+        unit: Unit of the values.
+        curves: The drawn curves.
+        x_ticks, y_ticks: Labels.
+        x_range, y_range: Values at the edges.
+        is_log: True if the vertical axis is logarithmic.
+        text: Description for a reader who does not see the chart.
+        rows: Some of the points as text, by column.
+        note: Sentence below the chart.
+        wide: True if the chart takes the whole width.
+    """
+
+    key: str
+    title: str
+    unit: str
+    curves: tuple[Drawn, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    is_log: bool = False
+    text: str = ""
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+    wide: bool = False
+    names: tuple[str, ...] = field(default=())
+
+
+def draw(
+    key: str, title: str, unit: str, curves: Sequence[Curve], *, note: str = "", wide: bool = False, zero: bool = False
+) -> Chart | None:
+    """Draw curves on common axes.
+
+    Args:
+        key, title, unit, note, wide: As in `Chart`.
+        curves: The curves; those without a point are left out.
+        zero: The vertical axis includes zero.
+
+    Returns:
+        The chart; None if no curve has a point.
+    """
+    curves = [curve for curve in curves if len(curve.values)]
+    if not curves:
+        return None
+    lines = [curve for curve in curves if curve.kind in ("line", "faint")] or curves
+    x_range = _widened(min(float(c.steps[0]) for c in curves), max(float(c.steps[-1]) for c in curves))
+    low, high = min(float(c.values.min()) for c in curves), max(float(c.values.max()) for c in curves)
+    middle = max(float(np.median(c.values)) for c in lines)
+    is_log = low > LOG_LEAST and high / middle > LOG_FACTOR and not zero
+    y_range = _padded(low, high, is_log=is_log, zero=zero)
+    drawn = tuple(Drawn(c.name, c.color, c.kind, _path(c, x_range, y_range, is_log=is_log)) for c in curves)
+    return Chart(
+        key,
+        title,
+        unit,
+        drawn,
+        _ticks(x_range, is_log=False, flipped=False, most=6),
+        _ticks(y_range, is_log=is_log, flipped=True, most=5),
+        x_range,
+        y_range,
+        is_log,
+        " ".join(_sentence(curve) for curve in curves if curve.kind != "faint"),
+        _rows(curves),
+        note,
+        wide,
+        ("step", *(curve.name for curve in curves if curve.kind != "faint")),
+    )
+
+
+def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Indices of the first, lowest, highest and last value of each bucket of neighbours, rising.
+
+    Args:
+        values: (N,) finite values.
+        buckets: Number of buckets, at least 1.
+    """
+    if len(values) <= 4 * buckets:
+        return np.arange(len(values))
+    edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)
+    kept = [edges[:-1], edges[1:] - 1]
+    for find in (np.argmin, np.argmax):
+        kept.append(np.array([a + find(values[a:b]) for a, b in pairwise(edges)], dtype=np.intp))
+    return np.unique(np.concatenate(kept))
+
+
+def smooth(values: Column, window: int) -> Column:
+    """Mean of each value and of those around it; at the ends, of those that there are."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    first, last = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)
+    return np.asarray((total[last] - total[first]) / (last - first))
+
+
+def short(value: float) -> str:
+    """Number with up to four digits: 0.0312, 4.382, 12.3k, 4.56M."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if not 1e-4 <= size < 1e15:  # noqa: PLR2004 - powers of ten read better outside
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size >= 9.9995 * factor if unit == "k" else size >= 0.9995 * factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"  # noqa: PLR2004 - where a thousand begins
+
+
+def place(value: float, edges: tuple[float, float], *, is_log: bool = False) -> float:
+    """Position of a value between two edges, from 0 to 1."""
+    low, high = edges
+    if is_log:
+        value, low, high = math.log(value), math.log(low), math.log(high)
+    return (value - low) / (high - low)
+
+
+def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, float], *, is_log: bool) -> str:
+    if curve.kind in _MARKS:
+        kept = np.sort(np.argsort(curve.values, kind="stable")[-MOST_MARKS:])
+    else:
+        kept = thin(curve.values)
+    x = WIDTH * (curve.steps[kept] - x_range[0]) / (x_range[1] - x_range[0])
+    values = curve.values[kept]
+    low, high = y_range
+    if is_log:
+        values, low, high = np.log(values), math.log(low), math.log(high)
+    y = HEIGHT * (high - values) / (high - low)
+    points = [f"{a:.2f} {b:.2f}" for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+    if curve.kind in _MARKS or len(points) == 1:
+        return "".join(f"M{point}h0" for point in points)
+    return "M" + "L".join(points)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float, float]:
+    """Edges of the vertical axis, a little outside the values."""
+    if zero:
+        low, high = min(0.0, low), max(0.0, high)
+    if is_log:
+        factor = (high / low) ** 0.04
+        return low / factor, high * factor
+    room = 0.04 * (high - low)
+    if room <= 1e-12 * max(abs(low), abs(high)):  # equal values, or equal in all but the last digits
+        room = 0.05 * max(abs(low), abs(high)) or 1.0
+    return (low - room * (low != 0 or not zero), high + room)
+
+
+def _ticks(edges: tuple[float, float], *, is_log: bool, flipped: bool, most: int) -> tuple[Tick, ...]:
+    low, high = edges
+    values: Iterable[float] = _powers(low, high) if is_log else _round_values(low, high, most)
+    found = []
+    for value in values:
+        at = place(value, edges, is_log=is_log)
+        if 0 <= at <= 1:
+            found.append(Tick(round(100 * (1 - at if flipped else at), 3), short(value)))
+    return tuple(found)
+
+
+def _round_values(low: float, high: float, most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between two values, at most so many."""
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= raw)
+    first, digits = math.ceil(low / step), max(0, -math.floor(math.log10(step)))
+    return [round(number * step, digits) for number in range(first, first + most + 2) if number * step <= high]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, (last - first) // 5)
+    factors = (1, 2, 5) if last - first <= 2 else (1,)  # noqa: PLR2004 - few powers leave room between them
+    return [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+
+
+def _sentence(curve: Curve) -> str:
+    first, last = curve.values[0], curve.values[-1]
+    return (
+        f"{curve.name}: {short(float(first))} at step {curve.steps[0]:,.0f}, {short(float(last))} at step "
+        f"{curve.steps[-1]:,.0f}, lowest {short(float(curve.values.min()))}, "
+        f"highest {short(float(curve.values.max()))}."
+    )
+
+
+def _rows(curves: Sequence[Curve]) -> tuple[tuple[str, ...], ...]:
+    """About ten points of each curve, one row for each step."""
+    shown = [curve for curve in curves if curve.kind != "faint"]
+    longest = max(shown, key=lambda curve: len(curve.steps))
+    kept = np.unique(np.linspace(0, len(longest.steps) - 1, 11).astype(np.intp))
+    rows = []
+    for step in longest.steps[kept].tolist():
+        cells = []
+        for curve in shown:
+            at = int(np.searchsorted(curve.steps, step))
+            known = at < len(curve.steps) and curve.steps[at] == step
+            cells.append(short(float(curve.values[at])) if known else "")
+        rows.append((f"{step:,.0f}", *cells))
+    return tuple(rows)

@@ -1,0 +1,285 @@
+"""Columns of a metrics file: numpy arrays of its numbers, read a hundred thousand lines at a time.
+
+A file may be that of a run that still writes, or be damaged. Every line that is not an object with a step is left out
+and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import json as arrow_json
+
+from nxtrain.common.io.jsonl import is_begun
+from nxtrain.common.io.regular import open_regular
+from nxtrain.common.process.progress import Progress
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S
+
+Column = NDArray[np.float64]
+
+NUMBERS = (
+    *(
+        "loss",
+        "val_loss",
+        "grad_norm",
+        "grad_norm_mean",
+        "grad_norm_lowest",
+        "param_norm",
+        "param_norm_0",
+        "param_norm_expected",
+        "lost_update_frac",
+        "lr",
+        "tokens",
+    ),
+    *("tokens_per_s", "step_time_s", "mfu", "goodput", "peak_memory_bytes", *KINDS_S, *SECTIONS_S),
+)
+"""Keys of a record that hold a number."""
+
+BLOCK_BYTES = 1 << 25
+"""Bytes that are parsed at once; a longer line is damaged."""
+
+FEW_BYTES = 1 << 16
+"""Bytes of a part with a line that pyarrow does not take, which is not divided further."""
+
+MOST = 1e100
+"""Largest magnitude that is drawn; sums and differences of such numbers stay finite."""
+
+MOST_STEP = 2.0**53
+"""Largest step that a float64 counts exactly."""
+
+MOST_ALARMS = 2000
+"""Most alarms that are kept, the newest; all are counted."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Numbers of the records of a run, in the order of their steps.
+
+    Args:
+        steps: (N,) steps, rising.
+        numbers: (N,) values by key; NaN where a record has none.
+        alarms: Steps and texts of the newest alarms.
+        num_alarms: Number of alarms.
+        skipped: Steps that updated nothing.
+        spikes: First step and length of each spike of the gradient norm, in steps.
+        damaged: Number of lines that were left out.
+        torn: True if the last line has no end.
+        repeated: Number of records that a later record of the same step replaces.
+    """
+
+    steps: Column = field(default_factory=lambda: np.empty(0))
+    numbers: Mapping[str, Column] = field(default_factory=dict)
+    alarms: tuple[tuple[int, str], ...] = ()
+    num_alarms: int = 0
+    skipped: tuple[int, ...] = ()
+    spikes: tuple[tuple[int, int], ...] = ()
+    damaged: int = 0
+    torn: bool = False
+    repeated: int = 0
+
+    def series(self, key: str) -> tuple[Column, Column]:
+        """Steps and values of a key, without the records that lack it."""
+        values = self.numbers.get(key)
+        if values is None:
+            return np.empty(0), np.empty(0)
+        known = np.isfinite(values)
+        return self.steps[known], values[known]
+
+    def last(self, key: str) -> float | None:
+        """Newest value of a key; None if no record has it."""
+        _, values = self.series(key)
+        return float(values[-1]) if len(values) else None
+
+
+def read_columns(file: Path) -> Columns:
+    """Read a metrics file.
+
+    Raises:
+        OSError: The file is absent or cannot be read.
+    """
+    found = _Found()
+    with open(open_regular(file), "rb") as lines:
+        size_bytes = os.fstat(lines.fileno()).st_size
+        with Progress(f"reading {file}", size_bytes, on_terminals_only=True) as progress:
+            for block in _blocks(lines):
+                found.add(block)
+                progress.show(lines.tell())
+    return found.columns()
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Blocks of whole lines; the last may end without a line feed, and so may a block within an endless line."""
+    while block := file.read(BLOCK_BYTES):
+        yield block if block.endswith(b"\n") else block + file.readline(BLOCK_BYTES)
+
+
+class _Found:
+    """Tables of the blocks so far."""
+
+    def __init__(self) -> None:
+        self._tables: list[dict[str, Column]] = []
+        self._alarms: list[tuple[int, str]] = []
+        self._num_alarms = 0
+        self._skipped: list[int] = []
+        self._spikes: list[tuple[int, int]] = []
+        self._damaged = 0
+        self._torn = False
+
+    def add(self, block: bytes) -> None:
+        self._torn = not block.endswith(b"\n")
+        end = block.rfind(b"\n") + 1 if self._torn else len(block)
+        self._add_lines(block[:end])
+        if end == len(block):
+            return
+        if (line := _object(block[end:])) is not None:
+            self._add_objects([line])
+        elif block[end:].strip() and not is_begun(block[end:]):
+            self._torn = False
+            self._damaged += 1
+
+    def _add_lines(self, whole: bytes) -> None:
+        if (table := _parsed(whole)) is not None:
+            self._add_table(table)
+            return
+        # Python takes five times as long as pyarrow, so only the lines around the odd one are left to Python.
+        middle = whole.find(b"\n", len(whole) // 2) + 1
+        if len(whole) > FEW_BYTES and 0 < middle < len(whole):
+            self._add_lines(whole[:middle])
+            self._add_lines(whole[middle:])
+            return
+        lines = [line for line in whole.split(b"\n") if line.strip()]
+        objects = [found for line in lines if (found := _object(line)) is not None]
+        self._damaged += len(lines) - len(objects)
+        self._add_objects(objects)
+
+    def _add_table(self, table: Any) -> None:
+        numbers = {key: _bounded(np.asarray(table[key].to_numpy(), dtype=np.float64)) for key in ("step", *NUMBERS)}
+        counted = _counts(numbers["step"])
+        self._damaged += int(len(counted) - counted.sum())
+        self._tables.append({key: values[counted] for key, values in numbers.items()})
+        texts = table.select(["step", "alarm", "skipped_steps", "spikes"])
+        told = np.zeros(len(counted), dtype=bool)
+        for key in ("alarm", "skipped_steps", "spikes"):
+            told |= np.asarray(texts[key].is_valid().to_numpy())
+        for line in texts.filter(pa.array(told & counted)).to_pylist():
+            self._add_texts(line)
+
+    def _add_objects(self, objects: list[dict[str, Any]]) -> None:
+        """Add lines one by one, keeping each number that is one."""
+        rows = [[_number(line.get(key, math.nan)) for key in ("step", *NUMBERS)] for line in objects]
+        if not rows:
+            return
+        whole = _bounded(np.array(rows, dtype=np.float64))
+        counted = _counts(whole[:, 0])
+        self._damaged += int(len(counted) - counted.sum())
+        self._tables.append({key: whole[counted, at] for at, key in enumerate(("step", *NUMBERS))})
+        for line, counts in zip(objects, counted, strict=True):
+            if counts:
+                self._add_texts(line)
+
+    def _add_texts(self, line: Mapping[str, Any]) -> None:
+        if isinstance(alarm := line.get("alarm"), str):
+            self._num_alarms += 1
+            self._alarms.append((int(line["step"]), alarm))
+            if len(self._alarms) > 2 * MOST_ALARMS:
+                del self._alarms[:-MOST_ALARMS]
+        self._skipped += [step for step in _list(line.get("skipped_steps")) if isinstance(step, int)]
+        pairs = [_list(pair) for pair in _list(line.get("spikes"))]
+        self._spikes += [(a, b) for a, b in (p for p in pairs if len(p) == 2) if _is_count(a) and _is_count(b)]  # noqa: PLR2004
+
+    def columns(self) -> Columns:
+        """The columns of all blocks."""
+        keys = ("step", *NUMBERS)
+        whole = {key: np.concatenate([each[key] for each in self._tables] or [np.empty(0)]) for key in keys}
+        steps = whole.pop("step")
+        order = np.arange(len(steps))
+        if len(steps) > 1 and not np.all(np.diff(steps) > 0):
+            # The last record of a step counts.
+            order = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+        return Columns(
+            steps[order],
+            {key: values[order] for key, values in whole.items() if np.isfinite(values[order]).any()},
+            tuple(self._alarms[-MOST_ALARMS:]),
+            self._num_alarms,
+            tuple(sorted(set(self._skipped))),
+            tuple(sorted(set(self._spikes))),
+            self._damaged,
+            self._torn,
+            len(steps) - len(order),
+        )
+
+
+_SCHEMA = pa.schema(
+    [
+        *((key, pa.float64()) for key in ("step", *NUMBERS)),
+        ("alarm", pa.string()),
+        ("skipped_steps", pa.array([[0]]).type),
+        ("spikes", pa.array([[[0]]]).type),
+    ]
+)
+
+
+def _parsed(lines: bytes) -> pa.Table | None:
+    """Table of lines; None if a line is damaged, or has a value of another kind.
+
+    pyarrow ends the process at a lone `null`, and takes two objects in one line. It gets lines with one pair of braces
+    around them only.
+    """
+    num_lines = lines.count(b"\n")
+    braced = lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == num_lines - 1
+    if not braced or lines.count(b"{") != num_lines or lines.count(b"}") != num_lines:
+        return None
+    try:
+        return arrow_json.read_json(
+            pa.BufferReader(lines),
+            read_options=arrow_json.ReadOptions(block_size=1 << 22),
+            parse_options=arrow_json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="ignore"),
+        )
+    except (pa.ArrowException, ValueError):
+        return None
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(value: object) -> float:
+    if type(value) is float:  # nearly all of millions of values
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _bounded(values: Column) -> Column:
+    """The values, with NaN for those that are too large to draw."""
+    return np.where(np.abs(values) <= MOST, values, np.nan)
+
+
+def _counts(steps: Column) -> NDArray[np.bool_]:
+    """True where a step is a whole number from 0."""
+    return np.asarray((steps >= 0) & (steps <= MOST_STEP) & (np.floor(steps) == steps))
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEP

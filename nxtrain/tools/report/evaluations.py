@@ -1,0 +1,79 @@
+"""Results of `nxtrain eval` over the tokens of training: a chart for each task, with standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nxtrain.common.io import jsonl
+from nxtrain.common.run_folder import EVALUATIONS_FILE
+from nxtrain.tools.report.chart import Chart, Curve, draw
+from nxtrain.tools.report.columns import MOST
+from nxtrain.tools.report.figures import NUM_COLORS
+from nxtrain.tools.report.run import Run, shortened
+
+Point = tuple[float, float, float]
+"""Tokens of training, value, and standard error, which is 0 if unknown."""
+
+MOST_TASKS = 40
+"""Most tasks that the page shows, those that were measured first."""
+
+
+def evaluations(runs: Sequence[Run]) -> list[Chart]:
+    """Charts of the tasks that the runs have results of."""
+    found = [dict(_tasks(run)) for run in runs]
+    names = list(dict.fromkeys(name for tasks in found for name in tasks))[:MOST_TASKS]
+    charts = []
+    for number, (task, metric) in enumerate(names):
+        curves: list[Curve] = []
+        for color, (run, tasks) in enumerate(zip(runs, found, strict=True)):
+            label = metric if len(runs) == 1 else run.name
+            curves += _curves(label, color % NUM_COLORS, tasks.get((task, metric), []))
+        title = shortened(f"{task}: {metric}", 60)
+        charts.append(draw(f"evaluation-{number}", title, "over tokens", curves, note=_NOTE))
+    return [chart for chart in charts if chart is not None]
+
+
+_NOTE = "Dashed lines are one standard error above and below."
+
+
+def _curves(label: str, color: int, points: Sequence[Point]) -> Iterator[Curve]:
+    tokens, values, errors = np.array(points, np.float64).reshape(-1, 3).T
+    yield Curve(label, color, tokens, values)
+    if errors.any():
+        yield Curve(f"{label} + error", color, tokens, values + errors, "dashed")
+        yield Curve(f"{label} - error", color, tokens, values - errors, "dashed")
+
+
+def _tasks(run: Run) -> Iterator[tuple[tuple[str, str], list[Point]]]:
+    """Name and metric of each task, and its points by rising tokens; each task has those of its newest requests."""
+    try:
+        lines = [line for line in jsonl.read(run.folder / EVALUATIONS_FILE) if _is_result(line)]
+    except OSError:  # the page shows what can be read
+        return
+    newest = {line["task"]: line["question"] for line in lines}
+    for task, question in newest.items():
+        of_task = [line for line in lines if (line["task"], line["question"]) == (task, question)]
+        metric = next(iter(of_task[-1]["metrics"]))
+        points = {
+            float(line["tokens"]): (float(line["tokens"]), float(value), _number(line["metrics"].get("stderr")) or 0.0)
+            for line in of_task
+            if (value := _number(line["metrics"].get(metric))) is not None
+        }
+        yield (task, metric), [points[tokens] for tokens in sorted(points)]
+
+
+def _is_result(line: Mapping[str, Any]) -> bool:
+    """True if a line is one that `nxtrain eval` writes."""
+    named = isinstance(line.get("task"), str) and isinstance(line.get("question"), str)
+    metrics = line.get("metrics")
+    return named and _number(line.get("tokens")) is not None and isinstance(metrics, dict) and bool(metrics)
+
+
+def _number(value: object) -> float | None:
+    """A finite number that can be drawn; None otherwise."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) and abs(value) < MOST else None  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""The numbers of a page: overview, stability, plan beside measurement, configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.run_folder import CONFIG_FILE
+from nxtrain.config.tables import toml_value
+from nxtrain.tools.report.chart import short
+from nxtrain.tools.report.run import Run, shortened
+from nxtrain.tools.report.timeline import duration
+
+GIB = 1 << 30
+
+FIT_FROM = 0.2
+"""Share of the steps before the part in which the loss is fitted."""
+
+FEWEST_FITTED = 20
+"""Fewest records of a fit."""
+
+LONGEST_VALUE = 300
+"""Most characters of a value of the configuration."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table with a row for each quantity and a column for each run.
+
+    Args:
+        head: Heads of the columns.
+        rows: Cells of each row.
+        marked: Numbers of rows whose cells differ.
+    """
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: frozenset[int] = frozenset()
+
+    @property
+    def differing(self) -> list[tuple[str, ...]]:
+        """The marked rows."""
+        return [row for at, row in enumerate(self.rows) if at in self.marked]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fit of the loss as a straight line over the logarithm of the step.
+
+    Args:
+        first: First step of the fit.
+        slope: Change of the loss by a tenfold of the steps.
+        spread: Standard deviation of the records around the line.
+    """
+
+    first: float
+    slope: float
+    spread: float
+
+
+def overview(runs: Sequence[Run]) -> Table:
+    """Main results of each run."""
+    columns = [dict(_overview(run)) for run in runs]
+    return _table(columns, [run.name for run in runs])
+
+
+def stability(runs: Sequence[Run]) -> Table:
+    """Stability of each run."""
+    return _table([dict(_stability(run)) for run in runs], [run.name for run in runs])
+
+
+def planned(run: Run) -> tuple[Table | None, str]:
+    """Plan of a run beside its measurements, and a sentence: the plan's basis, or the reason why there is none."""
+    if not run.config:
+        return None, f"There is no plan, since there is no {CONFIG_FILE}."
+    if not run.config.get("cluster.instance"):
+        return None, "There is no plan, since cluster.instance names no machine."
+    from nxtrain.plan.command import Question, predict
+    from nxtrain.plan.predict import Assumptions
+
+    try:
+        found, _ = predict(run.folder / CONFIG_FILE, [], Question(), Assumptions())
+        plan = found.to_json()
+    except (NxtrainError, OSError) as error:
+        return None, f"The plan of this configuration failed: {shortened(str(error), 300)}"
+    rows = [
+        ("step time", duration(plan["step_time_s"]), _text(typical(run, "step_time_s"), duration)),
+        ("tokens/s", short(plan["tokens_per_s"]), _text(typical(run, "tokens_per_s"), short)),
+        ("MFU", f"{plan['mfu']:.1%}", _text(typical(run, "mfu"), _percent)),
+        ("memory of a rank", f"{plan['bytes']['total'] / GIB:.2f} GiB", _text(_peak(run), _gib)),
+        ("goodput", f"{plan['checkpoint']['goodput']:.1%}", _percent(run.goodput.goodput) if run.starts else ""),
+        ("cost", _text(plan["cost_usd"], _usd), _text(_cost_usd(run, plan["nodes"]), _usd)),
+    ]
+    sentence = f"For {plan['nodes']} x {plan['instance']}; {plan['speed_basis']}."
+    if backend := run.environment.get("backend"):
+        sentence += f" Measured on backend {_plain(backend)}."
+    return Table(("", "planned", "measured"), tuple(rows)), sentence
+
+
+def configuration(runs: Sequence[Run]) -> Table:
+    """Every value of the configurations; with several runs, the rows that differ are marked."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.config))
+    rows = [(shortened(key), *(shortened(_toml(run, key), LONGEST_VALUE) for run in runs)) for key in keys]
+    differ = frozenset(at for at, row in enumerate(rows) if len(set(row[1:])) > 1)
+    return Table(("key", *(run.name for run in runs)), tuple(rows), differ)
+
+
+def environment(runs: Sequence[Run]) -> Table:
+    """Environment of each run's newest start."""
+    columns = [{shortened(k): shortened(_plain(v), LONGEST_VALUE) for k, v in run.environment.items()} for run in runs]
+    return _table(columns, [run.name for run in runs])
+
+
+def typical(run: Run, key: str) -> float | None:
+    """Median of a column; None if it has no values."""
+    _, values = run.columns.series(key)
+    return float(np.median(values)) if len(values) else None
+
+
+def fit_of(run: Run) -> Fit | None:
+    """Fit of the training loss after the first part of the run; None if the records are too few."""
+    steps, losses = run.columns.series("loss")
+    late = (steps > FIT_FROM * steps[-1]) & (steps > 0) if len(steps) else np.zeros(0, dtype=bool)
+    steps, losses = steps[late], losses[late]
+    if len(steps) < FEWEST_FITTED:
+        return None
+    x = np.log10(steps)
+    centered = x - x.mean()
+    slope = float((centered * losses).sum() / (centered * centered).sum())
+    rest = losses - losses.mean() - slope * centered
+    return Fit(float(steps[0]), slope, float(rest.std()))
+
+
+def results(run: Run) -> dict[str, Any]:
+    """Main results of a run as JSON."""
+    columns, fit = run.columns, fit_of(run)
+    keys = ("loss", "val_loss", "grad_norm", "param_norm", "tokens", "peak_memory_bytes")
+    return {
+        "folder": str(run.folder),
+        "name": run.name,
+        "state": run.state,
+        "step": int(columns.steps[-1]) if len(columns.steps) else 0,
+        **{key: columns.last(key) for key in keys},
+        **{key: typical(run, key) for key in ("tokens_per_s", "step_time_s", "mfu")},
+        "starts": len(run.starts),
+        "goodput": run.goodput.record() if run.starts else None,
+        "spikes": len(columns.spikes),
+        "spikes_of_one_step": sum(length == 1 for _, length in columns.spikes),
+        "alarms": columns.num_alarms,
+        "skipped_steps": len(columns.skipped),
+        "loss_fit": None if fit is None else vars(fit),
+        "notes": list(run.notes),
+    }
+
+
+def _overview(run: Run) -> Iterator[tuple[str, str]]:
+    columns = run.columns
+    yield "state", run.state
+    total = run.number("train.steps")
+    step = f"{columns.steps[-1]:,.0f}" if len(columns.steps) else "0"
+    yield "step", f"{step} / {total:,.0f}" if total else step
+    yield "loss", _text(columns.last("loss"), "{:.4f}".format)
+    yield "held-out loss", _text(columns.last("val_loss"), "{:.4f}".format)
+    bits = run.summary.get("bits_per_byte")
+    yield "bits per byte", f"{bits:.4f}" if isinstance(bits, float) and math.isfinite(bits) else ""
+    yield "tokens", _text(columns.last("tokens"), short)
+    yield "tokens/s", _text(typical(run, "tokens_per_s"), short)
+    yield "step time", _text(typical(run, "step_time_s"), duration)
+    yield "MFU", _text(typical(run, "mfu"), _percent)
+    yield "peak memory", _text(_peak(run), _gib)
+    if run.starts:
+        found = run.goodput
+        yield "goodput", _percent(found.goodput)
+        yield "starts", f"{found.starts:,}"
+        yield "time", duration(found.wall_s)
+        yield "steps lost", f"{found.lost_steps:,}"
+
+
+def _stability(run: Run) -> Iterator[tuple[str, str]]:
+    columns = run.columns
+    if not len(columns.steps):
+        return
+    lengths = [length for _, length in columns.spikes]
+    if "grad_norm_mean" in columns.numbers:
+        one = sum(length == 1 for length in lengths)
+        yield "spikes of the gradient norm", f"{len(lengths):,}"
+        yield "of one step", f"{one / len(lengths):.0%}" if lengths else ""
+        yield "longest spike, in steps", f"{max(lengths):,}" if lengths else ""
+        mean, lowest = columns.last("grad_norm_mean"), columns.last("grad_norm_lowest")
+        if mean is not None and lowest:
+            yield "running mean, lowest", short(lowest)
+            yield "growth over the lowest", f"{mean / lowest:.2f} times"
+    yield "alarms", f"{columns.num_alarms:,}"
+    yield "steps that updated nothing", f"{len(columns.skipped):,}"
+    if fit := fit_of(run):
+        yield "loss by a tenfold of steps", f"{fit.slope:+.3f} after step {fit.first:,.0f}"
+        yield "spread around that line", f"{fit.spread:.3f}"
+    first, expected = columns.last("param_norm_0"), columns.last("param_norm_expected")
+    if first is not None and expected is not None:
+        yield "parameter norm, step 0", short(first)
+        yield "parameter norm of the initialization", short(expected)
+    steps, norms = columns.series("param_norm")
+    if len(norms):
+        yield f"parameter norm, first (step {steps[0]:,.0f})", short(float(norms[0]))
+        yield "parameter norm, last", short(float(norms[-1]))
+
+
+def _table(columns: Sequence[dict[str, str]], names: Sequence[str]) -> Table:
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
+    return Table(("", *names), tuple(row for row in rows if any(row[1:])))
+
+
+def _peak(run: Run) -> float | None:
+    _, values = run.columns.series("peak_memory_bytes")
+    return float(values.max()) if len(values) else None
+
+
+def _cost_usd(run: Run, nodes: int) -> float | None:
+    """Price of the planned machines for the time since the first start; None if it is unknown."""
+    from nxtrain.plan.hardware import find_machine
+
+    price = find_machine(str(run.config["cluster.instance"])).price_usd_h
+    return price * nodes * run.goodput.wall_s / 3600 if price and run.starts else None
+
+
+def _usd(value: float) -> str:
+    return f"{value:,.2f} USD" if value >= 1 else f"{value:.2g} USD"
+
+
+def _text(value: float | None, write: Any) -> str:
+    return "" if value is None else str(write(value))
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f} GiB"
+
+
+def _toml(run: Run, key: str) -> str:
+    return toml_value(run.config[key]) if key in run.config else ""
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else toml_value(value)

@@ -1,0 +1,205 @@
+"""A run as its folder shows it, complete or not; each thing that is missing or damaged becomes a note."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nxtrain.common.errors import ConfigError, cause_of
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
+from nxtrain.config.tables import flatten, toml_value
+from nxtrain.metrics.goodput import Goodput, Start, account
+from nxtrain.metrics.start_log import read as read_starts
+from nxtrain.tools.report.columns import Columns, read_columns
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FRESH_S = 90.0
+"""Seconds since the last record within which a start without an end counts as running."""
+
+LONGEST_NAME = 80
+"""Most characters of a run's name on a page."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Args:
+        folder: Path of the folder.
+        name: Name on the page, different from that of every other run.
+        columns: Numbers of the records.
+        starts: Starts of the run.
+        config: Values of the configuration by dotted key.
+        environment: Versions, devices and ranks of the newest start, by name.
+        summary: Final evaluation.
+        notes: Problems of the folder, for people.
+        state: `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`.
+    """
+
+    folder: Path
+    name: str
+    columns: Columns = field(default_factory=Columns)
+    starts: Sequence[Start] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    state: str = "unknown"
+
+    @cached_property
+    def goodput(self) -> Goodput:
+        """Division of the run's time."""
+        return account(self.starts)
+
+    def value(self, key: str) -> str:
+        """Value of the configuration as TOML; empty if unknown."""
+        return toml_value(self.config[key]) if key in self.config else ""
+
+    def number(self, key: str) -> float | None:
+        """Number of the configuration; None if it is absent or no number."""
+        found = self.config.get(key)
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Positions of a global batch."""
+        batch, length = self.number("train.global_batch"), self.number("train.seq_len")
+        return batch * length if batch and length else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read run folders, and give each run a name of its own.
+
+    Raises:
+        ConfigError: A folder does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            kind = "is a file, not a run folder" if folder.exists() else "does not exist"
+            raise ConfigError(f"{folder} {kind}; name the folder of a run, as run.dir has it")
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return runs
+    return [_renamed(run, f"{number}: {run.name}") for number, run in enumerate(runs, 1)]
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder; nothing in the folder is an error."""
+    notes: list[str] = []
+    columns = _columns(folder / METRICS_FILE, notes)
+    starts = read_starts(folder / LOGS_DIR)
+    config = _toml(folder / CONFIG_FILE, notes)
+    if not len(columns.steps) and not starts and not config:
+        notes = [_foreign(folder), *notes]
+    elif not starts:
+        notes.append(f"there is no {LOGS_DIR}/{STARTS_FILE}: goodput and restarts are unknown")
+    state = _state(starts)
+    if state == "running":
+        notes.append("the run is still under way: the page shows the run up to this moment")
+    name = str(config.get("run.name") or folder.resolve().name)
+    return Run(
+        folder,
+        shortened(name),
+        columns,
+        starts,
+        config,
+        _json(folder / ENVIRONMENT_FILE, notes),
+        _json(folder / SUMMARY_FILE, notes),
+        tuple(notes),
+        state,
+    )
+
+
+def printable(text: str) -> str:
+    """Text of one line; a character that UTF-8 or a screen cannot show becomes U+FFFD."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+
+
+def shortened(text: str, most: int = LONGEST_NAME) -> str:
+    """Printable text, cut in its middle if it is too long."""
+    text = printable(text)
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}\u2026{text[-half:]}"
+
+
+def _columns(file: Path, notes: list[str]) -> Columns:
+    try:
+        found = read_columns(file)
+    except FileNotFoundError:
+        notes.append(f"there is no {METRICS_FILE}: no step was recorded")
+        return Columns()
+    except OSError as error:
+        notes.append(f"{METRICS_FILE} cannot be read: {error.strerror or error}")
+        return Columns()
+    if not len(found.steps):
+        reason = "is damaged: it holds no record of nxtrain" if found.damaged else "has no record yet"
+        notes.append(f"{METRICS_FILE} {reason}")
+    if found.torn:
+        notes.append(f"the last line of {METRICS_FILE} has no end: a run writes it, or was killed while it did")
+    if found.damaged:
+        notes.append(f"{found.damaged:,} lines of {METRICS_FILE} are no records of nxtrain, and are left out")
+    if found.repeated:
+        notes.append(f"{found.repeated:,} records of {METRICS_FILE} have the step of a later record, which counts")
+    return found
+
+
+def _foreign(folder: Path) -> str:
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror or error}"
+    if not names:
+        return "the folder is empty: the run has not begun, or wrote elsewhere"
+    shown = ", ".join(shortened(name, 30) for name in names[:3])
+    return f"this is no run folder of nxtrain: it has neither {CONFIG_FILE} nor records, but {shown}"
+
+
+def _toml(file: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        return flatten(tomllib.loads(read_text(file)))
+    except FileNotFoundError:
+        notes.append(f"there is no {CONFIG_FILE}: the configuration is unknown")
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{file.name} cannot be read: {_reason(error)}")
+    return {}
+
+
+def _json(file: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(file))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{file.name} cannot be read: {_reason(error)}")
+        return {}
+    if not isinstance(found, dict):
+        notes.append(f"{file.name} holds no table")
+        return {}
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return shortened(getattr(error, "strerror", None) or cause_of(error), 200)
+
+
+def _state(starts: Sequence[Start]) -> str:
+    if not starts:
+        return "unknown"
+    last = starts[-1]
+    return last.outcome or ("running" if time.time() - last.seen.wall < FRESH_S else "killed")
+
+
+def _renamed(run: Run, name: str) -> Run:
+    return replace(run, name=shortened(name))

@@ -1,0 +1,218 @@
+"""Timeline of a run's starts: each start's use of its time, the gaps between starts, and the reason for each end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from nxtrain.metrics.goodput import Start, standing
+from nxtrain.tools.report.chart import WIDTH
+from nxtrain.tools.report.run import shortened
+
+USES = {
+    "productive": "steps that count",
+    "lost": "steps that a later start repeated",
+    "begin": "start-up until the first step",
+    "pause": "checkpoints and evaluations",
+    "tail": "from the last progress to the end",
+    "gap": "no start was running",
+}
+"""Uses of time, in the order of the legend."""
+
+MOST_SPANS = 400
+"""Most spans that are drawn one by one; more are added up in columns."""
+
+COLUMNS = 250
+"""Columns of a timeline whose spans are added up."""
+
+FEW_S = 0.01
+"""Seconds below which a time has two digits, however short."""
+
+MOST_ROWS = 60
+"""Most starts in the table: the first and the last."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Span of one use of time.
+
+    Args:
+        use: Key of `USES`.
+        begin_s, end_s: Seconds since the run's first start.
+        start: Number of the start, from 1; of a gap, that of the start before.
+    """
+
+    use: str
+    begin_s: float
+    end_s: float
+    start: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rectangle of a timeline, in units of `WIDTH` across and in percent down.
+
+    Args:
+        use: Key of `USES`.
+        x, width: Place across.
+        y, height: Place down.
+        text: Description.
+    """
+
+    use: str
+    x: float
+    width: float
+    y: float
+    height: float
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Start in the table; a row without a number stands for the starts that are left out.
+
+    Args:
+        number: Number of the start.
+        resumed, last: First step's predecessor, and last finished step.
+        lost: Steps that a later start repeated.
+        lasted: Duration.
+        outcome: End of the start.
+        why: Reason for the end.
+    """
+
+    number: str
+    resumed: str = ""
+    last: str = ""
+    lost: str = ""
+    lasted: str = ""
+    outcome: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Timeline as the page needs it.
+
+    Args:
+        boxes: Rectangles.
+        restarts: Positions of the begins of later starts, in units of `WIDTH`.
+        total: Duration as text.
+        ticks: Positions in percent, with their times.
+        rows: The table of starts.
+        added_up: True if the spans are added up in columns.
+    """
+
+    boxes: tuple[Box, ...]
+    restarts: tuple[float, ...]
+    total: str
+    ticks: tuple[tuple[float, str], ...]
+    rows: tuple[Row, ...]
+    added_up: bool
+
+
+def timeline(starts: Sequence[Start]) -> Timeline | None:
+    """Draw the starts of a run; None if there are none, or if they took no time."""
+    spans = list(spans_of(starts))
+    total_s = max((span.end_s for span in spans), default=0.0)
+    if not total_s > 0:
+        return None
+    added_up = len(spans) > MOST_SPANS
+    begins = [span.begin_s for before, span in pairwise(spans) if span.start != before.start]
+    return Timeline(
+        tuple(_columns(spans, total_s) if added_up else _boxes(spans, total_s)),
+        () if added_up else tuple(round(WIDTH * begin / total_s, 2) for begin in begins),
+        duration(total_s),
+        tuple((100 * part / 4, duration(total_s * part / 4)) for part in range(5)),
+        tuple(_rows(starts)),
+        added_up,
+    )
+
+
+def spans_of(starts: Sequence[Start]) -> Iterator[Span]:
+    """Spans of all starts, without a hole between them.
+
+    The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
+    """
+    at = 0.0
+    for number, (start, stood) in enumerate(zip(starts, standing(starts), strict=True), 1):
+        before = starts[number - 2] if number > 1 else None
+        if before is not None and before.outcome != "done":
+            gap_s = start.began.since(before.seen)
+            if gap_s > 0:
+                yield Span("gap", at, at + gap_s, number - 1)
+                at += gap_s
+        for use, length_s in _parts(start, stood):
+            if length_s > 0:
+                yield Span(use, at, at + length_s, number)
+                at += length_s
+
+
+def duration(seconds: float) -> str:
+    """Time with two or three digits and its unit."""
+    for unit, unit_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.1f} {unit}"
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= FEW_S else f"{1e3 * seconds:.2g} ms"
+
+
+def _parts(start: Start, stood: int) -> list[tuple[str, float]]:
+    spent, elapsed_s = start.spent, start.seen.up - start.began.up
+    productive_s = start.train_s(stood)
+    tail_s = max(0.0, elapsed_s - spent.total_s)
+    begins = spent.step == start.resumed and start.outcome not in {"done", "stopped"}
+    return [
+        ("begin", spent.start_s + (tail_s if begins else 0.0)),
+        ("productive", productive_s),
+        ("pause", spent.eval_s + spent.stall_s),
+        ("lost", spent.train_s - productive_s),
+        ("tail", 0.0 if begins else tail_s),
+    ]
+
+
+def _boxes(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
+    for span in spans:
+        x, width = WIDTH * span.begin_s / total_s, WIDTH * (span.end_s - span.begin_s) / total_s
+        text = f"start {span.start}: {USES[span.use]}, {duration(span.end_s - span.begin_s)}"
+        yield Box(span.use, round(x, 2), round(width, 2), 0, 100, text)
+
+
+def _columns(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
+    """Columns of equal width, each with the shares of the uses, productive time at the bottom."""
+    sums = [dict.fromkeys(USES, 0.0) for _ in range(COLUMNS)]
+    width_s = total_s / COLUMNS
+    for span in spans:
+        begin, column = span.begin_s, min(COLUMNS - 1, int(span.begin_s / width_s))
+        while begin < span.end_s and column < COLUMNS:
+            end = span.end_s if column == COLUMNS - 1 else min(span.end_s, (column + 1) * width_s)
+            sums[column][span.use] += max(0.0, end - begin)
+            begin, column = end, column + 1
+    for column, shares in enumerate(sums):
+        bottom, whole = 100.0, sum(shares.values()) or 1.0
+        for use, length_s in shares.items():
+            height = 100 * length_s / whole
+            bottom -= height
+            if height > 0:
+                yield Box(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
+
+
+def _rows(starts: Sequence[Start]) -> Iterator[Row]:
+    half = MOST_ROWS // 2
+    hidden = range(half, len(starts) - half) if len(starts) > MOST_ROWS else range(0)
+    stands = standing(starts)
+    for index, start in enumerate(starts):
+        if index in hidden:
+            if index == hidden.start:
+                yield Row("\u2026", why=f"{len(hidden):,} starts in between are not listed")
+            continue
+        yield Row(
+            f"{index + 1:,}",
+            f"{start.resumed:,}",
+            f"{start.spent.step:,}",
+            f"{start.spent.step - stands[index]:,}",
+            duration(max(0.0, start.seen.up - start.began.up)),
+            start.outcome or "no end yet",
+            shortened(start.stop or start.why, 300) or "",
+        )

@@ -1,0 +1,201 @@
+"""Following of runs from another terminal: a line for each run, from the files that the runs write."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.jsonl import is_begun
+from nxtrain.common.io.regular import open_regular, read_text
+from nxtrain.common.process.console import PipeSafeConsole
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration, short
+from nxtrain.tools.report.verdict import UNDECIDED, verdict
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TAIL_BYTES = 1 << 16
+"""Bytes at the end of a metrics file that are read first; a run of days is not read from its begin."""
+
+JUDGED = 20
+"""Newest records whose times the verdict is about."""
+
+SILENT_S = 120.0
+"""Seconds without a sign of life from which the line says so."""
+
+_ENDED = ("done", "stopped")
+"""Ends after which a run is not followed; a failed run may be started again."""
+
+
+class Followed:
+    """A run folder that a run writes.
+
+    Args:
+        folder: The folder; the run need not have begun.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._clock = folder, clock
+        self._offset, self._rest = -1, b""
+        self._record: dict[str, Any] = {}
+        self._val_loss: float | None = None
+        self._times: deque[Mapping[str, float]] = deque(maxlen=JUDGED)
+        self._is_damaged = False
+
+    def line(self) -> tuple[str, bool]:
+        """Line of the run, and True if the run has ended."""
+        for record in self._news():
+            self._record = record
+            self._times.append({key: s for key in (*KINDS_S, *SECTIONS_S) if (s := _number(record, key)) is not None})
+            self._val_loss = _number(record, "val_loss") or self._val_loss
+        start = _json(self._folder / LOGS_DIR / START_FILE)
+        config = _config(self._folder / CONFIG_FILE)
+        total = _number(config.get("train", {}), "steps") or 0.0
+        step = max(_number(self._record, "step") or 0.0, _number(start, "step") or 0.0)
+        parts = [f"step {step:.0f}" + (f"/{total:.0f}" if total else ""), *self._values()]
+        if self._is_damaged:
+            parts.append(f"{METRICS_FILE} is damaged")
+        if (left_s := _left_s(start, total)) is not None and not start.get("outcome"):
+            parts.append(f"{duration(left_s)} left")
+        parts.append(self._state(start))
+        line = "  ".join(filter(None, parts))
+        return "".join(char if char.isprintable() else "\ufffd" for char in line), start.get("outcome") in _ENDED
+
+    def _values(self) -> Iterator[str]:
+        if (loss := _number(self._record, "loss")) is not None:
+            yield f"loss {loss:.4f}"
+        if self._val_loss is not None:
+            yield f"val {self._val_loss:.4f}"
+        if (speed := _number(self._record, "tokens_per_s")) is not None:
+            yield f"{short(speed)} tokens/s"
+        saved = self._saved_step()  # the save of a step follows its record
+        yield from details(self._record if saved is None else {**self._record, "saved_step": saved})
+        times = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
+        for each in self._times:
+            times.update(each)
+        found = verdict(times, mfu=_number(self._record, "mfu"))
+        if found and found.name != UNDECIDED:
+            yield found.name
+        if isinstance(alarm := self._record.get("alarm"), str):
+            yield f"ALARM {alarm}"
+
+    def _saved_step(self) -> int | None:
+        """Step of the newest checkpoint, as the folder of the checkpoints names it; None if it names none."""
+        with suppress(OSError, ValueError):
+            found = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
+            return int(found[1]) if found else None
+        return None
+
+    def _state(self, start: dict[str, Any]) -> str:
+        """End of the run, or the time since its last sign of life if that is long."""
+        if outcome := start.get("outcome"):
+            return f"{outcome}: {start['why']}" if start.get("why") else str(outcome)
+        if (seen := _number(start, "wall")) is None:
+            return "" if self._record else "has not begun"
+        silent_s = self._clock() - seen
+        return f"silent for {duration(silent_s)}" if silent_s > SILENT_S else ""
+
+    def _news(self) -> Iterator[dict[str, Any]]:
+        """Records since the last call; after a resume, which shortens the file, those at its end."""
+        with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
+            size, is_cut = file.seek(0, 2), False  # a cut first line is a part of one
+            if not 0 <= self._offset <= size:
+                self._offset, self._rest, self._is_damaged = max(0, size - TAIL_BYTES), b"", False
+                is_cut = self._offset > 0
+            file.seek(self._offset)
+            content = self._rest + file.read(size - self._offset)
+            self._offset = size
+            *lines, self._rest = content.split(b"\n")
+            whole = lines[1:] if is_cut else lines
+            self._is_damaged |= any(line.strip() and "step" not in _object(line) for line in whole)
+            self._is_damaged |= bool(self._rest) and not is_begun(self._rest)
+            yield from (record for line in lines if "step" in (record := _object(line)))
+
+
+def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
+    """Show a line for each run until all of them have ended.
+
+    Args:
+        folders: Run folders.
+        once: Show the lines once.
+        every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
+        console: Where to show; None: standard output.
+
+    Raises:
+        ConfigError: A folder does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the folder of a run, as run.dir has it")
+    console = console or PipeSafeConsole(highlight=False, soft_wrap=True, markup=False)
+    runs = [Followed(folder) for folder in folders]
+    names = [f"{folder.resolve().name}  " if len(folders) > 1 else "" for folder in folders]
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not once else None
+    shown: list[str] = []
+    with live or nullcontext(), suppress(KeyboardInterrupt):
+        while True:
+            found = [run.line() for run in runs]
+            lines = [name + line for name, (line, _) in zip(names, found, strict=True)]
+            if live is not None:
+                live.update(Text("\n".join(lines)), refresh=True)
+            else:
+                for line in lines:
+                    if line not in shown:
+                        console.print(line, markup=False)
+            shown = lines
+            if once or all(ended for _, ended in found):
+                return
+            time.sleep(every_s or (1.0 if live is not None else 60.0))
+
+
+def _number(table: Any, key: str) -> float | None:
+    value = table.get(key) if isinstance(table, dict) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return _object(read_text(file))
+    except (OSError, ValueError):
+        return {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Object of a JSON text; an empty one for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _config(file: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        found: dict[str, Any] = tomllib.loads(read_text(file))
+        return found
+    return {}
+
+
+def _left_s(start: dict[str, Any], total: float) -> float | None:
+    """Seconds until the last step at the pace of this start, its first step left out; None if unknown."""
+    step, resumed = _number(start, "step"), _number(start, "resumed")
+    spent = [_number(start, key) for key in ("train_s", "eval_s", "stall_s")]
+    if not total or step is None or resumed is None or step - resumed <= 1 or None in spent:
+        return None
+    return (total - step) * sum(filter(None, spent)) / (step - resumed - 1)

@@ -1,0 +1,1 @@
+"""Graphs, memory and order of a step, traced on one CPU for any rank."""

@@ -1,0 +1,186 @@
+"""`nxtrain graphs`: show what a compiler will get, and fail where a cluster would pay for it.
+
+Tracing has a process of its own, whose environment is decided before torch-xla reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nxtrain.backends.xla.environment import support, trace_environment
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.mesh import spans
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.document import write_document
+from nxtrain.config.check import Resolved, resolve_config
+from nxtrain.config.load import load
+from nxtrain.tools.trace.choice import TRACED, backend_of, choose, without_nxd
+
+IRRELEVANT = (
+    "data.source=stdlib",
+    'data.path=""',
+    "data.mixture=[]",
+    "data.weights=[]",
+    "data.packing=concat",
+    "checkpoint.async=false",
+    "compile.torch_compile=false",
+)
+"""Keys that no graph depends on, so that a run can be traced before its data is there."""
+
+UNBOUND = 1000
+"""Width of a console that is none, in characters."""
+
+
+def graphs(
+    config: Path, overrides: Sequence[str], *, world: int, ranks: Sequence[int], steps: int, hlo: Path | None
+) -> dict[str, Any]:
+    """Trace and return the report.
+
+    Args:
+        config: File.
+        overrides: `dotted.key=value` each.
+        world: Ranks of the world.
+        ranks: Those to trace; empty: some of every kind.
+        steps: Steps of each.
+        hlo: Folder for the graphs' HLO texts.
+
+    Raises:
+        ConfigError: The configuration cannot run in that world, or a rank is none of it.
+        BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
+    """
+    given = load(config, [*overrides, *IRRELEVANT])
+    resolve_config(given, world, backend_of(given.config))
+    chosen = choose(given.config)
+    relaxed = [*overrides, *IRRELEVANT, *(f"{key}={value}" for key, value in TRACED.items())]
+    plan = resolve_config(load(config, relaxed), world)
+    outside = [rank for rank in ranks if not 0 <= rank < world]
+    if outside:
+        raise ConfigError(f"--rank {outside[0]} is none of the {world} ranks of --world; use 0 to {world - 1}")
+    traced = list(dict.fromkeys(ranks)) or some_ranks(plan, world)
+    job = {
+        "config": str(config),
+        "overrides": relaxed,
+        "world": world,
+        "ranks": traced,
+        "steps": steps,
+        "hlo": str(hlo or ""),
+        "layers": chosen.layers,
+        "instance": chosen.instance.name,
+    }
+    standard_error().print(
+        f"tracing {len(traced)} of {world} ranks ({spans(traced)}), {steps} steps each; the imports take seconds"
+    )
+    found = _traced(job, min(world, chosen.instance.num_cores))
+    if lacking := found.pop("lacking"):
+        chosen = without_nxd(chosen, given.config, lacking)
+    return {
+        **found,
+        "layers": chosen.layers,
+        "attention": TRACED["backend.attention"],
+        "replaced": {each.key: each.configured for each in chosen.stand_ins},
+        "notes": [*map(str, chosen.stand_ins), *chosen.notes, *_shortened(found["micro_batches"])],
+    }
+
+
+def _shortened(micro_batches: Mapping[str, int]) -> list[str]:
+    """Note on the micro-batches of a step that were traced, unless these are all."""
+    traced, of_run = micro_batches["traced"], micro_batches["of_run"]
+    if traced == of_run:
+        return []
+    return [f"a step is traced with {traced} of its {of_run:,} micro-batches: each further one repeats a graph"]
+
+
+def some_ranks(plan: Resolved, world: int) -> list[int]:
+    """Ranks whose numbers differ in every way: the first and last of an axis, neighbours, one in the middle.
+
+    Of several pipeline stages the first and the last rank of each, since only ranks of one stage can be compared.
+    """
+    tp, pp = plan.config.parallel.tp, plan.config.parallel.pp
+    stage = world // pp
+    ends = [rank for first in range(0, world, stage) for rank in (first, first + stage - 1)]
+    return sorted({rank for rank in (0, 1, tp - 1, tp, world // 2 + 1, world - 1, *ends) if rank < world})
+
+
+def present(report: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a report.
+
+    Raises:
+        BackendError: Something is wrong with the graphs.
+    """
+    if as_json:
+        write_document(report)
+    else:
+        # Whoever reads a file or a pipe has no width to fit.
+        console = Console(width=None if sys.stdout.isatty() else UNBOUND, highlight=False)
+        console.print(_table(report))
+        for line in _notes(report):
+            console.print(line, markup=False)
+    problems = report["problems"]
+    if problems:
+        raise BackendError("\n".join(["a cluster would pay for these graphs:", *(f"  {line}" for line in problems)]))
+
+
+def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:
+    installed = support()
+    if not installed.ok:
+        raise BackendError(f"graphs are traced with torch-xla: {installed.reason}")
+    argv = [sys.executable, "-m", "nxtrain.tools.trace.trace", json.dumps(job)]
+    done = subprocess.run(
+        argv, env=trace_environment(os.environ, local_world), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise BackendError(f"the process that traces ended with exit code {done.returncode}; see its lines above")
+    traced: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return traced
+
+
+def _table(report: Mapping[str, Any]) -> Table:
+    ranks = spans(report["ranks"])
+    table = Table(
+        title=f"{report['distinct_graphs']} graphs in {report['steps']} steps; world {report['world']}, ranks {ranks}",
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("graph", "steps", "collective", "axis"):
+        table.add_column(name, no_wrap=True)
+    for name in ("count", "groups", "ranks each", "MiB"):
+        table.add_column(name, justify="right")
+    for graph in report["graphs"]:
+        steps = graph["steps"]
+        span = f"{steps[0]}-{steps[-1]}" if len(steps) == steps[-1] - steps[0] + 1 > 1 else ", ".join(map(str, steps))
+        first = [f"{graph['name']}\n[dim]{graph['hash'][:12]}[/dim]", span]
+        rows = [
+            [
+                row["op"],
+                row["axis"] or "[bold red]none[/bold red]",
+                f"{row['count']:,}",
+                f"{row['num_groups']:,}",
+                f"{row['group_size']:,}",
+                f"{row['bytes'] / (1 << 20):,.3f}",
+            ]
+            for row in graph["collectives"]
+        ]
+        columns = ["\n".join(column) for column in zip(*rows, strict=True)] or ["no collectives"]
+        table.add_row(*first, *columns, end_section=True)
+    return table
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    scales = {graph["dp_scale"] for graph in report["graphs"]} - {None}
+    factor = ", ".join(f"{scale:g} = 1/{1 / scale:g}" for scale in scales) or "no constant"
+    reads = ", ".join(f"{read['file']}:{read['line']}" for read in report["host_reads"]) or "none"
+    notes = [f"factor of sums over dp: {factor}; host reads inside a step: {reads}"]
+    notes += report["notes"]
+    notes += [f"{graph['name']}: {graph['hlo']}" for graph in report["graphs"] if "hlo" in graph]
+    return [*notes, f"traced in {sum(report['seconds']):.1f} s, the first rank in {report['seconds'][0]:.1f} s"]

@@ -1,0 +1,231 @@
+"""Training step of one rank of any world on fake tensors, which have shapes and no storage, and its memory by kind.
+
+The rank's peers do not exist: torch's fake process group returns at once. The step runs eagerly, with torch's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of the results of torch's collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import new_group
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nxtrain.backends.base import Support
+from nxtrain.backends.c10d import C10dBackend
+from nxtrain.backends.cpu_attention import blocked_attention
+from nxtrain.backends.torch_attention import masked_attention, sdpa
+from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.kernels import Rows
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.process.greetings import without_greetings
+from nxtrain.config.check import Resolved, family_of, resolve_model
+from nxtrain.plan.job import Attention, Job
+from nxtrain.plan.memory import Bytes
+from nxtrain.plan.moments import in_flight
+from nxtrain.tools.trace.live_bytes import LiveBytes
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.step import DeviceBatch, train_step
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Memory of a rank by kind, in bytes.
+
+    Args:
+        params: Trained parameters, as the rank stores them.
+        frozen: Other parameters.
+        optimizer: Optimizer state, and ZeRO-1's own rows of the parameters.
+        step: Most bytes of a step beside them: gradients, activations, logits and buffers.
+    """
+
+    params: int
+    frozen: int
+    optimizer: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return self.params + self.frozen + self.optimizer + self.step
+
+    def beside(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
+        """Predicted and traced bytes by kind; what libraries take is in neither."""
+        step = predicted.grads + predicted.activations + predicted.logits + predicted.buckets
+        return {
+            "params": (predicted.params, self.params),
+            "frozen": (predicted.frozen, self.frozen),
+            "optimizer": (predicted.optimizer, self.optimizer),
+            "step": (step, self.step),
+            "total": (predicted.total - predicted.workspace, self.total),
+        }
+
+
+TILE_ENTRIES = 1 << 20
+"""Entries that an update takes at a time; those of devices are a few megabytes as well."""
+
+
+class _Kernels(FusedKernels):
+    """torch's kernels without reads of values, with the attention of another device."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._attention == "blocked":
+            return blocked_attention(q, k, v)
+        if self._attention == "scores":
+            with sdpa_kernel(SDPBackend.MATH):
+                return sdpa(q, k, v)
+        return sdpa(q, k, v, grouped=self._attention == "grouped")
+
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        if self._attention == "masked":
+            return masked_attention(q, k, v, starts)
+        if self._attention == "scores":
+            with sdpa_kernel(SDPBackend.MATH):
+                return masked_attention(q, k, v, starts)
+        return self.attention(q, k, v)  # a call for each document needs no more than one for the row
+
+
+class _Collectives(C10dCollectives):
+    """Collectives of a rank that makes its own groups alone, since no peer waits for the others."""
+
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        if axis.groups not in self._groups and axis.size < self._world:
+            own = list(axis.group_of(dist.get_rank()))
+            with without_greetings():  # torch-xla replaces `dist.new_group` by one without this argument
+                self._groups.setdefault(axis.groups, new_group(own, use_local_synchronization=True))
+        return super().group(axis)
+
+    def _link(self, mesh: Mesh) -> None:
+        """Leave transfers to the pipeline's own group."""
+
+
+class FakeBackend(C10dBackend):
+    """A rank whose tensors have no storage, among peers that do not exist."""
+
+    name = "fake"
+
+    def __init__(self, world: int, rank: int, ranks_per_node: int, attention: Attention) -> None:
+        self.device = torch.device("cpu")
+        self.world, self.rank = world, rank
+        self.local_world, self.local_rank = min(world, ranks_per_node), rank % ranks_per_node
+        self.collectives = _Collectives(world)
+        self.kernels = self.host_kernels = _Kernels(attention)
+        if world > 1:
+            with without_greetings():
+                dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    @staticmethod
+    def support() -> Support:
+        return Support(True, "shapes need no device")
+
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        with unset_fake_temporarily():  # it reads ranks from a tensor
+            return super().device_mesh(mesh)
+
+    def put(self, x: Tensor) -> Tensor:
+        return x
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        raise AssertionError("fake tensors have no values")
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        return torch.tensor(values, dtype=torch.float32).unbind()
+
+
+def trace_job(job: Job, stage: int) -> Traced:
+    """Memory of the first rank of a pipeline stage, with as many micro-batches as memory depends on.
+
+    Raises:
+        ConfigError: No code of nxtrain builds the rank, or fake tensors cannot tell where its tensors are.
+    """
+    config = job.config
+    if config.parallel.offload:
+        reason = "a trace counts tensors of host and device alike"
+        raise ConfigError([Problem("parallel.offload", reason, hint="leave --trace out, or use false")])
+    if job.method == "qlora":
+        reason = "quantized matrices need a kernel, and a trace has shapes only"
+        raise ConfigError([Problem("finetune.method", reason, hint="leave --trace out, or use lora")])
+    family = family_of(config)
+    parallel = config.parallel
+    most = 3 * parallel.pp if parallel.virtual_pp > 1 else in_flight(job, stage) + 2
+    batch = parallel.dp * config.train.micro_batch * min(job.num_micro, most)
+    changes = {
+        "train": config.train.model_copy(update={"global_batch": batch}),
+        "compile": config.compile.model_copy(update={"torch_compile": False}),
+    }
+    resolved = Resolved(config.model_copy(update=changes), family, resolve_model(config))
+    return trace_rank(resolved, job.world, stage * parallel.tp * parallel.dp, job.machine.devices, job.attention)
+
+
+def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:
+    """Memory of a training step of one rank, whose configuration has all degrees.
+
+    Args:
+        resolved: Checked configuration; its global batch has as many micro-batches as are run.
+        world, rank: Number of ranks, and the traced one.
+        ranks_per_node: Ranks of a machine, which hybrid sharding groups.
+        attention: Implementation of attention.
+    """
+    with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+        mesh = build_mesh(resolved, world, rank, ranks_per_node)
+        backend.lay_out(mesh)
+        return step_memory(resolved, backend, mesh)
+
+
+@contextmanager
+def fake_backend(world: int, rank: int, ranks_per_node: int, attention: Attention) -> Iterator[FakeBackend]:
+    """Backend of a rank of a pretended world, closed in the end; arguments as of `trace_rank`."""
+    backend = FakeBackend(world, rank, ranks_per_node, attention)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
+    """Memory of a training step on an open backend, whose tensors are counted operation by operation."""
+    state = build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
+    parameters = [_own(p) for p in state.model.parameters()]
+    trained = [_own(p) for p in state.model.parameters() if p.requires_grad]
+    kept = [_own(x) for kind in state.optimizer.state.values() for x in kind.values()]
+    kept += [_own(x) for x in state.data_parallel.shards.values()]
+    batch = zero_batch(resolved, backend, mesh)
+    with LiveBytes([*parameters, *kept, *state.model.buffers()]) as step:
+        train_step(state, batch, 1e-3)
+    held = {x.untyped_storage()._cdata for x in parameters}
+    apart = [x for x in kept if x.untyped_storage()._cdata not in held]
+    trained_bytes = _num_bytes(trained)
+    return Traced(trained_bytes, _num_bytes(parameters) - trained_bytes, _num_bytes(apart), step.peak)
+
+
+def zero_batch(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> DeviceBatch:
+    """A rank's part of a global batch of zeros."""
+    train = resolved.config.train
+    num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
+    tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
+    return DeviceBatch.of(tokens, tokens, backend.put, tokens if resolved.config.data.doc_mask else None)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _num_bytes(tensors: list[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

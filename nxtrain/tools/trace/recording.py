@@ -1,0 +1,155 @@
+"""Recording of the graphs of some ranks, and the purpose of each graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nxtrain.common.mesh import Axis
+from nxtrain.tools.trace.hlo import Graph, Groups
+
+TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
+"""Kinds of work that a graph belongs to."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Graph that a rank submitted to the device.
+
+    Args:
+        rank: Rank that recorded the graph.
+        step: Step of the graph, from 1.
+        phase: Work of the loop, such as `TRAINING`.
+        hash: torch-xla's hash, which decides whether the graph is compiled again.
+        action: Action of the rank's pipeline, such as `forward chunk 1` or `transfer`; empty outside the pipeline.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    hash: str
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Device value that the host read inside a step.
+
+    Args:
+        rank, step: Rank and step of the read.
+        file, line, function: Innermost line outside torch and torch-xla.
+    """
+
+    rank: int
+    step: int
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Recording of all traced ranks.
+
+    Args:
+        world: Number of ranks of the world.
+        ranks: Traced ranks, in order.
+        steps: Number of steps of each rank.
+        dp_size: Number of data parallel ranks.
+        axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
+        cuts: Submitted graphs in the order of recording.
+        graphs: Contents of the graphs by hash.
+        reads: Host reads in the order of recording.
+        stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
+    """
+
+    world: int
+    ranks: Sequence[int]
+    steps: int
+    dp_size: int
+    axes: Sequence[Axis]
+    cuts: Sequence[Cut]
+    graphs: Mapping[str, Graph]
+    reads: Sequence[Read]
+    stages: Mapping[int, int] = field(default_factory=dict)
+
+    def parts(self) -> list[tuple[Cut, str]]:
+        """Cuts with the name of the part of the step that each computes.
+
+        A step is one graph, or micro-batches followed by an update. With a pipeline it consists of the actions, the
+        work that all stages share, and each stage's own work in between.
+        """
+        per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
+        seen: Counter[tuple[int, int]] = Counter()
+        alone: Counter[tuple[int, int, str, str]] = Counter()
+        named = []
+        for cut in self.cuts:
+            key, part = (cut.rank, cut.step), cut.phase
+            if cut.phase == TRAINING:
+                seen[key] += 1
+            last = seen[key] == per_step[key]
+            if self.stages:
+                part = self._pipeline_part(cut, last=last)
+                if not cut.action:
+                    place = (*key, cut.phase, part)
+                    alone[place] += 1
+                    number = alone[place]
+                    part += f" {number}" if number > 1 else ""
+            elif cut.phase == TRAINING:
+                part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"
+            named.append((cut, part))
+        return named
+
+    def _pipeline_part(self, cut: Cut, *, last: bool) -> str:
+        prefix = "" if cut.phase == TRAINING else f"{cut.phase} "
+        if shared := self.shared(cut.hash):
+            (over,) = {axis.name for axis in shared}
+            if cut.action:
+                return f"transfer over {over}"
+            ops = {collective.op for collective in self.graphs[cut.hash].collectives}
+            if ops == {"all-gather"}:
+                return f"{prefix}exchange of the first and last stage"  # of a tied embedding
+            return f"{prefix}sum over {over}"
+        if cut.action:
+            return prefix + cut.action
+        if cut.phase != TRAINING:
+            return f"{prefix}sums" if cut.phase == EVALUATION else cut.phase
+        return "update" if last else "gradients"
+
+    def shared(self, hash_: str) -> list[Axis]:
+        """The axes that a graph uses which join several stages, if they are all that it uses."""
+        joined = self.joined(hash_)
+        is_all = len(joined) == len(self.graphs[hash_].collectives)
+        return joined if is_all and len({axis.name for axis in joined}) == 1 else []
+
+    def joined(self, hash_: str) -> list[Axis]:
+        """The axes that a graph uses which join several stages."""
+        axes = [self._axis(each.op, each.groups) for each in self.graphs[hash_].collectives]
+        return [axis for axis in axes if axis is not None and axis.spans_stages]
+
+    def stage_of(self, rank: int) -> int:
+        """Pipeline stage of a rank that was traced."""
+        return self.stages.get(rank, 0)
+
+    def by_stage(self) -> list[list[int]]:
+        """The ranks that were traced, those of one stage together, in order."""
+        groups: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            groups.setdefault(self.stage_of(rank), []).append(rank)
+        return [groups[stage] for stage in sorted(groups)]
+
+    def axis_of(self, op: str, groups: Groups) -> str:
+        """Name of the axis that a collective spans; empty if there is none."""
+        axis = self._axis(op, groups)
+        return "" if axis is None else axis.name
+
+    def _axis(self, op: str, groups: Groups) -> Axis | None:
+        for axis in self.axes:
+            if op == "collective-permute":
+                group_of = {rank: index for index, group in enumerate(axis.groups) for rank in group}
+                if all(group_of[source] == group_of[target] for source, target in groups):
+                    return axis
+            elif groups == axis.groups or sorted(groups or (tuple(range(self.world)),)) == sorted(axis.groups):
+                return axis
+        return None

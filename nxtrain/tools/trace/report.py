@@ -1,0 +1,215 @@
+"""Report on the recording of some ranks: its graphs in order, and the problems found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from nxtrain.common.mesh import spans
+from nxtrain.tools.trace.hlo import Graph, Groups
+from nxtrain.tools.trace.recording import Cut, Recording
+
+
+def report(recording: Recording) -> dict[str, Any]:
+    """The JSON of `nxtrain graphs`."""
+    names = _names(recording)
+    graphs = [_entry(recording, hash_, name) for hash_, name in names.items()]
+    return {
+        "world": recording.world,
+        "rank": recording.ranks[0],
+        "ranks": list(recording.ranks),
+        "stages": len(recording.by_stage()),
+        "steps": recording.steps,
+        "distinct_graphs": len(graphs),
+        "graphs": graphs,
+        "host_reads": [asdict(read) for read in recording.reads],
+        "problems": list(_problems(recording, names, graphs)),
+    }
+
+
+def _names(recording: Recording) -> dict[str, str]:
+    """Names of the graphs by hash, in order of first use; the last graph of a part has the part's plain name."""
+    parts = recording.parts()
+    last = {(cut.rank, part): cut.hash for cut, part in parts}
+    names: dict[str, str] = {}
+    for cut, part in parts:
+        if cut.hash in names:
+            continue
+        steps = {other.step for other in recording.cuts if other.hash == cut.hash}
+        if cut.hash == last[cut.rank, part]:
+            names[cut.hash] = part
+        else:
+            rest = [word for word in part.split() if word != "steady"]
+            names[cut.hash] = " ".join(["first", *rest]) if steps == {1} else f"other {part}"
+    if recording.stages:
+        return {hash_: _staged(recording, parts, hash_, name) for hash_, name in names.items()}
+    return names
+
+
+def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, name: str) -> str:
+    """A name that tells which stages run the graph, and as what, unless it joins them all."""
+    if recording.shared(hash_):
+        return name
+    uses: dict[str, tuple[str, set[int]]] = {}  # by what it is without its number: a name, and stages
+    for cut, part in parts:
+        if cut.hash == hash_:
+            label = part if uses else name
+            uses.setdefault(part.rstrip(" 0123456789") if not cut.action else part, (label, set()))[1].add(
+                recording.stage_of(cut.rank)
+            )
+    return ", ".join(f"stage{'s' * (len(stages) > 1)} {spans(sorted(stages))} {of}" for of, stages in uses.values())
+
+
+def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
+    graph = recording.graphs[hash_]
+    cuts = [cut for cut in recording.cuts if cut.hash == hash_]
+    count: Counter[tuple[str, Groups]] = Counter()
+    num_bytes: Counter[tuple[str, Groups]] = Counter()
+    for collective in graph.collectives:
+        key = collective.op, collective.groups
+        count[key] += 1
+        num_bytes[key] += collective.num_bytes
+    collectives = [
+        {
+            "op": op,
+            "count": number,
+            "group_size": len(groups[0]) if groups else recording.world,
+            "num_groups": len(groups) or 1,
+            "bytes": num_bytes[op, groups],
+            "axis": recording.axis_of(op, groups),
+        }
+        for (op, groups), number in count.items()
+    ]
+    return {
+        "name": name,
+        "hash": hash_,
+        "steps": sorted({cut.step for cut in cuts}),
+        "ranks": sorted({cut.rank for cut in cuts}),
+        "stages": sorted({recording.stage_of(cut.rank) for cut in cuts}),
+        "collectives": collectives,
+        "dp_scale": _dp_scale(recording, graph),
+        "f64": graph.has_f64,
+    }
+
+
+def _dp_scale(recording: Recording, graph: Graph) -> float | None:
+    """The constant that sums over data parallel ranks are multiplied by; of several the one that is wrong."""
+    data_parallel = ("dp", "shard", "replica")
+    scales = {
+        scale
+        for collective in graph.collectives
+        if recording.axis_of(collective.op, collective.groups) in data_parallel
+        for scale in collective.scales
+    }
+    return max(scales, key=lambda scale: abs(scale * recording.dp_size - 1), default=None)
+
+
+def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for ranks in recording.by_stage():
+        yield from _disagreements(recording, ranks)
+    yield from _strangers(recording, names)
+    yield from _recompilations(recording)
+    for graph in graphs:
+        yield from _wrong_groups(recording, graph)
+        scale, dp = graph["dp_scale"], recording.dp_size
+        if scale is not None and abs(scale * dp - 1) > 2**-8:  # bf16 has 8 significant bits
+            yield f"{graph['name']}: sums over dp are multiplied by {scale:g}; the mean of {dp} ranks needs {1 / dp:g}"
+        if graph["f64"]:
+            yield (
+                f"{graph['name']}: computes in float64, which Trainium does not have; a number in an operation with a "
+                "float32 tensor may do that: make it a tensor"
+            )
+    for file, line, function in dict.fromkeys((read.file, read.line, read.function) for read in recording.reads):
+        yield (
+            f"{file}:{line}: {function} reads a value of the device inside a step, which makes the host wait and cuts "
+            "the graph; keep it on the device, and read it with Backend.fetch where the trainer logs"
+        )
+
+
+def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
+    """Ranks of a stage whose graphs are not those of its first: compiled again, their collectives would not meet."""
+    parts = recording.parts()
+    course = {rank: [(c.step, part, c.hash) for c, part in parts if c.rank == rank] for rank in ranks}
+    first, *others = ranks
+    different = [rank for rank in others if course[rank] != course[first]]
+    if not different:
+        return
+    ours, theirs = course[first], course[different[0]]
+    step, part, _ = next((mine for mine, other in zip(ours, theirs, strict=False) if mine != other), (0, "", ""))
+    where = f"the first difference is {part} in step {step}" if step else "some records fewer than others"
+    yield (
+        f"ranks {', '.join(map(str, different))} record other graphs than rank {first}; {where}. A number that depends "
+        "on the rank stands in the graph: make it a tensor on the device"
+    )
+
+
+def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
+    """Collectives over stages whose graphs differ between the stages or mix with one stage's own work: they hang."""
+    if not recording.stages:
+        return
+    alike: dict[tuple[str, tuple[tuple[str, Groups, int], ...]], str] = {}
+    for hash_, name in names.items():
+        joined = recording.joined(hash_)
+        if not joined:
+            continue
+        if not recording.shared(hash_):
+            yield f"{name}: a collective over {joined[0].name} stands in a graph that not all stages run"
+            continue
+        collectives = recording.graphs[hash_].collectives
+        what = name, tuple((each.op, each.groups, each.num_bytes) for each in collectives)
+        if alike.setdefault(what, hash_) != hash_:
+            here, there = _stages(recording, hash_), _stages(recording, alike[what])
+            yield f"{name}: is another graph on stages {here} than {there}"
+    courses = {
+        rank: [
+            (step, phase, [cut.hash for cut in cuts])
+            for (step, phase), cuts in groupby(_sums(recording, rank), key=lambda cut: (cut.step, cut.phase))
+        ]
+        for rank, *_ in recording.by_stage()
+    }
+    first, *others = courses
+    different = [rank for rank in others if courses[rank] != courses[first]]
+    if different:
+        yield f"ranks {spans(different)} sum over other ranks, or in another order, than rank {first} of another stage"
+
+
+def _sums(recording: Recording, rank: int) -> Iterator[Cut]:
+    for cut in recording.cuts:
+        ops = {each.op for each in recording.graphs[cut.hash].collectives}
+        if cut.rank == rank and not cut.action and "all-reduce" in ops and recording.joined(cut.hash):
+            yield cut
+
+
+def _stages(recording: Recording, hash_: str) -> str:
+    return spans(sorted({recording.stage_of(cut.rank) for cut in recording.cuts if cut.hash == hash_}))
+
+
+def _recompilations(recording: Recording) -> Iterator[str]:
+    """Parts that need more than one graph, on the first rank that shows it."""
+    parts = recording.parts()
+    for part in dict.fromkeys(part for _, part in parts):
+        for rank in recording.ranks:
+            cuts = [cut for cut, of in parts if of == part and cut.rank == rank]
+            number = len({cut.hash for cut in cuts})
+            if number > 1:
+                again = next(cut for cut in cuts if cut.hash != cuts[0].hash)
+                when = "step 1, where one micro-batch differs from another" if again.step == 1 else f"step {again.step}"
+                yield (
+                    f"{part}: compiled again in {when}: {number} graphs where one is enough. A number that changes "
+                    "stands in the graph, or a tensor that is there only later: bring numbers to the device with "
+                    "Backend.scalars, and make tensors before the first step"
+                )
+                break
+
+
+def _wrong_groups(recording: Recording, graph: Mapping[str, Any]) -> Iterator[str]:
+    known = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
+    for row in graph["collectives"]:
+        if not row["axis"]:
+            yield (
+                f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of {row['group_size']} "
+                f"ranks, which are no axis of this mesh; its axes: {known}"
+            )

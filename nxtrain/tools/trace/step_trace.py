@@ -1,0 +1,136 @@
+"""Order of the gathers, passes and reductions of a sharded step, as torch's FSDP2 makes them.
+
+A recorder takes the place of the collectives of each unit, and calls them. It works on a rank of a real run, and on a
+rank of a pretended world whose tensors have no storage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import CausalLM
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import FULLY_SHARDED
+from nxtrain.plan.job import Job
+from nxtrain.tools.trace.fake_rank import fake_backend, zero_batch
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.step import train_step
+
+REST = "rest"
+"""Name of the unit of embedding, last norm and output projection; other units are named by their first block."""
+
+
+class _Gathering:
+    """An all-gather that records the unit it gathers."""
+
+    def __init__(self, unit: str, events: list[str]) -> None:
+        self._unit, self._events = unit, events
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self._events.append(f"gather {self._unit}")
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduction:
+    """A reduce-scatter that records the unit it reduces."""
+
+    def __init__(self, unit: str, events: list[str]) -> None:
+        self._unit, self._events = unit, events
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the argument."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._events.append(f"reduce {self._unit}")
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class _Backward(torch.autograd.Function):
+    """Identity whose backward records an event."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str], event: str) -> Tensor:
+        ctx.note = lambda: events.append(event)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.note()
+        return grads[0], None, None
+
+
+def record_events(model: nn.Module) -> list[str]:
+    """List to which later steps of a sharded model append `gather`, `forward`, `backward` and `reduce` of each unit.
+
+    Args:
+        model: A `CausalLM` under `fully_shard`.
+    """
+    events: list[str] = []
+    _record(model, REST, events)
+    units: dict[int, nn.Module] = {}
+    lm: CausalLM = model  # type: ignore[assignment]
+    for index, block in enumerate(lm.blocks):
+        assert isinstance(block, FSDPModule)
+        if units.setdefault(id(block._get_fsdp_state()), block) is block:
+            _record(block, str(index), events)
+
+        def forward(module: nn.Module, args: Any, index: int = index) -> None:
+            events.append(f"forward {index}")
+
+        def backward(module: nn.Module, args: Any, out: Tensor, index: int = index) -> Any:
+            return _Backward.apply(out, events, f"backward {index}")
+
+        block.register_forward_pre_hook(forward)  # after that of FSDP, which has gathered by then
+        block.register_forward_hook(backward, prepend=True)  # inside that of FSDP, whose gathering comes first backward
+    return events
+
+
+def _record(module: nn.Module, unit: str, events: list[str]) -> None:
+    assert isinstance(module, FSDPModule)
+    module.set_custom_all_gather(_Gathering(unit, events))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_Reduction(unit, events))  # type: ignore[arg-type]
+
+
+def trace_step(resolved: Resolved, job: Job) -> list[str]:
+    """Events of a step of one micro-batch on rank 0, in order; nothing is computed.
+
+    Args:
+        resolved: Checked configuration.
+        job: The run, with its degrees.
+
+    Raises:
+        ConfigError: The layout gathers no units, or has pipeline stages.
+    """
+    parallel, train = job.config.parallel, job.config.train
+    if not job.is_fully_sharded:
+        reason = f"{parallel.shard} over {job.shard_size} ranks gathers no units, so there is no order to trace"
+        hint = f"use one of {', '.join(FULLY_SHARDED)}, with parallel.dp=2 or more"
+        raise ConfigError([Problem("parallel.shard", reason, hint=hint)])
+    if parallel.pp > 1:
+        reason = f"{parallel.pp} stages, and a trace shows a step without stages"
+        raise ConfigError([Problem("parallel.pp", reason, hint="use parallel.pp=1")])
+    one = train.model_copy(update={"global_batch": parallel.dp * train.micro_batch})
+    compile_ = job.config.compile.model_copy(update={"torch_compile": False})
+    plan = Resolved(job.config.model_copy(update={"train": one, "compile": compile_}), resolved.family, resolved.model)
+    devices = job.machine.devices
+    with fake_backend(job.world, 0, devices, job.attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+        mesh = build_mesh(plan, job.world, 0, devices)
+        backend.lay_out(mesh)
+        state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+        events = record_events(state.model)
+        for _ in range(2):  # the first step makes hooks
+            events.clear()
+            train_step(state, zero_batch(plan, backend, mesh), 1e-3)
+    return events

@@ -1,0 +1,239 @@
+"""The process of `nxtrain graphs`: trains some ranks of a world on paper, one after the other.
+
+python -m nxtrain.tools.trace.trace JOB
+"""
+
+from __future__ import annotations
+
+# isort: off
+# First of all: the imports take seconds, and make no garbage.
+from nxtrain.common.process import garbage
+
+if __name__ == "__main__":
+    garbage.collect_rarely()
+# isort: on
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.xla.tracing import TracingBackend, pretended_nxd
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.sharding import ParamTable
+from nxtrain.config.check import Resolved, resolve_config
+from nxtrain.config.load import load
+from nxtrain.metrics.run_observer import RunObserver, Work
+from nxtrain.optim.schedule import Schedule
+from nxtrain.parallel.schedule import Action
+from nxtrain.tools.trace.hlo import Graph, Groups, parse
+from nxtrain.tools.trace.recording import Cut, Read, Recording
+from nxtrain.tools.trace.report import report
+from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.graph_extraction import EVALUATED_BATCHES, few_micro_batches, trainer
+from nxtrain.train.health.recompiles import GRAPHS
+
+LINE_EVERY_S = 5.0
+"""Seconds between lines of progress."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Job of a trace.
+
+    Args:
+        config: Configuration file.
+        overrides: `dotted.key=value` each.
+        world: Number of ranks of the world.
+        ranks: Ranks to trace.
+        steps: Number of steps of each rank.
+        hlo: Folder for the texts; empty: none.
+        layers: `native`, or `nxd` where it can be loaded.
+        instance: Machine of the run, by name.
+    """
+
+    config: str
+    overrides: Sequence[str]
+    world: int
+    ranks: Sequence[int]
+    steps: int
+    hlo: str
+    layers: str
+    instance: str
+
+
+def trace(
+    plan: Resolved,
+    world: int,
+    ranks: Sequence[int],
+    steps: int,
+    hlo: Path | None,
+    bind: Callable[[Backend], Binding] | None = None,
+) -> dict[str, Any]:
+    """Trace and report.
+
+    Args:
+        plan: The checked configuration; its backend is xla.
+        world: Ranks of the world.
+        ranks: Those to play.
+        steps: Of each rank.
+        hlo: Folder for the texts.
+        bind: Binds a vendor's library to each rank; None: our own layers.
+    """
+    tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
+    axes: dict[Groups, Axis] = {}
+    stages: dict[int, int] = {}
+    for rank in ranks:
+        began = time.perf_counter()
+        tape.begin_rank(rank, sum(seconds))
+        mesh, table = _play(plan, world, tape, steps, bind)
+        stages[rank] = mesh.pp.rank
+        for axis in _axes(mesh, table):
+            axes.setdefault(axis.groups, axis)
+        seconds.append(round(time.perf_counter() - began, 2))
+    recording = Recording(
+        world,
+        ranks,
+        steps,
+        mesh.dp_size,
+        list(axes.values()),
+        tape.cuts,
+        tape.graphs,
+        tape.reads,
+        stages if mesh.pp_size > 1 else {},
+    )
+    found = report(recording)
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+        for graph in found["graphs"]:
+            path = hlo / f"{re.sub('[^a-z0-9-]+', '-', graph['name'])}-{graph['hash'][:12]}.hlo.txt"
+            path.write_text(tape.texts[graph["hash"]], encoding="utf-8")
+            graph["hlo"] = str(path)
+    train = plan.config.train
+    of_run = train.global_batch // (train.micro_batch * mesh.dp.size)
+    traced = few_micro_batches(plan.config, mesh).global_batch // (train.micro_batch * mesh.dp.size)
+    return {**found, "micro_batches": {"traced": traced, "of_run": of_run}, "seconds": seconds}
+
+
+@dataclass
+class _Tape(RunObserver):
+    """Recording in progress, with the rank, step and work that it records.
+
+    Progress goes to standard error: a line as a rank begins, and one every `LINE_EVERY_S` at the begin of a step.
+    """
+
+    num_ranks: int = 1
+    num_steps: int = 1
+    num_begun: int = 0
+    next_line_s: float = 0.0
+    rank: int = 0
+    step: int = 0
+    work: Work = "training"
+    action: str = ""
+    num_chunks: int = 1
+    cuts: list[Cut] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def begin_rank(self, rank: int, spent_s: float) -> None:
+        """Begin the trace of a rank; `spent_s` is the time of all earlier ranks."""
+        left = f", about {spent_s / self.num_begun * (self.num_ranks - self.num_begun):.0f} s left" if spent_s else ""
+        self.rank, self.num_begun = rank, self.num_begun + 1
+        self._print(f"builds the model{left}")
+
+    def enter(self, step: int, work: Work) -> None:
+        if work not in GRAPHS:
+            return
+        self.step, self.work = step, work
+        if time.monotonic() >= self.next_line_s:
+            self._print(f"step {step} of {self.num_steps}")
+
+    def _print(self, text: str) -> None:
+        self.next_line_s = time.monotonic() + LINE_EVERY_S
+        standard_error().print(f"rank {self.rank} ({self.num_begun} of {self.num_ranks}): {text}", markup=False)
+
+    @contextmanager
+    def act(self, action: Action) -> Iterator[None]:
+        kind = "transfer" if action.is_transfer else action.kind
+        self.action = kind if action.is_transfer or self.num_chunks == 1 else f"{kind} chunk {action.chunk}"
+        yield
+        self.action = ""
+
+    def graph(self, hash_: str, text: Callable[[], str]) -> None:
+        self.cuts.append(Cut(self.rank, self.step, self.work, hash_, self.action))
+        if hash_ not in self.graphs:  # the text of a big model takes longer than the rest of its step
+            self.texts[hash_] = text()
+            self.graphs[hash_] = parse(self.texts[hash_])
+
+    def host_read(self, file: str, line: int, function: str) -> None:
+        read = Read(self.rank, self.step, os.path.relpath(file), line, function)
+        if read not in self.reads:
+            self.reads.append(read)
+
+
+def _play(
+    plan: Resolved, world: int, tape: _Tape, steps: int, bind: Callable[[Backend], Binding] | None = None
+) -> tuple[Mesh, ParamTable]:
+    """Run the trainer as one rank; everything but the device, the weights and the data is that of a run."""
+    backend = TracingBackend(world, tape.rank, tape)
+    if bind is not None:
+        backend.binding = bind(backend)
+    try:
+        return _train(plan, backend, tape, steps)
+    finally:
+        backend.binding.close()
+
+
+def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
+    config = plan.config
+    mesh = mesh_of(plan, backend)
+    with backend.building():
+        state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+    if state.pipeline is not None:
+        tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
+    train = few_micro_batches(config, mesh).model_copy(
+        update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}
+    )
+    short = config.model_copy(update={"train": train})
+    with backend.recording():
+        trainer(plan, state, short, Schedule.of(plan.config), tape).run(0)
+    return mesh, state.table
+
+
+def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
+    """The axes that a rank communicates over."""
+    copies = {piece.copies for spec in table.values() for piece in spec.pieces(mesh.tp)}
+    shared = [mesh.tp.neighbours(number) for number in sorted(copies)]
+    pp = mesh.pp
+    pairs = [pp.pairs((pp.rank + step) % pp.size) for step in (1, -1)] if pp.size > 1 else []
+    axes = [mesh.tp, mesh.dp, pp, mesh.shard, mesh.replica, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
+    return [axis for axis in axes if axis.size > 1]
+
+
+def main(job: Job) -> None:
+    """Print the report as JSON."""
+    garbage.settle()
+    plan = resolve_config(load(job.config, job.overrides), job.world)
+    bind, lacking = None, ""
+    if job.layers == "nxd":
+        try:
+            bind = pretended_nxd(INSTANCES[job.instance])
+        except BackendError as error:
+            lacking = str(error)
+    found = trace(plan, job.world, job.ranks, job.steps, Path(job.hlo) if job.hlo else None, bind)
+    print(json.dumps({**found, "lacking": lacking}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))

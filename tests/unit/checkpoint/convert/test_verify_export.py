@@ -1,0 +1,96 @@
+"""An export is compared with what was exported, and a damaged one is not believed, in any type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert import verify_export as verification
+from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.checkpoint.convert.verify_export import verify_export
+from nxtrain.common.errors import CheckpointError
+from tests.support.models import SHAPES, hf_model, plan
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+def exported(folder: Path, shape: str, dtype: torch.dtype, std: float) -> tuple[Path, Path]:
+    """A checkpoint of a random model, and its export."""
+    hf_model(plan(shape), std=std).to(dtype).save_pretrained(folder / "hf")
+    hf_to_nxtrain(folder / "hf", folder / "ours")
+    checkpoint = nxtrain_to_hf(folder / "ours", folder / "export")
+    assert checkpoint == directory.find_checkpoint(folder / "ours")
+    return directory.find_checkpoint(folder / "ours"), folder / "export"
+
+
+def change(export: Path, act: Change) -> None:
+    """Rewrite an export."""
+    file, settings = export / "model.safetensors", export / "config.json"
+    weights, config = load_file(file), json.loads(settings.read_text(encoding="utf-8"))
+    act(weights, config)
+    save_file(weights, file, metadata={"format": "pt"})
+    settings.write_text(json.dumps(config), encoding="utf-8")
+
+
+def swap_gate_and_up(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def scale_norm(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    weights[NORM] = weights[NORM] * 1.05
+
+
+def other_theta(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    for table in (config, config["rope_parameters"]):  # as releases of transformers before and after 5 read it
+        assert table["rope_theta"] != 500_000.0
+        table["rope_theta"] = 500_000.0
+
+
+def swap_heads(weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Two query heads of other K/V heads change places."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights[name] = weights[name].view(8, 8, 64).flip(0).reshape(64, 64).contiguous()
+
+
+CHANGES = (swap_gate_and_up, scale_norm, other_theta, swap_heads)
+
+
+@pytest.mark.parametrize("act", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_changed_export_is_refused_however_small_its_scores_are(
+    tmp_path: Path, dtype: torch.dtype, act: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the changes moves a score by 0.25, which a fixed bound for bfloat16 must allow."""
+    checkpoint, export = exported(tmp_path, "gqa", dtype, std=0.04)
+    change(export, act)
+    with pytest.raises(CheckpointError, match=r"differ from ours by .*; do not use it"):
+        verify_export(checkpoint, export, CpuBackend())
+    for name in ("EXACT", "ROUNDING", "WORST_ROUNDING"):
+        monkeypatch.setattr(verification, name, 1e9)
+    assert 1e-4 < verify_export(checkpoint, export, CpuBackend()).difference < 0.25
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_faithful_export_is_as_exact_as_transformers(tmp_path: Path, shape: str) -> None:
+    """Scores of tens included, which bfloat16 moves by more than 0.25."""
+    for std in (0.05, 0.3):
+        found = verify_export(*exported(tmp_path / f"{std}", shape, torch.bfloat16, std), CpuBackend())
+        assert 0.3 < found.rounding <= 1.2
+        assert (found.difference > 0.25) is (std > 0.1)
+
+
+@pytest.mark.parametrize("shape", ["gqa", "tied"])
+def test_a_faithful_export_in_float32_is_exact(tmp_path: Path, shape: str) -> None:
+    found = verify_export(*exported(tmp_path, shape, torch.float32, std=0.05), CpuBackend())
+    assert found.difference < 1e-5

@@ -1,0 +1,121 @@
+"""Start-up of a run, of its agent and of a trace: collections of garbage, imported packages, and their number."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+
+# Runs the command line beside records of collections. The modules that torch imports itself do not count.
+CODE = """
+import atexit, gc, json, sys
+gc.disable()
+import torch
+by_torch = {*sys.modules}
+gc.collect()
+gc.enable()
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+from nxtrain.common.process import garbage
+usual, settle, found = gc.get_threshold(), garbage.settle, {}
+@atexit.register
+def report():
+    print(json.dumps({**found, "left": len(gc.get_objects())}))
+def observed():
+    found["starting"] = gc.get_threshold()
+    found["collections"] = len(collections)
+    settle()
+    found["frozen"] = gc.get_freeze_count()
+garbage.settle = observed
+from nxtrain.__main__ import main
+collections.clear()
+try:
+    main()
+except SystemExit as ended:
+    found["code"] = ended.code
+found["usual"] = gc.get_threshold() == usual
+found["modules"] = sorted({*sys.modules} - by_torch)
+"""
+
+# Runs a program, whose last line has the objects that are left at its end.
+PROGRAM = """
+import atexit, gc, json, runpy, sys
+found, collections = {"began": False}, []
+@atexit.register
+def report():
+    print(json.dumps({**found, "left": len(gc.get_objects())}))
+from nxtrain.common.process import garbage
+rarely, settle = garbage.collect_rarely, garbage.settle
+def began():
+    rarely()
+    found["began"] = True
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+def observed():
+    found["collections"], found["torch"] = len(collections), "torch" in sys.modules
+    settle()
+    found["settled"] = gc.get_threshold()[0] < garbage.STARTING
+garbage.collect_rarely, garbage.settle = began, observed
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+JOB = dict.fromkeys(("config", "overrides", "world", "ranks", "steps", "hlo", "layers", "instance"), "absent")
+
+PACKAGES = {"annotated_doc", "annotated_types", "cython_runtime", "nxtrain", "nxtrain_models", "numpy", "pydantic"}
+PACKAGES |= {"pydantic_core", "rich", "safetensors", "shellingham", "tokenizers", "torch", "typer", "typing_extensions"}
+PACKAGES |= {"typing_inspection", "xxhash"}
+"""Packages that a run imports beside torch's own, without TensorBoard and without checkpoints."""
+
+MOST_MODULES = 700
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Records of one run of one step, which computes whole blocks again."""
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny.write_toml(folder, train={"steps": 1, "remat": "full"}, checkpoint={"every": 0})
+    argv = [sys.executable, "-c", CODE, "train", str(config)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    records: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert records["code"] == 0
+    return records
+
+
+def test_nothing_is_collected_while_a_run_is_imported(found: dict[str, Any]) -> None:
+    assert found["collections"] == 0
+    assert found["starting"][0] > 2 * found["frozen"]  # of which torch alone makes more than half
+
+
+def test_a_run_collects_as_usual_but_not_what_was_imported(found: dict[str, Any]) -> None:
+    assert found["usual"]
+    assert found["frozen"] > 200_000
+
+
+def test_the_end_of_a_process_visits_nothing(found: dict[str, Any]) -> None:
+    assert found["left"] < 100
+
+
+def test_the_first_step_imports_only_what_it_needs(found: dict[str, Any]) -> None:
+    modules = set[str](found["modules"])
+    packages = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - PACKAGES
+    assert {package for package in packages if not package.startswith("_")} == set()
+    assert len(modules) < MOST_MODULES
+
+
+@pytest.mark.parametrize(
+    "program",
+    [("nxtrain.launch.torchrun", "--help"), ("nxtrain.tools.trace.trace", json.dumps(JOB))],
+    ids=lambda p: p[0],
+)
+def test_an_agent_and_a_trace_collect_nothing_while_they_are_imported(program: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *program], capture_output=True, text=True, timeout=120, check=False
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    left = found.pop("left")
+    assert found == {"began": True, "collections": 0, "torch": True, "settled": True}, done.stderr
+    assert left < 1000

@@ -1,0 +1,80 @@
+"""Speeds of collectives by the slowest rank, and repetitions by size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nxtrain.common.errors import ConfigError
+from nxtrain.tools.bench import startup
+from nxtrain.tools.bench.collectives import (
+    GIB,
+    KIB,
+    LEAST_REPEATS,
+    MOST_REPEATS,
+    CollectivesJob,
+    bench_collectives,
+    summarize,
+)
+from nxtrain.tools.bench.turns import machine
+
+
+def rank(all_reduce_s: float, copy_s: float) -> dict[str, Any]:
+    return {
+        "all_reduce": {"4": {"wall": all_reduce_s, "cpu": 1.0}},
+        "copy": {"4": {"wall": copy_s, "cpu": 0.5}},
+    }
+
+
+def test_the_slowest_rank_counts_and_ratios_are_inside_rounds() -> None:
+    turns = [[rank(1.0, 0.5), rank(2.0, 0.5)], [rank(20.0, 5.0), rank(10.0, 5.0)], [rank(4.0, 1.0), rank(1.0, 1.0)]]
+    found = summarize(turns)
+    assert found["ratios"] == {"all_reduce/4": 0.25}
+    row = found["rows"][0]
+    assert row["rounds"] == pytest.approx([4 * KIB / GIB / seconds for seconds in (2.0, 20.0, 4.0)])
+    assert (row["wall_s"], row["cpu_s"]) == (4.0, 2.0)
+    assert found["latency_s"] == {"all_reduce": 4.0, "copy": 1.0}
+
+
+def test_small_tensors_are_repeated_and_great_ones_not_only_once() -> None:
+    job = CollectivesJob(2, [4])
+    assert (job.repeats(4), job.repeats(16 << 10), job.repeats(1 << 20)) == (MOST_REPEATS, 4, LEAST_REPEATS)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (CollectivesJob(2, [4, 0]), "0: sizes are KiB that 2 ranks can share"),
+        (CollectivesJob(6, [4]), "4: sizes are KiB that 6 ranks can share"),
+        (CollectivesJob(2, []), "no size"),
+        (CollectivesJob(3, [3]), "3 ranks are an odd number"),
+    ],
+)
+def test_sizes_and_ranks_that_cannot_be_are_refused(job: CollectivesJob, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench_collectives(job=job, rounds=1, as_json=True)
+
+
+def test_starts_are_compared_with_torch_by_cpu_time_inside_rounds() -> None:
+    found = startup.summarize(
+        {
+            startup.TORCH: [{"wall": 9.0, "cpu": 1.0}, {"wall": 9.0, "cpu": 10.0}],
+            startup.HELP: [{"wall": 1.0, "cpu": 0.5}, {"wall": 3.0, "cpu": 5.0}],
+        }
+    )
+    assert found["ratios"] == {startup.HELP: 0.5}
+    assert [row["value"] for row in found["rows"]] == [9.0, 2.0]
+
+
+@pytest.mark.parametrize("names", [(), (startup.HELP,), (startup.HELP, startup.FIRST_STEP)])
+def test_the_words_below_the_table_of_starts_are_about_its_rows(
+    capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
+) -> None:
+    turns = [{"wall": 1.0, "cpu": 0.5}]
+    found = startup.summarize(dict.fromkeys((startup.TORCH, *names), turns))
+    startup._show({"machine": machine(), "rounds": 1, **found})
+    shown = " ".join(capsys.readouterr().out.split())
+    has_step = startup.FIRST_STEP in names
+    assert ("the first step's wall time" in shown) is has_step
+    assert ("--first-step CONFIG adds" in shown) is not has_step

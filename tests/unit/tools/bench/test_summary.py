@@ -1,0 +1,105 @@
+"""Medians over rounds, ratios inside each round, and the choice of what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.tools.bench import train
+from nxtrain.tools.bench.clocks import ratio_clock
+from nxtrain.tools.bench.train import COMPILED, OURS, PEAK, PEER, Workload, check_backend, choose_candidates, summarize
+from nxtrain.tools.bench.turns import machine, median_ratio
+
+WORK = Workload(steps=2, batch=5, seq_len=100, precision="bf16", shape=train.shape_of("tiny", 100))
+TOKENS = 1000
+
+
+def turns(*cpu_s: float, wall: float = 3.0, first: float = 9.0) -> list[dict[str, Any]]:
+    """A warm-up that takes long, and turns of so many seconds."""
+    common = {"loss": 6.0, "maker_flops": None, "device": "cpu", "notes": ["C++"]}
+    warm_up = {"cpu": 99.0, "wall": 99.0, "step_s": [first, 1.0], **common}
+    return [warm_up, *({"cpu": one, "wall": wall * one, "step_s": [one / 2] * 2, **common} for one in cpu_s)]
+
+
+def peaks(*flops: float) -> list[dict[str, Any]]:
+    return [{"cpu": 1.0, "wall": 1.0}, *({"cpu": one, "wall": one / 2} for one in flops)]
+
+
+def test_a_round_in_which_the_machine_was_slow_changes_no_ratio() -> None:
+    measured = {OURS: turns(1.0, 10.0, 1.0), PEER: turns(2.0, 20.0, 2.0), PEAK: peaks(8e9, 8e8, 8e9)}
+    found = summarize(measured, WORK)
+    assert found["ratios"] == {PEER: 2.0}
+    assert found["ratios_of"][OURS][PEER]["rounds"] == [2.0, 2.0, 2.0]
+    assert found["ratio"] == 2.0
+    flops = found["flops_per_token"]
+    assert found[OURS] == {"tokens_per_s": TOKENS, "mfu": pytest.approx(TOKENS * flops / 8e9)}
+    assert found[PEER] == {"tokens_per_s": TOKENS / 2, "mfu": pytest.approx(TOKENS * flops / 16e9)}
+    assert found["peak_flops"] == 8e9
+
+
+def test_ratios_are_of_the_faster_of_our_candidates_and_wall_time_counts_with_more_threads() -> None:
+    measured = {OURS: turns(2.0, wall=1.0), COMPILED: turns(1.0), PEER: turns(4.0, wall=1.0), PEAK: peaks(1e9)}
+    found = summarize(measured, WORK)
+    assert (found["clock"], found["ours"], found["ratios"]) == ("cpu", COMPILED, {PEER: 4.0})
+    assert [row.get("compile_s") for row in found["rows"]] == [None, 8.5, None, None]
+    two = Workload(**{**vars(WORK), "threads": 2})
+    found = summarize(measured, two)
+    assert (found["clock"], found["ours"]) == ("wall", OURS)
+    assert found["ratios"] == {PEER: 2.0}
+    assert found["peak_flops"] == 0.5e9
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "clocks", "clock"),
+    [
+        ("cpu", 1, {"cpu", "wall"}, "cpu"),
+        ("cpu", 2, {"cpu", "wall"}, "wall"),
+        ("xla", 1, {"cpu", "wall"}, "wall"),
+        ("gpu", 1, {"cpu", "wall", "device"}, "device"),
+    ],
+)
+def test_the_clock_of_ratios(device: str, threads: int, clocks: set[str], clock: str) -> None:
+    assert ratio_clock(device, threads, clocks) == clock
+
+
+def test_a_median_is_of_ratios_and_not_a_ratio_of_medians() -> None:
+    assert median_ratio([1.0, 4.0, 9.0], [1.0, 2.0, 9.0]) == 1.0
+
+
+def test_packages_that_are_absent_are_left_out_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: object())
+    assert choose_candidates([], "cpu") == (list(train.CANDIDATES), {})
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    chosen, left_out = choose_candidates([], "cpu")
+    assert chosen == [OURS, COMPILED]
+    assert left_out[PEER] == "transformers is not installed"
+    with pytest.raises(BackendError, match="transformers is not installed"):
+        choose_candidates([OURS, PEER], "cpu")
+
+
+def test_whole_steps_are_not_compiled_twice() -> None:
+    chosen, left_out = choose_candidates([], "xla")
+    assert OURS in chosen
+    assert COMPILED not in chosen
+    assert "records whole steps" in left_out[COMPILED]
+
+
+def test_an_unknown_candidate_and_an_absent_device_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'megatron'.*\n.*known: nxtrain,"):
+        choose_candidates(["megatron"], "cpu")
+    with pytest.raises(BackendError, match="there is no backend 'tpu'"):
+        check_backend("tpu")
+    with pytest.raises(BackendError, match="--backend neuron cannot run here: "):
+        check_backend("neuron")
+
+
+def test_the_machine_is_read_from_cpuinfo(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n\n")
+    found = machine(file)
+    assert found["cpu"] == "Some CPU"
+    assert found["instructions"] == ["amx_bf16", "avx512_bf16", "avx512f", "avx2"]
+    assert machine(tmp_path / "none")["instructions"] == []

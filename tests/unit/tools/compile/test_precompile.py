@@ -1,0 +1,147 @@
+"""`nxtrain compile` before it starts anything: what it refuses, and what it would run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxtrain.backends.base import Support
+from nxtrain.backends.neuron import sdk
+from nxtrain.cli import main as cli
+from nxtrain.config.load import load
+from nxtrain.tools.compile import precompile
+from nxtrain.tools.compile.manifest import Build, Graph, Manifest, write_manifest
+from nxtrain.tools.compile.memory import GIB, Memory
+from nxtrain.tools.compile.parallel_compile import Compiled
+from tests.support.caches import COMPILER, key
+
+TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+NEURON = ("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2")
+
+
+@pytest.fixture(autouse=True)
+def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NEURON", "XLA_", "PJRT_", "FI_", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
+    for name in [name for name in os.environ if name.startswith(names)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(precompile, "host_memory", lambda: Memory(496 * GIB, "this machine"))
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nxtrain", "compile", *args])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    return int(raised.value.code or 0)
+
+
+def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "export NEURON_FUSE_SOFTMAX=1" in lines
+    argv = shlex.split(lines[-1])
+    assert argv[:3] == ["neuron_parallel_compile", "--num_parallel", "8"]
+    assert argv[3:7] == ["--parallel_compile_workdir", "DIR/work", "env", f"--chdir={Path.cwd()}"]
+    monkeypatch.setattr(sys, "argv", ["nxtrain", "launch", str(TINY), *NEURON, "--dry-run"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert argv[7:] == [*shlex.split(capsys.readouterr().out.splitlines()[-1]), "recovery.max_restarts=0"]
+
+
+def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "recovery.max_restarts=100", "--dry-run") == 0
+    assert " --max-restarts=0 " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2")
+    several = (str(TINY), "backend.name=neuron", "train.micro_batch=1", *cluster)
+    assert main(monkeypatch, *several) == 2
+    assert "nxtrain compile CONFIG --first-node NAME" in capsys.readouterr().err
+    assert main(monkeypatch, *several, "--first-node", "node7", "--dry-run") == 0
+    assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in capsys.readouterr().out
+
+
+def test_the_others_may_meet_at_a_port_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
+    args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
+    assert main(monkeypatch, *args) == 0
+    assert " --rdzv-endpoint=node7:4000 " in capsys.readouterr().out
+
+
+def test_a_dry_run_says_which_machines_write_which_manifest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
+    assert "# writes compile_cache/manifests/tiny_cpu.json\n" in capsys.readouterr().out
+    recipe = TINY.with_name("llama2_70b_trn1.toml")  # 256 machines of 32 ranks, in order [pp 8, dp 32, tp 32]
+    assert main(monkeypatch, str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# machines")]
+    assert lines == [
+        f"# machines {32 * stage}-{32 * stage + 31}, as torchrun counts them, hold pipeline stage {stage} of 8 and "
+        f"write compile_cache/manifests/llama2_70b_trn1.stages-{stage}.json"
+        for stage in range(8)
+    ]
+
+
+def test_without_the_sdk_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path)
+    monkeypatch.setattr(sdk, "installed", lambda name: None)
+    assert main(monkeypatch, str(TINY), *NEURON) == 5
+    said = capsys.readouterr().err
+    assert "graphs cannot be compiled here: no Neuron device" in said
+    assert "install Neuron SDK 2.28: pip install --extra-index-url" in said
+
+
+def test_without_the_tool_it_says_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "support", lambda: Support(True, "2 chips in this test"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(monkeypatch, str(TINY), *NEURON) == 5
+    assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+def test_other_devices_compile_nothing_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    assert main(monkeypatch, str(TINY), f"backend.name={backend}") == 2
+    assert f"{backend} compiles no graphs beforehand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"version": 0}'])
+def test_an_old_manifest_that_nobody_can_read_is_replaced(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text, encoding="utf-8")
+    compiled = Compiled({key(1): "step 1 #1"}, {key(1): 7.0})
+    assert precompile._graphs(compiled, file) == (Graph("step 1 #1", key(1).module, 7.0),)
+
+
+def test_on_several_nodes_nothing_is_tried_again_by_one_alone() -> None:
+    config = load(TINY, ["cluster.nodes=2"]).config
+    assert precompile.retries_of(config, 3) == 0
+    assert precompile.retries_of(load(TINY).config, 3) == 3
+
+
+def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    compiled = Compiled({key(1): "step 1 #1", key(2): "step 1 #2", key(3): "log 1 #1"}, {key(2): 7.06})
+    old = Manifest("a", Build(COMPILER, (), {}), (Graph("x", key(1).module, 812.5), Graph("y", key(2).module, 1.0)))
+    write_manifest(old, file)
+    assert precompile._graphs(compiled, file) == (
+        Graph("step 1 #1", key(1).module, 812.5),
+        Graph("step 1 #2", key(2).module, 7.1),
+        Graph("log 1 #1", key(3).module, None),
+    )

@@ -1,0 +1,195 @@
+"""Output of the tools of a machine, in the forms of their documentation, and in none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxtrain.tools.doctor.outputs import (
+    Bandwidth,
+    Devices,
+    Holder,
+    OutputError,
+    parse_chronyc,
+    parse_fi_info,
+    parse_nccom_test,
+    parse_neuron_ls,
+    parse_nvidia_smi,
+)
+from tests.support import sick_machine
+
+
+def test_neuron_ls_of_a_trn2_lists_devices_logical_cores_and_processes() -> None:
+    command = "neuron-bench exec --run-as-cc-neff --..."
+    process = {"pid": 113985, "command": command, "neuron_runtime_version": "2.0.0"}
+    row: dict[str, object] = {
+        "bdf": "cc:00.0",
+        "cpu_affinity": "48-95,144-191",
+        "numa_node": "1",
+        "connected_to": [12, 3, 4, 1],
+    }
+    row |= {"nc_count": 4, "logical_neuroncore_config": 2, "memory_size": 103079215104}
+    text = json.dumps([{**row, "neuron_device": n, "neuron_processes": [process]} for n in (0, 15)])
+    found = parse_neuron_ls(text)
+    assert (found.numbers, found.cores) == ((0, 15), 8)
+    assert found.holders == (Holder(113985, command, (0, 15)),)
+
+
+def test_neuron_ls_of_one_chip_has_neighbours_that_are_null() -> None:
+    row: dict[str, object] = {
+        "neuron_device": 0,
+        "bdf": "0000:00:1e.0",
+        "cpu_affinity": "0-7",
+        "numa_node": "-1",
+        "connected_to": None,
+    }
+    row |= {"nc_count": 2, "memory_size": 34359738368, "neuroncore_ids": [0, 1], "neuron_processes": []}
+    assert parse_neuron_ls(json.dumps([row])) == parse_neuron_ls(json.dumps({"instance": "x", "devices": [row]}))
+    assert parse_neuron_ls(json.dumps([row])).cores == 2
+
+
+def test_nvidia_smi_lists_devices_errors_and_processes() -> None:
+    found = parse_nvidia_smi(
+        "0, 570.133.20, 0\n1, 570.133.20, [N/A]\n2, 570.133.20, 3\n",
+        "0, GPU-a\n1, GPU-b\n2, GPU-c\n",
+        'GPU-b, 77, python\nGPU-c, 77, python\nGPU-a, 8, "a, b"\n',
+    )
+    assert (found.numbers, found.driver) == ((0, 1, 2), "570.133.20")
+    assert found.ecc == ((0, 0), (2, 3))
+    assert found.holders == (Holder(8, "a, b", (0,)), Holder(77, "python", (1, 2)))
+
+
+def test_fi_info_shows_each_device_twice() -> None:
+    assert parse_fi_info(sick_machine.fi_info(2)) == ("rdmap16s27", "rdmap17s27")
+    assert parse_fi_info("") == ()
+
+
+def test_tables_of_nccom_test_differ_in_columns() -> None:
+    rows = parse_nccom_test(sick_machine.NCCOM)
+    assert [row.size_bytes for row in rows] == [1024, 33554432]
+    assert rows[1].time_s == pytest.approx(768e-6)
+    assert rows[1].bus_bytes_s == pytest.approx(78.80 * 2**30)
+    head = "size(B)    count(elems)    type    time:avg(us)    time:p25(us)    algbw(GB/s)    busbw(GB/s)"
+    (row,) = parse_nccom_test(f"{head}\n 1024  256  fp32  24.00  23.00  0.04  0.03\n")
+    assert [row.time_s, row.bus_bytes_s] == pytest.approx([24e-6, 0.03 * 2**30])
+
+
+def test_chronyc_has_the_offset_unless_the_clock_has_no_source() -> None:
+    line = "A9FEA97B,169.254.169.123,4,1763800000.1,-2.5,0.00001,0,1,0,0,0,0,16,{}"
+    assert parse_chronyc(line.format("Normal")) == 2.5
+    assert parse_chronyc(line.format("Not synchronised")) is None
+
+
+def test_an_answer_that_is_nested_deeply_is_an_unknown_form() -> None:
+    with pytest.raises(OutputError, match="no list of devices"):
+        parse_neuron_ls("[" * 100_000)
+
+
+RECORDED: list[tuple[Callable[[str], object], str]] = [
+    (parse_neuron_ls, sick_machine.neuron_ls(2, {1: [(5, "python")]})),
+    (parse_nccom_test, sick_machine.NCCOM),
+    (lambda text: parse_nvidia_smi(text, "0, GPU-a\n", "GPU-a, 7, python\n"), "0, 570.1, 0\n1, 570.1, [N/A]\n"),
+    (lambda text: parse_nvidia_smi("0, 570.1, 0\n", text, "GPU-a, 7, python\n"), "0, GPU-a\n1, GPU-b\n"),
+    (lambda text: parse_nvidia_smi("0, 570.1, 0\n", "0, GPU-a\n", text), 'GPU-a, 7, "a, b"\n'),
+    (parse_fi_info, sick_machine.fi_info(2)),
+    (parse_chronyc, "A9FEA97B,169.254.169.123,4,1763800000.1,-2.5,0.00001,0,1,0,0,0,0,16,Normal"),
+]
+GARBAGE = ("", "\u00b2", "nan", "inf", "1e999", "-1", "\0", "9" * 5000, "null", "[", '"', ",", "\n", "x", "time(us)")
+
+
+def facts(found: object) -> set[tuple[object, ...]]:
+    """Facts that an answer states, each apart, after a check that each is of the kind that the checks reckon with."""
+    if isinstance(found, Devices):
+        assert all(type(number) is int for number in (*found.numbers, found.cores))
+        assert all(errors >= 0 for _, errors in found.ecc)
+        held = {("holder", holder.pid, device) for holder in found.holders for device in holder.devices}
+        return {*(("device", number) for number in found.numbers), *held, *(("ecc", *pair) for pair in found.ecc)}
+    if isinstance(found, float) or found is None:
+        assert found is None or (math.isfinite(found) and found >= 0)
+        return {("offset", found)}
+    assert isinstance(found, tuple)
+    for each in found:
+        if isinstance(each, Bandwidth):
+            assert math.isfinite(each.time_s)
+            assert math.isfinite(each.bus_bytes_s)
+        else:
+            assert re.fullmatch(r"\S+", each)
+    return {(each,) for each in found}
+
+
+def read(parse: Callable[[str], object], text: str) -> set[tuple[object, ...]] | None:
+    """Facts of a text; None: it is refused."""
+    try:
+        return facts(parse(text))
+    except OutputError:
+        return None
+
+
+@pytest.mark.parametrize(("parse", "recorded"), RECORDED)
+def test_what_is_read_of_a_cut_answer_holds_the_whole_lines_and_no_device_beyond_the_cut(
+    parse: Callable[[str], object], recorded: str
+) -> None:
+    whole = read(parse, recorded)
+    assert whole
+    for length in range(len(recorded)):
+        found = read(parse, recorded[:length])
+        if found is None:
+            continue
+        lines = read(parse, recorded[: recorded.rfind("\n", 0, length) + 1]) or set()
+        assert lines <= found | {("offset", None)}
+        assert lines <= whole
+        is_name_cut = parse is parse_fi_info  # of the last device
+        assert len(found) <= len(whole) + is_name_cut
+    if recorded.startswith(("[", "{")):  # JSON that is cut is no JSON
+        assert not any(read(parse, recorded[:length]) for length in range(len(recorded.rstrip())))
+
+
+@pytest.mark.parametrize(("parse", "recorded"), RECORDED)
+def test_a_garbled_word_is_refused_or_changes_its_own_line_alone(parse: Callable[[str], object], recorded: str) -> None:
+    words = re.split(r"([^\w.()/-]+)", recorded)
+    for number, bad in itertools.product(range(len(words)), GARBAGE):
+        found = read(parse, "".join((*words[:number], bad, *words[number + 1 :])))
+        before, after = "".join(words[:number]), "".join(words[number + 1 :])
+        others = before[: before.rfind("\n") + 1] + after.partition("\n")[2]
+        expected = read(parse, others)
+        if found is None or expected is None or recorded.count("\n") < 2:
+            continue
+        assert expected <= found, (number, bad)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_an_unknown_form(number: str) -> None:
+    for parse, text in (
+        (parse_nccom_test, sick_machine.NCCOM.replace("78.80", number)),
+        (parse_nccom_test, sick_machine.NCCOM.replace("768 ", f"{number} ")),
+        (parse_chronyc, f"A9FEA97B,169.254.169.123,4,1763800000.1,{number},0.00001,0,1,0,0,0,0,16,Normal"),
+    ):
+        with pytest.raises(OutputError):
+            parse(text)
+
+
+def test_a_device_of_fi_info_is_named_on_its_own_line() -> None:
+    assert parse_fi_info("provider: efa\n    domain: \n    version: 120.0\n") == ()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["neuron_device", "nc_count", "pid", "x"]), inner),
+)
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [parse_neuron_ls, parse_nccom_test, parse_chronyc, lambda text: parse_nvidia_smi(text, text, text)],
+)
+@given(text=st.text() | JSON.map(json.dumps))
+def test_an_unknown_form_is_an_error_or_states_facts_of_the_text(parse: Callable[[str], object], text: str) -> None:
+    for fact in read(parse, text) or ():
+        assert all(str(abs(value)) in text for value in fact if type(value) is int)

@@ -1,0 +1,142 @@
+"""The page in a real browser: everything is visible and readable, in light and dark, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nxtrain.common.run_folder import LOGS_DIR, RANKS_FILE
+from nxtrain.tools.report.command import report
+from nxtrain.tools.report.parity import Bounds
+from tests.support.browser import Browser, chromium
+from tests.support.run_folders import restarted, write_run
+
+MUST = (
+    *(
+        "#overview table",
+        "#parity table",
+        "#loss svg",
+        "#difference svg",
+        "#grad-norm svg",
+        "#lr svg",
+        "#throughput svg",
+    ),
+    *("#memory svg", "#param-norm svg", "#goodput svg", "#breakdown svg", "#timeline svg", "#timeline table"),
+    *("#stability table", "#plan p", "#configuration table", "#loss .curve", "#timeline rect.lost"),
+)
+
+PROBE = """
+const must = MUST;
+const luminance = (rgb) => {
+  const linear = (c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const [r, g, b] = rgb.match(/[\\d.]+/g).map((c) => linear(c / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const paper = (node) => {
+  for (; node; node = node.parentElement) {
+    const color = getComputedStyle(node).backgroundColor;
+    if (/^rgb\\(/.test(color)) return color;
+  }
+  return "rgb(255, 255, 255)";
+};
+const contrast = (node, property) => {
+  const [a, b] = [getComputedStyle(node)[property], paper(node)].map(luminance).sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+};
+const hidden = must.filter((one) => {
+  const node = document.querySelector(one), box = node && node.getBoundingClientRect();
+  return !box || !(box.width > 0 && box.height > 0) || getComputedStyle(node).visibility !== "visible";
+});
+const texts = [...document.querySelectorAll("h1,h2,h3,p,dt,dd,th,td,li,.y span,.x span,.unit,summary,nav a,.state")];
+const plot = document.querySelector("#loss .plot");
+plot.focus();
+for (const key of ["Home", "ArrowRight", "End"]) {
+  plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+}
+const overlapping = [...document.querySelectorAll(".x, .y")].flatMap((axis) => {
+  const boxes = [...axis.querySelectorAll("span")].map((one) => one.getBoundingClientRect()).filter((box) => box.width);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  return boxes.slice(1).filter((box, at) => meet(boxes[at], box));
+}).length;
+const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
+const touching = cards.slice(1).filter((card, at) => Math.abs(card.top - cards[at].bottom) < 8).length;
+const bar = document.querySelector(".timeline").getBoundingClientRect();
+const outside = [...document.querySelectorAll("#timeline td.text, #timeline .x span")].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && (box.left < bar.left - 5 || box.right > bar.right + 5);
+}).length;
+const box = document.querySelector("#loss .area").getBoundingClientRect();
+return {
+  hidden,
+  overlapping,
+  touching,
+  outside,
+  reason: document.querySelector("#timeline td.text").getBoundingClientRect().width / bar.width,
+  faint: texts.filter((node) => node.textContent.trim() && contrast(node, "color") < 4.5).map((node) => node.outerHTML),
+  spikes: document.querySelectorAll("#grad-norm path.dots").length,
+  pale: [...document.querySelectorAll(".curve:not(.faint)")].filter((node) => contrast(node, "stroke") < 3).length,
+  wide: document.documentElement.scrollWidth - innerWidth,
+  read: plot.querySelector("output").textContent,
+  focused: document.activeElement === plot,
+  full: document.querySelector("#loss").offsetWidth / document.querySelector("#curves").offsetWidth,
+  color: getComputedStyle(document.querySelector("#loss .curve:not(.faint)")).stroke,
+  paper: getComputedStyle(document.body).backgroundColor,
+  box: [box.left + scrollX, box.top + scrollY, box.right + scrollX, box.bottom + scrollY],
+};
+""".replace("MUST", repr(list(MUST)))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chromium()
+    folder = tmp_path_factory.mktemp("runs")
+    why = "LostPeerError: rank 1 is gone: its process has ended, or it has left the run. Its own last lines say why"
+    runs = [write_run(folder / name, name=f"{name} <b>&", starts=restarted(60, why)) for name in ("a", "b")]
+    for run in runs:
+        (run / LOGS_DIR / RANKS_FILE).write_text(
+            json.dumps({"0": {"data": 0.01}, "1": {"data": 0.02}}), encoding="utf-8"
+        )
+    return report(runs, folder / "page.html", bounds=Bounds(), scales=True).file
+
+
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 500)])
+def test_everything_is_visible_readable_and_within_the_screen(
+    tmp_path: Path, page: Path, dark: bool, width: int
+) -> None:
+    browser = Browser(tmp_path, dark=dark, width=width, height=1200)
+    found: dict[str, Any] = browser.probe(page, PROBE)
+    assert found["hidden"] == []
+    assert found["faint"] == []
+    assert (found["pale"], found["spikes"]) == (0, 2)
+    assert found["wide"] <= 0
+    assert (found["overlapping"], found["touching"]) == (0, 0)
+    assert found["outside"] == 0  # the reason of each restart can be read without a sideways scroll
+    assert (found["reason"] > 0.9) == (width == 500)  # on a phone below its start
+    assert found["focused"]
+    assert found["full"] == 1  # the chart of the loss takes the whole width
+    assert found["read"].startswith("step 60")
+    assert "a <b>& 3.645" in found["read"]
+
+    pixels, said = browser.shoot(page)
+    assert said == ""  # no error, and no request: the page's policy refuses each, with a message
+    assert (sum(int(part) for part in found["paper"][4:-1].split(",")) < 3 * 128) is dark
+    assert (pixels[5, 5] == [int(part) for part in found["paper"][4:-1].split(",")]).all()
+    left, top, right, bottom = (round(edge) for edge in found["box"])
+    if bottom <= len(pixels):  # the loss curve is drawn from the left edge of its plot to the right
+        wanted = np.array([int(part) for part in found["color"][4:-1].split(",")])
+        colored = (np.abs(pixels[top:bottom, left:right].astype(int) - wanted).max(axis=2) < 40).any(axis=0)
+        assert colored.mean() > 0.9
+
+
+def test_the_console_names_a_request_and_a_script_that_the_page_refuses(tmp_path: Path, page: Path) -> None:
+    browser = Browser(tmp_path, dark=False, width=600, height=400)
+    altered = tmp_path / "altered.html"
+    extra = '<img src="missing.png"><script>window.changed = 1</script></main>'
+    altered.write_text(page.read_text(encoding="utf-8").replace("</main>", extra), encoding="utf-8")
+    said = browser.shoot(altered)[1]
+    assert "missing.png" in said
+    assert "Content Security Policy" in said
