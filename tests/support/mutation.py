@@ -80,11 +80,11 @@ COVERED: dict[str, Stages] = {
     ),
     "nxtrain/optim/loss_scale.py": (("tests/unit/optim/test_loss_scale.py",), ("tests/dist/test_fp16.py",)),
     "nxtrain/nn/offload.py": (("tests/unit/nn/test_offload.py",), ("tests/dist/test_data_parallel.py",)),
-    "nxtrain/finetune/*": (("tests/dist/test_lora.py",), ("tests/train/test_finetuning.py",)),
+    "nxtrain/nn/lora.py": (("tests/dist/test_lora.py",), ("tests/train/test_finetuning.py",)),
     "nxtrain/optim/*": (("tests/unit/optim",), ("tests/dist/test_update_rules.py",)),
     "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
-    "nxtrain/checkpoint/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
+    "nxtrain/checkpoint/convert/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
     "nxtrain/checkpoint/resume.py": (
         _UNIT_CHECKPOINT,

@@ -334,16 +334,16 @@ def test_any_file_ends_in_a_result_or_in_a_message(tmp_path: Path, lines: list[s
 def test_json_that_people_can_touch_may_be_nested_deeply() -> None:
     # What ranks send to each other, and what a run writes for itself a moment before.
     own = {
-        "graphs/trace.py",
-        "graphs/command.py",
-        "distributed/heartbeats.py",
-        "compile/tool.py",
-        "doctor/collectives.py",
+        "tools/trace/trace.py",
+        "tools/trace/command.py",
+        "common/distributed/heartbeats.py",
+        "tools/compile/tool.py",
+        "tools/doctor/collectives.py",
     }
     unheld = []
     for path in sorted((ROOT / "nxtrain").rglob("*.py")):
         name = path.relative_to(ROOT / "nxtrain").as_posix()
-        if name in own or name.startswith("bench/"):
+        if name in own or name.startswith("tools/bench/"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         held = {

@@ -86,7 +86,7 @@ def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:
 
 
 def test_the_variable_has_one_name() -> None:
-    assert f'"{VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli" / "main.py").read_text(encoding="utf-8")
+    assert f'"{VARIABLE}"' in (Path(faults.__file__).parents[2] / "cli" / "main.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

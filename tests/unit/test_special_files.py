@@ -197,7 +197,7 @@ def _reads(path: Path) -> int:
 
 
 def test_configuration_data_and_checkpoints_are_read_by_what_knows_regular_files() -> None:
-    rooms = ("config", "data", "checkpoint", "convert", "io")
+    rooms = ("config", "data", "checkpoint", "common/io")
     files = [path for room in rooms for path in (ROOT / "nxtrain" / room).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): count for path in files if (count := _reads(path))}
     assert found == OWN

@@ -128,8 +128,8 @@ def test_no_other_code_reads_these_variables() -> None:
     """Except the launcher and doctor, which set them for ranks of their own, and the tracer, which removes them."""
     names = re.compile(r"[\"'](RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_[A-Z_]+|SLURM_RESTART_COUNT)[\"']")
     root = Path(nxtrain.__file__).parent
-    owners = {"process/placement.py", "backends/xla/environment.py", "bench/turns.py"}
-    owners |= {"doctor/collectives.py", "cli/doctor.py"}  # `--rank` and `--world` have these names as defaults
+    owners = {"common/process/placement.py", "backends/xla/environment.py", "tools/bench/turns.py"}
+    owners |= {"tools/doctor/collectives.py", "cli/doctor.py"}  # `--rank` and `--world` have these names as defaults
     readers = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")

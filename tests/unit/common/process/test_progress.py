@@ -16,7 +16,7 @@ import pytest
 from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.common.process.progress import Progress, duration
 
-BENCH = Path(__file__).parents[3] / "nxtrain/tools/bench"
+BENCH = Path(__file__).parents[4] / "nxtrain/tools/bench"
 
 
 class Clock:

@@ -25,7 +25,7 @@ from nxtrain.tools.compile.manifest import Graph, Manifest, read_manifest, write
 from nxtrain.tools.compile.miss_watch import Watch, watch_misses
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
-TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 LONG_S = 20.0
 SECOND_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

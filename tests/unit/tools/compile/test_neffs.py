@@ -30,7 +30,7 @@ from nxtrain.tools.compile.miss_watch import NeffWatch, watch_misses
 from nxtrain.tools.compile.sync import CacheLocation, sync
 from tests.support.caches import compile_now, key
 
-TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 
 
 def neff(number: int) -> Key:

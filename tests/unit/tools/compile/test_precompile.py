@@ -19,7 +19,7 @@ from nxtrain.tools.compile.memory import GIB, Memory
 from nxtrain.tools.compile.parallel_compile import Compiled
 from tests.support.caches import COMPILER, key
 
-TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 NEURON = ("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2")
 
 
