@@ -20,6 +20,15 @@ smokes=(
     "tests/faults/test_kills.py::test_in_a_step[1]"
 )
 
+# The tests of a lane: all of them, or its covering set.
+selection() {
+    if [ "$tier" = covering ] && grep -q "^tests/$1/" tests/covering.txt; then
+        grep "^tests/$1/" tests/covering.txt
+    else
+        echo "tests/$1"
+    fi
+}
+
 lint() {
     local code=0
     "$venv/bin/ruff" check . || code=1
@@ -44,23 +53,28 @@ at_once() {
 # Run a lane but for its tests marked `alone`: lane, pytest's arguments. One process per lane at least, since torch-xla
 # and the process groups leave traces in theirs.
 run_lane() {
-    local lane=$1
+    local lane=$1 tests
     shift
+    mapfile -t tests < <(selection "$lane")
     case $lane in
         lint) lint ;;
         nxd) nxd_run "$nxd_src" "$@" ;;
-        xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest tests/xla "$@" ;;
-        unit) at_once "$at_once" tests/unit --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
-        dist) at_once "$at_once" tests/dist --alone=without "$@" ;;
+        xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "${tests[@]}" "$@" ;;
+        unit) at_once "$at_once" "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
+        dist) at_once "$at_once" "${tests[@]}" --alone=without "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
-        train) at_once $((at_once + 1)) tests/train --alone=without "$@" ;;
-        faults) at_once $((at_once + 2)) tests/faults --alone=without "$@" ;;
-        *) "$venv/bin/python" -m pytest "tests/$lane" "$@" ;;
+        train) at_once $((at_once + 1)) "${tests[@]}" --alone=without "$@" ;;
+        faults) at_once $((at_once + 2)) "${tests[@]}" --alone=without "$@" ;;
+        *) "$venv/bin/python" -m pytest "${tests[@]}" "$@" ;;
     esac
 }
 
 # Run what of a lane must have nothing beside it.
-run_alone() { "$venv/bin/python" -m pytest "tests/$1" --alone=only ${quick[@]+"${quick[@]}"} "${@:2}"; }
+run_alone() {
+    local tests
+    mapfile -t tests < <(selection "$1")
+    "$venv/bin/python" -m pytest "${tests[@]}" --alone=only ${quick[@]+"${quick[@]}"} "${@:2}"
+}
 
 code_of() { local of="code_$1" && echo "${!of:-5}"; }
 took() { local of="took_$1" && echo "${!of:-0}"; }

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Proves nxtrain right on this machine.
 #
-#   bash scripts/test.sh [lane ...] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]
-#   bash scripts/test.sh quick
+#   bash scripts/test.sh [lane ... | all | quick] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]
 #
-# Lanes: lint device unit dist xla train faults, all of them by default, and nxd, which needs --source DIR: a checkout of
-# NeuronX Distributed. --slow adds the tests that repeat a proof at a larger size. --torch runs the lanes on another
-# torch, without torch-xla and so without the lane xla. `quick` is for each edit: lint, the unit tests that take moments,
-# and a smoke of each other lane. The last lines name what each lane skipped, and why. Exit code 0 when everything
-# passed, 1 when not, 2 for a wrong call, 130 when interrupted.
+# Without a lane: lint, every unit test, and the covering set of each other lane (tests/covering.txt), in ten minutes on
+# two cores. `all` runs every lane whole, as continuous integration does. `quick` is for each edit: lint, the unit tests
+# that take moments, and a smoke of each other lane.
+# Lanes: lint device unit dist xla train faults, and nxd, which needs --source DIR: a checkout of NeuronX Distributed.
+# --slow adds the tests that repeat a proof at a larger size, of whole lanes. --torch runs the lanes on another torch,
+# without torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when
+# everything passed, 1 when not, 2 for a wrong call, 130 when interrupted.
 #
 # Lanes that wait for processes run several tests at once. Tests marked `alone` measure time: they run one
 # after the other at the end. Of the pytest arguments, -n 0 runs one test at a time, as --pdb and -s do.
@@ -19,12 +20,12 @@ source scripts/setup.sh
 source scripts/nxd.sh
 source scripts/lanes.sh
 
-usage="usage: test.sh [lane ... | quick] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]; test.sh --help"
+usage="usage: test.sh [lane ... | all | quick] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]; test.sh --help"
 help() { sed -n '2,/^set /s/^# \{0,1\}//p' scripts/test.sh; }
 lanes=() nxd_dir="" nxd_src="" slow=()
 while [ $# -gt 0 ]; do
     case $1 in
-        lint | unit | dist | xla | train | faults | device | nxd | quick) lanes+=("$1") ;;
+        lint | unit | dist | xla | train | faults | device | nxd | all | quick) lanes+=("$1") ;;
         --slow) slow=(--slow) ;;
         --torch) NXTRAIN_TORCH=${2:?--torch needs a version, such as 2.13.0} && shift ;;
         --source) nxd_dir=${2:?--source needs a folder: a checkout of NeuronX Distributed} && shift ;;
@@ -35,7 +36,12 @@ while [ $# -gt 0 ]; do
     shift
 done
 has_lane() { [[ " ${lanes[*]} " == *" $1 "* ]]; }
-has_lane quick && [ ${#lanes[@]} -gt 1 ] && say "quick is a choice from all lanes; $usage" && exit 2
+for word in all quick; do
+    has_lane $word && [ ${#lanes[@]} -gt 1 ] && say "$word is a choice from all lanes; $usage" && exit 2
+done
+tier=whole
+if [ ${#lanes[@]} -eq 0 ] && [ ${#slow[@]} -eq 0 ]; then tier=covering; fi
+if has_lane all; then lanes=(); fi
 if [ -n "$nxd_dir" ]; then
     [ ${#lanes[@]} -eq 0 ] || has_lane nxd || { say "--source is for the lane nxd; $usage" && exit 2; }
     [ -z "${NXTRAIN_TORCH:-}" ] || { say "NeuronX Distributed runs on torch 2.9.0, not $NXTRAIN_TORCH" && exit 2; }

@@ -335,7 +335,8 @@ def pictures() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("picture", "page"), [("loss", "README.md"), ("pipeline", "README.md"), ("overlap", "docs/performance.md")]
+    ("picture", "page"),
+    [("loss", "README.md"), ("pipeline", "docs/parallelism.md"), ("overlap", "docs/performance.md")],
 )
 def test_pictures_are_small_and_well_formed(picture: str, page: str) -> None:
     path = ROOT / "docs" / "images" / f"{picture}.svg"

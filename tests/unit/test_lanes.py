@@ -23,6 +23,13 @@ from tests.conftest import SKIPS_FILE
 ROOT = Path(__file__).parents[2]
 LANES = ("device", "unit", "dist", "xla", "train", "faults")
 
+COVERING = """# a comment that names tests/dist/test_no.py
+tests/dist/test_a.py
+tests/dist/test_b.py::test_few[1 of 2]
+
+tests/xla/test_a.py
+"""
+
 STAND_IN = """#!/usr/bin/env bash
 case "$1" in
     -V) echo "Python 3.11.0" && exit ;;
@@ -60,6 +67,7 @@ def house(tmp_path: Path) -> Path:
         (tmp_path / "tests" / lane / "test_a.py").touch()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "codes").touch()
+    (tmp_path / "tests" / "covering.txt").write_text(COVERING, encoding="utf-8")
     programs = {f".venv/bin/{name}": "#!/bin/sh\nexit 0\n" for name in ("ruff", "mypy", "lint-imports")}
     programs |= {".venv/bin/python": STAND_IN, "bin/getconf": "#!/bin/sh\necho 2\n"}
     for name, text in programs.items():
@@ -97,7 +105,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) -> None:
-    done = run(house, "--", "-k", "mesh", IN_STEP="1")
+    done = run(house, "all", "--", "-k", "mesh", IN_STEP="1")
     assert done.returncode == 0, done.stderr
     assert verdicts(done) == dict.fromkeys(("lint", *LANES), "passed")
     found = calls(house)
@@ -151,7 +159,7 @@ def test_a_lane_that_runs_behind_counts_like_the_others(house: Path, codes: list
 def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
     """Alone it runs as any lane does, and its messages come before the verdicts either way."""
     (house / ".venv/bin/mypy").write_text("#!/bin/sh\necho an error of types\nexit 1\n", encoding="utf-8")
-    for lanes in ((), ("lint", "train"), ("lint",)):
+    for lanes in ((), ("all",), ("lint", "train"), ("lint",)):
         done = run(house, *lanes)
         assert done.returncode == 1
         found = verdicts(done)
@@ -163,7 +171,7 @@ def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
 def test_an_interrupt_ends_everything(house: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal, whatever ignores it here
     script = subprocess.Popen(
-        ["bash", "scripts/test.sh"],
+        ["bash", "scripts/test.sh", "all"],
         cwd=house,
         env=environ(house, HANGS="tests/(xla|dist --alone=without)$"),
         stdout=subprocess.PIPE,
@@ -192,7 +200,7 @@ def test_an_interrupt_ends_everything(house: Path) -> None:
 def test_help_is_the_usage(house: Path) -> None:
     done = run(house, "--help")
     assert done.returncode == 0
-    assert "bash scripts/test.sh [lane ...]" in done.stdout
+    assert "bash scripts/test.sh [lane ... | all | quick]" in done.stdout
     assert "#" not in done.stdout
     assert done.stdout.splitlines()[-1].endswith("as --pdb and -s do.")
 
@@ -208,6 +216,37 @@ def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
         functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
         assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, (file, name)
     assert run(house, "quick", "unit").returncode == 2
+
+
+def test_without_a_lane_units_are_whole_and_other_lanes_run_their_covering_set(house: Path) -> None:
+    assert verdicts(run(house)) == dict.fromkeys(("lint", *LANES), "passed")
+    called = calls(house)
+    options = "--dist loadfile --no-loadscope-reorder"
+    chosen = "tests/dist/test_a.py tests/dist/test_b.py::test_few[1 of 2]"
+    assert f"1 -n 2 {options} tests/unit --alone=without" in called
+    assert f"1 -n 2 {options} {chosen} --alone=without" in called
+    assert f"{chosen} --alone=only" in called
+    assert "1 tests/xla/test_a.py" in called
+    assert "tests/train --alone=only" in called  # a lane that the file does not name is whole
+    assert run(house, "all", "unit").returncode == 2
+
+
+@pytest.mark.parametrize("words", [("dist",), ("all",), ("--slow",)])
+def test_lanes_that_are_asked_for_are_whole(house: Path, words: Sequence[str]) -> None:
+    assert run(house, *words).returncode == 0
+    assert any("tests/dist --alone=without" in call for call in calls(house))
+
+
+def test_the_covering_set_has_tests_that_exist_of_every_lane_that_starts_ranks() -> None:
+    lines = (ROOT / "tests" / "covering.txt").read_text(encoding="utf-8").splitlines()
+    chosen = [line for line in lines if line and not line.startswith("#")]
+    assert {Path(line).parts[1] for line in chosen} == {"dist", "xla", "train", "faults"}
+    assert len(set(chosen)) == len(chosen)
+    for line in chosen:
+        file, _, name = line.partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert not name or name.partition("[")[0] in functions, line
 
 
 MARKED = """
