@@ -176,9 +176,14 @@ class CheckpointWriter:
         )
 
     def _lack_of_memory(self, state: Shards) -> str:
-        """Line about a host without memory for the copies of its ranks; empty if every host has it. All ranks agree."""
+        """Line about a host without memory for the copies of its ranks; empty if every rank has it. All ranks agree."""
         if self._staging.is_allocated:
             return ""
+        lack = self._full_host(state) or self._refusing_host(state)
+        return f"{lack}: checkpoints are written while training waits until it fits" if lack else ""
+
+    def _full_host(self, state: Shards) -> str:
+        """Words about a host whose free memory is less than the copies of its ranks; empty if there is none."""
         mine = (socket.gethostname(), self._staging.num_bytes(state), free_memory_bytes())
         needed, free = Counter[str](), dict[str, int]()
         for host, num_bytes, free_bytes in self._ranks.gather(mine):
@@ -188,9 +193,26 @@ class CheckpointWriter:
             if num_bytes > free[host]:
                 return (
                     f"{host} has {free[host] / GIB:.3f} GiB of free memory, and the copy of a checkpoint takes "
-                    f"{num_bytes / GIB:.3f} GiB: checkpoints are written while training waits until it fits"
+                    f"{num_bytes / GIB:.3f} GiB"
                 )
         return ""
+
+    def _refusing_host(self, state: Shards) -> str:
+        """Take the memory for the copies on all ranks, or on none; words about a host that refuses it, else empty.
+
+        A limit of one process, such as `ulimit -v`, shows only once the memory is taken.
+        """
+        refusal = ""
+        try:
+            self._staging.allocate(state)
+        except OSError as error:
+            size = self._staging.num_bytes(state) / GIB
+            refusal = f"{socket.gethostname()} refuses {size:.3f} GiB for the copy of a checkpoint ({error.strerror})"
+        refusals = [each for each in self._ranks.gather(refusal) if each]
+        if not refusals:
+            return ""
+        self._staging.release()
+        return refusals[0]
 
     def _write(self, staged: Staged, meta: Meta, began: float, note: str) -> SaveOutcome:
         stall_s, staged_at, untidy, problem = time.monotonic() - began, time.monotonic(), list[str](), ""

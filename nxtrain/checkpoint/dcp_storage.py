@@ -344,11 +344,24 @@ class Staging:
         Returns:
             The shards that this rank writes; valid until the next call.
         """
-        if self._staged is None:
-            self._staged = self._prepare(shards)
+        staged = self._staged or self.allocate(shards)
         for (kind, parameter), buffer in self._buffers.items():
             buffer.copy_(shards[kind][parameter].detach())
+        return staged
+
+    def allocate(self, shards: Shards) -> Staged:
+        """Take the host memory for shards, whose content is not copied yet.
+
+        Raises:
+            OSError: The host refuses the memory.
+        """
+        self._staged = self._prepare(shards)
         return self._staged
+
+    def release(self) -> None:
+        """Give the host memory back; the next copy takes it again."""
+        self._staged = None
+        self._buffers.clear()
 
     @property
     def is_allocated(self) -> bool:

@@ -22,6 +22,9 @@ GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new
 
 EVAL_EPILOG = "Example: nxtrain eval runs/demo --all; nxtrain eval runs/demo --tasks recipe"
 
+EVAL_TOKENS = 1024
+"""Tokens of some rows, which an evaluation computes at once."""
+
 Seed = Annotated[int, integer(-MAX_INT, MAX_INT, help="Start of the randomness.")]
 
 Cores = Annotated[
@@ -59,7 +62,7 @@ def generate(
 
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
-    place = _place(visible_cores)
+    place = _place(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import Request, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
@@ -70,7 +73,8 @@ def generate(
         checkpoint,
         request,
         Sampling(temperature, top_k, top_p),
-        lambda number, piece: typer.echo(piece, nl=False) if streams else None,
+        (lambda number, piece: typer.echo(piece, nl=False)) if streams else None,
+        lambda model: _name_source(checkpoint, model, is_named=as_json) if place.is_leader else None,
     )
     if not place.is_leader:
         return
@@ -82,7 +86,6 @@ def generate(
     else:
         for number, text in enumerate(texts, 1):
             typer.echo(f"--- {number} of {len(texts)}\n{text.prompt}{text.text}")
-    _name_source(checkpoint, model, is_named=as_json)
     if not as_json and any(text.ending == "length" for text in texts):
         limit, length = model.config.longest_sequence
         standard_error().print(f"stopped at the model's length: {limit}={length} tokens")
@@ -132,7 +135,7 @@ def evaluate(
 
         typer.echo(listed())
         return
-    place = _place(visible_cores)
+    place = _place(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
@@ -164,11 +167,19 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
         console.print(warning, markup=False)
 
 
-def _place(visible_cores: str) -> Placement:
-    """Place of this rank, which is first started again with its Neuron core if the user names cores."""
-    place = Placement.read()
-    if visible_cores:
-        from nxtrain.launch.neuron import reexec_on_cores
+def _place(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
+    """Place of this rank, which first gets the threads of its work, and its Neuron core if the user names cores.
 
+    Args:
+        checkpoint: Address of the model.
+        visible_cores: Neuron cores of all ranks; empty: the user names none.
+        tokens: Tokens that a rank computes at once.
+    """
+    place = Placement.read()
+    from nxtrain.launch.neuron import reexec_for_inference, reexec_on_cores
+    from nxtrain.tools.eval.model_shape import local_shape
+
+    if visible_cores:
         reexec_on_cores(visible_cores, os.environ, place.local_rank, place.local_world)
+    reexec_for_inference(local_shape(checkpoint), tokens, os.environ, place.local_world)
     return place

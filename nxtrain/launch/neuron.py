@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instan
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.family import ModelConfig, ModelFamily
 from nxtrain.common.process.document import give_output_back
 from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
@@ -23,7 +24,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
-from nxtrain.launch.threads import thread_variables
+from nxtrain.launch.threads import inference_variables, thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 
 
@@ -123,7 +124,30 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
         wanted += _missing_on_neuron(config, environ, local_world)
     if not is_neuron(config):
         wanted += thread_variables(config, environ, local_world)
-    complete = {**environ, **{variable.name: variable.value for variable in wanted}}
+    _reexec(wanted, environ)
+
+
+def reexec_for_inference(
+    shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], local_world: int
+) -> None:
+    """Re-execute a rank that generates or evaluates with the variables of threads that it lacks.
+
+    Nothing happens on the host of a Neuron device.
+
+    Args:
+        shape: Family and shape of the model; None: unknown.
+        tokens: Tokens that a rank computes at once.
+        environ: Variables of this process.
+        local_world: Ranks on this machine.
+    """
+    if support().ok or torchneuron.support().ok:
+        return
+    _reexec(inference_variables(shape, tokens, environ, local_world), environ)
+
+
+def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
+    """Re-execute this process with variables; nothing happens if the process has them."""
+    complete = {**environ, **{variable.name: variable.value for variable in variables}}
     if complete != environ:
         give_output_back()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
@@ -174,10 +198,7 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
     variables, problems = rank_variables({VISIBLE_CORES: cores}, local_rank, local_world)
     if problems:
         raise ConfigError([replace(problem, key="--visible-cores", origin="", hint="") for problem in problems])
-    complete = {**environ, **{variable.name: variable.value for variable in variables}}
-    if complete != environ:
-        give_output_back()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+    _reexec(variables, environ)
 
 
 def machine_of(config: RunConfig) -> Instance | None:

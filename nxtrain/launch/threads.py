@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.family import ModelConfig, ModelFamily
 from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import Variable
@@ -18,6 +19,13 @@ BLOCK_OPS_PER_THREAD = 128_000_000
 
 A block has four products. With this number each takes a thread some 0.5 ms, at the 70 Gflop/s of a core of an AMD EPYC
 in float32. To wake a thread and to wait for it took 0.03 to 0.06 ms there, for each product.
+"""
+
+READ_TOKENS = 8
+"""Tokens whose products take as long as the read of the weights.
+
+A core of an AMD EPYC reads 20 GB/s, and multiplies 70 Gflop/s in float32: the products of one token with matrices that
+no cache holds took the time of 7.2 tokens.
 """
 
 _OPENMP = "https://www.openmp.org/spec-html/5.2/openmpse61.html"
@@ -34,20 +42,26 @@ def thread_variables(
         num_ranks: Ranks per machine.
         neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
     """
-    found: list[Variable] = []
-    threads = environ.get(THREADS, "")
-    if not threads:
-        share = max(1, num_cores() // num_ranks)
-        busy = _busy_threads(config)
-        reason = "ranks that each take all cores slow one another down many times over"
-        if busy < share:
-            reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
-        threads = str(min(busy, share))
-        found.append(Variable(THREADS, threads, reason))
-    if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
-        reason = "threads that wait sleep; else they take the cores from whoever has work"
-        found.append(Variable(WAITING, "passive", reason, _OPENMP))
-    return tuple(found)
+    return _variables(_busy_threads(config), environ, num_ranks, neuron=neuron)
+
+
+def inference_variables(
+    shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], num_ranks: int
+) -> tuple[Variable, ...]:
+    """Variables of OpenMP that the shell of a rank lacks which generates or evaluates; see `thread_variables`.
+
+    Args:
+        shape: Family and shape of the model; None: unknown, and a rank takes its share of the cores.
+        tokens: Tokens that a rank computes at once.
+        environ: Variables of the process that becomes a rank.
+        num_ranks: Ranks on this machine.
+    """
+    busy = num_cores()
+    if shape is not None:
+        family, model = shape
+        operations = family.layer_costs(model, 1).block * max(tokens, READ_TOKENS)
+        busy = max(1, operations // BLOCK_OPS_PER_THREAD)
+    return _variables(busy, environ, num_ranks)
 
 
 def num_cores() -> int:
@@ -63,3 +77,20 @@ def _busy_threads(config: RunConfig) -> int:
         return 1
     tokens = config.train.micro_batch * config.train.seq_len
     return max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
+
+
+def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:
+    """Variables for a number of threads that the work keeps busy; a value of the shell is never changed."""
+    found: list[Variable] = []
+    threads = environ.get(THREADS, "")
+    if not threads:
+        share = max(1, num_cores() // num_ranks)
+        reason = "ranks that each take all cores slow one another down many times over"
+        if busy < share:
+            reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
+        threads = str(min(busy, share))
+        found.append(Variable(THREADS, threads, reason))
+    if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
+        reason = "threads that wait sleep; else they take the cores from whoever has work"
+        found.append(Variable(WAITING, "passive", reason, _OPENMP))
+    return tuple(found)

@@ -103,6 +103,26 @@ def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ran
     assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
 
 
+OFFLOADED: list[tuple[Degrees, list[str]]] = [
+    (Degrees(), ["optimizer"]),
+    (Degrees(pp=2), ["optimizer", "activations"]),
+    (Degrees(tp=2, dp=2, shard="zero1"), ["optimizer"]),
+    (Degrees(dp=2, shard="full"), ["params"]),
+    (Degrees(dp=2, shard="full"), ["params", "optimizer", "activations"]),
+    (Degrees(dp=2, shard="grad_op"), ["params", "optimizer"]),
+]
+
+
+@pytest.mark.parametrize("index", range(len(OFFLOADED)), ids=lambda index: f"{index}-{OFFLOADED[index]}")
+def test_a_drawn_run_above_quantized_weights_with_state_on_the_host_equals_peft(ranks: RankPool, index: int) -> None:
+    """The reference is PEFT above weights that bitsandbytes quantized and restored."""
+    degrees, offloaded = OFFLOADED[index]
+    run = with_keys(draw_quantized("qlora on the host", SEED, index, degrees), parallel__offload=offloaded)
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
+    assert not failures(errors), (failures(errors), described(run))
+
+
 ON_HOST = [Degrees(), Degrees(pp=2), Degrees(dp=2, shard="full"), Degrees(tp=2, sequence_parallel=True)]
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +27,12 @@ from nxtrain.cli.main import app
 from nxtrain.common.errors import CheckpointError, ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.placement import Placement
+from nxtrain.common.process.progress import Progress
 from nxtrain.launch.neuron import reexec_on_cores
+from nxtrain.nn.decoding import Decoder
+from nxtrain.tools.eval import command
 from nxtrain.tools.eval.generate import Request, Sampling, generate, generate_on
+from nxtrain.tools.eval.model_shape import local_shape
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
@@ -288,7 +297,7 @@ def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
 def test_only_the_first_rank_prints(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         place = Placement(rank=rank, world=2)
-        monkeypatch.setattr("nxtrain.cli.inference._place", lambda cores, place=place: place)
+        monkeypatch.setattr("nxtrain.cli.inference._place", lambda *_, place=place, **__: place)
         for options in ((), ("--json",), ("--prompt", "y")):
             # Not by `main`, which ends the process of a rank at once.
             argv = ["generate", str(hf), "--prompt", "x", "--max-new-tokens", "2", *options]
@@ -330,3 +339,73 @@ def test_an_exported_folder_works_in_the_pipeline_of_transformers(hf: Path, chec
     (found,) = writer("the quick", max_new_tokens=12, do_sample=False, return_full_text=True)
     assert found["generated_text"].startswith("the quick")
     assert found["generated_text"] == whole(checkpoint, "the quick", 12)
+
+
+@pytest.mark.parametrize(
+    "argv", [("generate", "--prompt", "x", "--max-new-tokens", "2"), ("eval", "--tasks", "copying", "--limit", "2")]
+)
+@pytest.mark.parametrize("given", ["", "2"])
+def test_commands_start_with_the_threads_of_their_work(hf: Path, argv: tuple[str, ...], given: str) -> None:
+    """OMP_DISPLAY_ENV is the OpenMP library's own account of what it has read."""
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    shell |= {"OMP_DISPLAY_ENV": "verbose", **({"OMP_NUM_THREADS": given} if given else {})}
+    command = [sys.executable, "-m", "nxtrain", argv[0], str(hf), *argv[1:]]
+    done = subprocess.run(command, env=shell, capture_output=True, text=True, check=True)
+    assert f"OMP_NUM_THREADS = '{given or 1}'" in done.stderr
+    assert ("GOMP_SPINCOUNT = '0'" in done.stderr) is bool(given), "a lone thread never waits"
+
+
+def test_threads_follow_the_shape_in_a_checkpoint_and_in_a_folder(hf: Path, checkpoint: Path, tmp_path: Path) -> None:
+    wanted = Trained.find(str(hf))
+    assert local_shape(str(hf)) == local_shape(str(checkpoint)) == (wanted.family, wanted.config)
+    assert local_shape(str(tmp_path / "absent")) is None
+    assert local_shape("s3://bucket/run") is None
+    (tmp_path / "config.json").write_text("[")
+    assert local_shape(str(tmp_path)) is None
+
+
+def slowly(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+    """Make a function take long enough for lines of progress."""
+    really = getattr(owner, name)
+
+    def slow(*args: object, **options: object) -> object:
+        time.sleep(0.2)
+        return really(*args, **options)
+
+    patch.setattr(owner, name, slow)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--prompt", "y")])
+def test_what_takes_long_before_the_first_token_is_printed_before_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    place = directory.step_path(run / "checkpoints", 2)
+    shutil.copytree(checkpoint, place)
+    monkeypatch.setattr("nxtrain.tools.eval.generate.Progress", partial(Progress, line_every_s=0.05))
+    slowly(monkeypatch, Trained, "open")
+    slowly(monkeypatch, Decoder, "scores")
+    argv = ["generate", str(run), "--prompt", "the quick", "--max-new-tokens", "3", "--temperature", "0", *options]
+    result = CliRunner().invoke(app, argv)  # whose output has both streams in the order of their lines
+    assert result.exit_code == 0, result.output
+    wanted = [f"reading the weights of {place}: ", "reading 2 tokens of prompts: ", "the quick"]
+    if "--prompt" in options:
+        wanted[1:] = ["reading 3 tokens of prompts: ", "continuing the prompts: ", "the quick"]
+    elif options:
+        wanted[2:] = ["continuing the prompts: ", '"the quick']
+    else:
+        assert "continuing" not in result.output, "tokens are shown as they come"
+    if "--json" not in options:
+        wanted.insert(0, f"from {place}, step 0")
+    places = [result.output.find(words) for words in wanted]
+    assert -1 not in places and places == sorted(places), result.output
+
+
+def test_an_evaluation_prints_what_it_reads(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxtrain.common.process.progress.Progress", partial(Progress, line_every_s=0.05))
+    slowly(monkeypatch, Trained, "open")
+    slowly(monkeypatch, command, "choose_tasks")
+    code, _, err = in_process("eval", hf, "--tasks", "copying", "--limit", 2)
+    wanted = ["reading the names of tasks: ", f"{hf}: copying\n", f"reading the weights of {hf}: "]
+    places = [err.find(words) for words in wanted]
+    assert code == 0 and -1 not in places and places == sorted(places), err

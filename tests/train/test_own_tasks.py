@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
+import random
 import resource
 import secrets
 import subprocess
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -293,3 +296,87 @@ def test_people_without_an_answer_need_half_of_them() -> None:
     assert quac.agreement(["white"]) == 1
     assert quac._majority(["CANNOTANSWER", "white"]) == ["CANNOTANSWER"]
     assert quac._majority(["CANNOTANSWER", "white", "grey"]) == ["white", "grey"]
+
+
+WORDS = ("The", "snow", "white.", "a", "old", "SNOW", "grey,", "it's", "an", "its", "(white)", "colour", "--", "warm")
+"""Words with cases, articles and punctuation that a metric has to pass over."""
+
+
+def drawn_answer(drawn: random.Random) -> str:
+    """An answer with at least one word that counts."""
+    if drawn.random() < 0.2:
+        return quac.NO_ANSWER
+    return " ".join([*drawn.choices(WORDS, k=drawn.randint(0, 4)), drawn.choice(("snow", "white", "grey"))])
+
+
+def harness_f1(one: str, other: str) -> float:
+    """F1 of two answers by the harness's copy of SQuAD's script."""
+    from lm_eval.tasks.qasper import metrics
+
+    return float(metrics.f1_abstractive([one], [other]))
+
+
+@pytest.fixture
+def coqa(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """CoQA of the harness, whose metric leaves out each answer of people in turn, as QuAC's does.
+
+    The module takes F1 from a module of transformers that release 5 lacks; here it takes F1 from the harness itself.
+    """
+    metrics: Any = ModuleType("squad_metrics")
+    metrics.compute_f1, metrics.compute_exact = harness_f1, str.__eq__
+    for name in ("transformers.data.metrics", "transformers.data.metrics.squad_metrics"):
+        monkeypatch.setitem(sys.modules, name, metrics)
+    monkeypatch.setattr(metrics, "squad_metrics", metrics, raising=False)
+    monkeypatch.setattr("transformers.data.metrics", metrics, raising=False)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.coqa.utils", raising=False)
+    return importlib.import_module("lm_eval.tasks.coqa.utils")
+
+
+def test_f1_of_an_answer_is_that_of_the_harness(coqa: ModuleType) -> None:
+    drawn = random.Random(3)
+    values = set()
+    for _ in range(500):
+        answers, found = [drawn_answer(drawn) for _ in range(drawn.randint(1, 5))], drawn_answer(drawn)
+        for answer in answers:
+            assert quac.f1(found, answer) == pytest.approx(harness_f1(answer, found), abs=1e-12)
+        score = quac.score({"answers": answers}, [f" {found}\nQ: and"])["f1"]
+        assert score == pytest.approx(coqa.compute_scores(answers, found)["f1"], abs=1e-12)
+        values.add(round(score, 6))
+    assert len(values) > 30, "the draw shows nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_metric_of_a_drawn_corpus_is_that_of_the_harness(
+    offline: pytest.MonkeyPatch, coqa: ModuleType, tmp_path: Path
+) -> None:
+    """Mean and standard error over the questions of drawn dialogues, by the harness's functions on our answers."""
+    from lm_eval.api.metrics import mean, mean_stderr
+
+    drawn = random.Random(4)
+    dialogues, wanted, table, num_questions = [], list[float](), dict[str, Sequence[str]](), 0
+    for number in range(12):
+        texts = [[drawn_answer(drawn) for _ in range(drawn.randint(1, 5))] for _ in range(drawn.randint(1, 5))]
+        dialogues.append(
+            DIALOGUE
+            | {"context": f"Section {number}. CANNOTANSWER", "questions": [f"Which {n}?" for n in range(len(texts))]}
+            | {"answers": {"texts": texts, "answer_starts": [[0] * len(each) for each in texts]}}
+            | {"orig_answers": {"texts": [each[0] for each in texts], "answer_starts": [0] * len(texts)}}
+        )
+        before = f"TITLE: Snow - Colour\nPARAGRAPH: Section {number}. CANNOTANSWER\n\n"
+        for turn, given in enumerate(texts):
+            num_questions += 1
+            spans = [each for each in given if each != quac.NO_ANSWER]
+            kept = spans if len(spans) > len(given) - len(spans) else [quac.NO_ANSWER]
+            others = [(each, kept[:at] + kept[at + 1 :]) for at, each in enumerate(kept)]
+            people = [max((harness_f1(one, each) for one in rest), default=1.0) for each, rest in others]
+            if mean(people) >= 0.4:
+                answer = drawn_answer(drawn)
+                table[f"{before}Q: Which {turn}?\n\nA:"] = [f" {answer}"]
+                wanted.append(coqa.compute_scores(kept, answer)["f1"])
+            before += f"Q: Which {turn}?\n\nA: {given[0]}\n\n"
+    model: Any = FakeScorer(table)
+    found = local(tmp_path, "quac", ["train", "validation"], dialogues).run(model, None)
+    assert 10 < len(wanted) < num_questions, "the draw leaves out some questions"
+    assert found["n"] == len(wanted)
+    assert found["f1"] == pytest.approx(mean(wanted), abs=1e-12)
+    assert found["stderr"] == pytest.approx(mean_stderr(wanted), abs=1e-12)

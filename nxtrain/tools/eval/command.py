@@ -17,6 +17,9 @@ from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.object_store import open_store, place_of
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.process import progress
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.placement import Placement
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
@@ -88,7 +91,9 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
-    chosen, registry = choose_tasks(options.tasks, options.folder)
+    leads = Placement.read().is_leader
+    with progress.Progress("reading the names of tasks", console=standard_error(quiet=not leads)):
+        chosen, registry = choose_tasks(options.tasks, options.folder)
     if any(choice.is_local for choice in chosen) and options.limit > MAX_LIMIT:
         raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
     places = _kept(address) if options.every else [address]
@@ -162,8 +167,8 @@ class _Evaluator:
         for task in tasks:
             done = record.find(model, task.name, task.identity)
             if done is None:
-                scorer = scorer or Scorer(model, self.backend, self.ranks)
                 self.note(f"{model.place}: {task.name}")
+                scorer = scorer or self._open(model)
                 scorer.tell = Progress(self.note, task.name)
                 done = self._run(task, scorer, run)
                 self.ranks.on_leader(
@@ -171,6 +176,11 @@ class _Evaluator:
                 )
             found[task.name] = done
         return Evaluation(model, found, origin)
+
+    def _open(self, model: Trained) -> Scorer:
+        console = standard_error(quiet=not self.ranks.is_leader)
+        with progress.Progress(f"reading the weights of {model.place}", console=console):
+            return Scorer(model, self.backend, self.ranks)
 
     def _tasks(self, model: Trained, run: Path | None) -> tuple[str, list[Task | HarnessTask]]:
         """Tasks with their requests, and the origin of the texts of local ones."""

@@ -14,6 +14,8 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.common.errors import ConfigError, DivergedError
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.progress import Progress
 from nxtrain.nn.decoding import Decoder
 from nxtrain.tools.eval.text_stream import Detokenizer, Stops
 from nxtrain.tools.eval.trained import Trained
@@ -183,7 +185,11 @@ class Request:
 
 
 def generate(
-    address: str, request: Request, sampling: Sampling, show: Callable[[int, str], None] = lambda number, piece: None
+    address: str,
+    request: Request,
+    sampling: Sampling,
+    show: Callable[[int, str], None] | None = None,
+    on_found: Callable[[Trained], None] = lambda model: None,
 ) -> tuple[Trained, list[Continuation]]:
     """Continue texts; every rank of a tensor parallel world calls this, and gets the same texts.
 
@@ -191,7 +197,8 @@ def generate(
         address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
         request: The texts.
         sampling: Rule by which each token is drawn.
-        show: Called with the number of a text and its next piece, first with each prompt.
+        show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
+        on_found: Called with the model before its weights are read.
 
     Returns:
         The model, and the continued texts.
@@ -204,6 +211,7 @@ def generate(
     model = Trained.find(address)
     for prompt in request.prompts:
         _refuse_misfit(model.tokenizer.encode(prompt).ids, model)
+    on_found(model)
     backend = open_backend(choose("auto")[0])
     try:
         return model, generate_on(backend, model, request, sampling, show)
@@ -212,9 +220,16 @@ def generate(
 
 
 def generate_on(
-    backend: Backend, model: Trained, request: Request, sampling: Sampling, show: Callable[[int, str], None]
+    backend: Backend,
+    model: Trained,
+    request: Request,
+    sampling: Sampling,
+    show: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
-    """Continue texts on an open backend, whose ranks share the model by tensor parallelism."""
+    """Continue texts on an open backend, whose ranks share the model by tensor parallelism; see `generate`.
+
+    The first rank prints what takes long before the first token.
+    """
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)
     texts, (_, length) = [], model.config.longest_sequence
@@ -224,11 +239,23 @@ def generate_on(
         stops, seed = request.stops, request.seed
         texts.append(Continuation(ids, count, model.tokenizer, model.ends, stops=stops, seed=seed))
     longest = max(len(text.ids) + text.count for text in texts)
-    decoder = Decoder(model.open(backend, longest, mesh), backend.put)
-    for number, text in enumerate(texts):
-        show(number, text.prompt)
-    for number, piece in extend(decoder, texts, sampling):
-        show(number, piece)
+    console = standard_error(quiet=backend.rank > 0)
+    with Progress(f"reading the weights of {model.place}", console=console) as progress:
+        decoder = Decoder(model.open(backend, longest, mesh), backend.put)
+        progress.show(0, f"reading {sum(len(text.ids) for text in texts):,} tokens of prompts")
+        pieces = extend(decoder, texts, sampling)
+        first = next(pieces)
+        if show is None:
+            progress.total = sum(text.count for text in texts)
+            progress.show(1, "continuing the prompts")
+            for num_tokens, _ in enumerate(pieces, 2):
+                progress.show(num_tokens)
+    if show is not None:
+        for number, text in enumerate(texts):
+            show(number, text.prompt)
+        show(*first)
+        for number, piece in pieces:
+            show(number, piece)
     for text in texts:
         if text.ending == "tokens" and text.count < request.max_new_tokens:
             text.ending = "length"

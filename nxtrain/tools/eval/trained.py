@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.checkpoint.convert.verify_export import open_hf_model, open_model
 from nxtrain.checkpoint.meta import fingerprint, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
-from nxtrain.common.errors import ConfigError, DamagedError, DataError, cause_of
-from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily, find_family
+from nxtrain.common.errors import ConfigError, DamagedError, DataError
+from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
 from nxtrain.common.io.object_store import Location, content_of, place_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import end_ids
+from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,9 @@ class Trained:
             ConfigError: The place carries no tokenizer, or is an adapter, or its configuration is none of a model.
         """
         place = place_of(address)
-        if isinstance(place, Path) and _is_hf_folder(place):
+        if isinstance(place, Path) and is_hf_folder(place):
             tokenizer = _open_tokenizer(place)
-            family, config, declared = _read_hf(place)
+            family, config, declared = read_hf(place)
             identity = fingerprint([str(place.resolve()).encode(), content_of(place / CONFIG)])
             return Trained(place, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
         if isinstance(place, Path) and _is_adapter(place):
@@ -114,13 +111,6 @@ class Trained:
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
 
 
-def _is_hf_folder(place: Path) -> bool:
-    try:
-        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
-    except OSError:  # reported by the code that reads the folder
-        return False
-
-
 def _is_adapter(place: Path) -> bool:
     try:
         return (place / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(place)
@@ -139,22 +129,10 @@ def _open_tokenizer(place: Location) -> Tokenizer:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         reason = f"it is no tokenizer of Hugging Face: {error}"
-        if isinstance(place, Path) and _is_hf_folder(place):
+        if isinstance(place, Path) and is_hf_folder(place):
             raise DataError(f"{file} is damaged: {reason}") from error
         raise DamagedError(f"{file}", reason) from error
     # A tokenizer file may configure the truncation and padding of the task for which it was made.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
-    """Family, shape, and the end-of-text ids that a Hugging Face folder declares."""
-    try:
-        content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
-        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
-        listed = declared if isinstance(declared, list) else [declared]
-        return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
-        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error

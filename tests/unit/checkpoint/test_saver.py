@@ -192,7 +192,7 @@ def test_a_copy_that_does_not_fit_is_not_made(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(async_writer, "free_memory_bytes", lambda: free)
     saver = make(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_storage, "aligned_memory", mock.Mock(side_effect=MemoryError))
+        patch.setattr(dcp_storage, "aligned_memory", mock.Mock(side_effect=AssertionError("no copy is made")))
         for step in (1, 2):
             saver.save(state, meta(step))
             (outcome,) = saves(saver)  # it has ended

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.base import Support
+from nxtrain.common.family import find_family
 from nxtrain.config.load import load
 from nxtrain.launch import neuron, threads
 from nxtrain.launch.local import render
@@ -111,3 +112,44 @@ def test_the_openmp_of_torch_reads_the_variable() -> None:
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
     assert "OMP_NUM_THREADS = '2'" in said
     assert "GOMP_SPINCOUNT = '0'" in said
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_number_of_inference_follows_the_tokens_at_once_or_the_read_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    width, inner, tokens = 64 * draw.randint(1, 64), 64 * draw.randint(1, 256), draw.choice([1, 5, 8, 20, 1024])
+    cores, ranks = draw.randint(2, 64), draw.choice([1, 2])
+    on_cores(monkeypatch, cores)
+    llama = find_family("llama")
+    model = llama.config_type.model_validate(
+        {"vocab_size": 300, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    )
+    entries = width * width * 2 + 2 * width * width // 2 + 3 * width * inner
+    operations = (2 * entries + 2 * width) * max(tokens, 8)
+    wanted = min(max(1, cores // ranks), max(1, operations // OPS))
+    found = {each.name: each.value for each in threads.inference_variables((llama, model), tokens, {}, ranks)}
+    assert found == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
+    unknown = {each.name: each.value for each in threads.inference_variables(None, tokens, {}, ranks)}
+    share = max(1, cores // ranks)
+    assert unknown == {"OMP_NUM_THREADS": str(share), **(PASSIVE if share > 1 else {})}
+
+
+@pytest.mark.parametrize("shell", [{"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "1"}, {"OMP_WAIT_POLICY": "active"}])
+def test_inference_starts_anew_once_and_the_shells_values_win(
+    monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
+) -> None:
+    on_cores(monkeypatch, 8)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
+    neuron.reexec_for_inference(None, 1, shell, local_world=1)
+    found = started.pop() if started else shell
+    assert found.items() >= shell.items()
+    assert found["OMP_NUM_THREADS"] == shell.get("OMP_NUM_THREADS", "8")
+    neuron.reexec_for_inference(None, 1, found, local_world=1)
+    assert not started
+    monkeypatch.setattr(neuron, "support", lambda: Support(True, "a device"))
+    neuron.reexec_for_inference(None, 1, {}, local_world=1)
+    assert not started, "hosts of Neuron devices wait as before"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -123,3 +125,40 @@ def test_frequencies_are_the_softmax_of_the_best_scores(temperature: float, top_
 def test_no_temperature_or_one_choice_takes_the_likeliest(temperature: float, top_k: int) -> None:
     generator = torch.Generator().manual_seed(0)
     assert {Sampling(temperature, top_k).draw(UNEQUAL, generator) for _ in range(50)} == {0}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chances_of_a_draw_are_those_of_transformers_logits_processors(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Temperature first, then top_k, then top_p, as `generate` of transformers orders them."""
+    from transformers.generation import logits_process
+
+    rng, generator = Random(seed), torch.Generator().manual_seed(seed)
+    size = rng.randint(2, 400)
+    scores = torch.randn(size, generator=generator) * rng.choice((0.1, 1.0, 5.0))
+    assert scores.unique().numel() == size, "transformers keeps more than top_k of equal scores"
+    temperature = rng.choice((0.3, 0.8, 1.0, 2.5))
+    top_k = rng.choice((0, 1, rng.randint(1, size), size + 7))
+    top_p = rng.choice((1e-6, rng.uniform(0.05, 0.99), 1.0))
+    processors = logits_process.LogitsProcessorList([logits_process.TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(logits_process.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(logits_process.TopPLogitsWarper(top_p))
+    wanted = processors(torch.zeros(1, 1, dtype=torch.int64), scores.double()[None])[0].softmax(0)
+    found = torch.zeros(size, dtype=torch.float64)
+    sampling = Sampling(temperature, top_k, top_p)
+    places, shares = list(range(min(top_k or size, size))), list[float]()
+
+    def draw(chances: torch.Tensor, count: int, *, generator: torch.Generator) -> torch.Tensor:
+        place = places[len(shares)]
+        shares.append(float(chances[place] / chances.sum()))
+        return torch.tensor([place])
+
+    monkeypatch.setattr(torch, "multinomial", draw)
+    for _ in places:
+        token = sampling.draw(scores, generator)
+        found[token] = shares[-1]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+    assert bool(((found > 0) == (wanted > 0)).all())

@@ -1,0 +1,54 @@
+"""Family and shape of a trained model, read without torch from a checkpoint or from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common.errors import ConfigError, NxtrainError, cause_of
+from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.object_store import content_of, place_of
+
+CONFIG = "config.json"
+
+
+def is_hf_folder(place: Path) -> bool:
+    """True if a place is a folder in Hugging Face's format and no checkpoint."""
+    try:
+        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
+    except OSError:  # reported by the code that reads the folder
+        return False
+
+
+def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
+    """Family, shape, and the end-of-text ids that a Hugging Face folder declares.
+
+    Raises:
+        ConfigError: The folder's configuration is none of a model.
+    """
+    try:
+        content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
+        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
+        listed = declared if isinstance(declared, list) else [declared]
+        return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
+        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error
+
+
+def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
+    """Family and shape of a model on this machine's storage; None for an address in S3, and if neither can be read."""
+    try:
+        place = place_of(address)
+        if not isinstance(place, Path):
+            return None
+        if is_hf_folder(place):
+            family, config, _ = read_hf(place)
+            return family, config
+        return read_meta(directory.find_checkpoint(place)).model()
+    except (NxtrainError, OSError, ValueError):  # reported by the command that opens the model
+        return None
