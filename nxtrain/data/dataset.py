@@ -153,6 +153,19 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
     return _open_prepared(prepared, path, prepared.validation_probe, seq_len, vocab_size)
 
 
+def read_prepared(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> str:
+    """Path of the token file that the last start of a run has prepared from text; its content is not verified.
+
+    Raises:
+        DataError: No start has prepared the text.
+    """
+    try:
+        receipt = read_bytes(_receipt(config, seq_len, vocab_size, workdir))
+        return str(workdir / Path(Prepared.model_validate_json(receipt).train).name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no start has prepared the text in {workdir}") from error
+
+
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
     """File that names the prepared files of a run."""
     evaluated = (config.validation_fraction, config.validation_path)

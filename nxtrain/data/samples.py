@@ -243,7 +243,7 @@ def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[st
         DataError: As for `check_table`, of the sample.
     """
     dtype, shape, start = header(file)
-    _check_shape(dtype, shape, file.name, seq_len)
+    check_shape(dtype, shape, file.name, seq_len)
     num_rows, width = shape
     if file.num_bytes < start + num_rows * width * dtype.itemsize:
         raise DataError(
@@ -274,7 +274,7 @@ def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, voc
         DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;
             names the first bad row.
     """
-    _check_shape(table.dtype, table.shape, path, seq_len)
+    check_shape(table.dtype, table.shape, path, seq_len)
     num_rows, width = table.shape
     digest = hashlib.blake2b(f"{table.dtype} {table.shape}".encode())
     chunk_rows = -(-_CHUNK_TOKENS // width)
@@ -285,7 +285,8 @@ def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, voc
     return digest.hexdigest()
 
 
-def _check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, seq_len: int) -> None:
+def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, seq_len: int) -> None:
+    """Raise a DataError unless an array has rows of ids of the length that a run reads."""
     if len(shape) != 2 or not np.issubdtype(dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
         raise DataError(f"{path} holds {dtype} of shape {shape}; rows of integer ids are (rows, seq_len + 1)")
     num_rows, width = shape

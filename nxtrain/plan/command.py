@@ -17,6 +17,7 @@ from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.plan.adapters import METHODS
 from nxtrain.plan.hardware import Machine, find_machine, read_machines
 from nxtrain.plan.job import Job
+from nxtrain.plan.length import with_length
 from nxtrain.plan.predict import Assumptions, Prediction
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.search import Found, impossible, search
@@ -86,11 +87,12 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
         resolve_config(replace(setting.loaded, config=config), world, has_weights=False)
     dp = world // (parallel.tp * parallel.pp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+    config, assumed, length = with_length(config, setting.decoder.vocab_size, assumed)
     job = Job(setting.decoder, setting.machine, setting.nodes, config)
     if problems := list(impossible(job)):
         origins = setting.loaded.origins
         raise ConfigError([replace(each, origin=origin_of(origins, each.key)) for each in problems])
-    return Prediction.of(job, assumed), setting.note
+    return Prediction.of(job, assumed), "\n".join(filter(None, [setting.note, length]))
 
 
 def find_layouts(path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions) -> tuple[Found, str]:
@@ -105,12 +107,14 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
         family = family_of(config)
         if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
             raise ConfigError(problems)
+    config, assumed, length = with_length(config, setting.decoder.vocab_size, assumed)
     methods = METHODS if question.method == EVERY else (config.finetune.method,)
     found = [
         search(setting.decoder, setting.machine, setting.nodes, _by(method, config), assumed) for method in methods
     ]
     layouts = sorted((one for each in found for one in each.layouts), key=lambda one: one.time.step_s)
-    return Found(tuple(layouts), tuple(one for each in found for one in each.rejected)), setting.note
+    note = "\n".join(filter(None, [setting.note, length, assumed.unknown_length]))
+    return Found(tuple(layouts), tuple(one for each in found for one in each.rejected)), note
 
 
 def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:

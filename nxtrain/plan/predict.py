@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Assumptions:
         store_bytes_s: Bytes per second that one machine writes to the store of checkpoints.
         mtbf_s: Mean time between failures of the run; 0: from the number of devices.
         price_usd_h: Price of a machine's hour; None: that of the table.
+        unknown_length: Reason why the length of the run is unknown; empty: it is known.
     """
 
     tokens: float = 0.0
@@ -65,6 +67,7 @@ class Assumptions:
     store_bytes_s: float = STORE_BYTES_S
     mtbf_s: float = 0.0
     price_usd_h: float | None = None
+    unknown_length: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,21 +117,23 @@ class Prediction:
         return self.job.tokens_per_step / self.time.step_s
 
     @property
-    def tokens(self) -> float:
-        """Tokens of the run: as given, by train.steps, or those that fit the hours of the devices."""
+    def tokens(self) -> float | None:
+        """Tokens of the run: as given, by train.steps, or those that fit the hours of the devices; None if unknown."""
+        if self.assumed.unknown_length:
+            return None
         if self.assumed.device_hours:
             return self.assumed.device_hours * HOUR_S / self.job.world * self.tokens_per_s
         return self.assumed.tokens or float(self.job.config.train.steps * self.job.tokens_per_step)
 
     @property
-    def days(self) -> float:
-        """Days of training without failures."""
-        return self.tokens / self.tokens_per_s / DAY_S
+    def days(self) -> float | None:
+        """Days of training without failures; None if the length of the run is unknown."""
+        return None if self.tokens is None else self.tokens / self.tokens_per_s / DAY_S
 
     @property
-    def device_hours(self) -> float:
+    def device_hours(self) -> float | None:
         """Hours of all devices in `days`."""
-        return self.days * DAY_S / HOUR_S * self.job.world
+        return None if self.days is None else self.days * DAY_S / HOUR_S * self.job.world
 
     @property
     def price_usd_h(self) -> float | None:
@@ -138,9 +143,9 @@ class Prediction:
 
     @property
     def cost_usd(self) -> float | None:
-        """Cost of `days` on all machines; None without a price."""
-        price = self.price_usd_h
-        return None if price is None else price * self.job.nodes * self.days * 24
+        """Cost of `days` on all machines; None without a price or days."""
+        price, days = self.price_usd_h, self.days
+        return None if price is None or days is None else price * self.job.nodes * days * 24
 
     @property
     def trained_params(self) -> int:
@@ -170,7 +175,7 @@ class Prediction:
         time, job = self.time, self.job
         return {
             "fits": not self.reasons,
-            "reasons": self.reasons,
+            "reasons": [*self.reasons, *filter(None, [self.assumed.unknown_length])],
             "hbm_bytes": job.machine.device_bytes,
             "bytes": self.bytes.to_json(),
             "host_bytes": host_bytes(self.job, self.stage),
@@ -237,17 +242,22 @@ class Prediction:
         }
 
     def _run_json(self) -> dict[str, Any]:
-        params, tokens = num_params(self.job.decoder), self.tokens
+        params, tokens, days = num_params(self.job.decoder), self.tokens, self.days
         goodput = self._checkpoint_json()["goodput"]
+
+        def of_run(per_token: float) -> float | None:
+            return None if tokens is None else per_token * tokens
+
         return {
+            "steps": None if tokens is None else math.ceil(tokens / self.job.tokens_per_step),
             "tokens": tokens,
             "data_bytes": self.assumed.data_bytes or None,
             "device_hours": self.device_hours,
-            "flops_6nd": 6.0 * params * tokens,
-            **({} if self.job.adapters is None else {"flops_4nd": 4.0 * params * tokens}),
-            "flops": model_flops_per_token(self.job) * tokens,
+            "flops_6nd": of_run(6.0 * params),
+            **({} if self.job.adapters is None else {"flops_4nd": of_run(4.0 * params)}),
+            "flops": of_run(model_flops_per_token(self.job)),
             "chinchilla_tokens": CHINCHILLA * params,
-            "days_with_failures": self.days / goodput if goodput > LEAST_GOODPUT else None,
+            "days_with_failures": days / goodput if days is not None and goodput > LEAST_GOODPUT else None,
         }
 
     def _compile_json(self) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def show(found: Prediction, note: str) -> None:
     for row in _rows(found):
         times.add_row(*row)
     screen.print(times)
-    screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *data["reasons"]]))
+    screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *found.reasons]))
+    if unknown := found.assumed.unknown_length:
+        screen.print(unknown)
 
 
 def _rows(found: Prediction) -> list[tuple[str, str, str]]:
@@ -80,14 +82,20 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB", f"written in {duration(checkpoint['write_s'])}"),
         ("best interval", best, f"a failure every {duration(checkpoint['mtbf_s'])}"),
         ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
-        ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
-        *_data_set(run),
         ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
-        ("time", f"{found.days:,.2f} days", _with_failures(run["days_with_failures"])),
-        ("device hours", f"{run['device_hours']:,.4g}", f"of {found.job.world:,} devices, without failures"),
     ]
-    cost = found.cost_usd
-    rows.append(("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]))
+    if found.days is None:
+        rows.append(("time, cost", "unknown", "as is the length of the run"))
+    else:
+        cost = found.cost_usd
+        rows += [
+            ("steps", f"{run['steps']:,}", f"of {found.job.tokens_per_step:,} tokens"),
+            ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
+            *_data_set(run),
+            ("time", f"{found.days:,.2f} days", _with_failures(run["days_with_failures"])),
+            ("device hours", f"{run['device_hours']:,.4g}", f"of {found.job.world:,} devices, without failures"),
+            ("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]),
+        ]
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
     return rows

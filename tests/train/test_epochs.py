@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from nxtrain.common.io.jsonl import read
@@ -29,3 +30,23 @@ def test_a_run_of_epochs_is_that_of_its_steps(tmp_path: Path) -> None:
     code, _, said = in_process("train", config, f"run.dir={tmp_path}/epochs", "train.epochs=3")
     assert code == 0, said
     assert [line["step"] for line in read(tmp_path / "epochs/metrics.jsonl")][-1] == -(-3 * 18 // batch)
+
+
+def test_a_plan_of_epochs_knows_the_steps_of_prepared_text(tmp_path: Path) -> None:
+    """Before a start has prepared the text, the length is unknown; afterwards it is that of the run."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    config = write_config(tmp_path, steps=4)
+    run = tmp_path / "run"
+    changes = ["data.source=text", f"data.path={texts}", f"run.dir={run}", "train.epochs=0.5", "train.eval_every=0"]
+    argv = ("plan", config, *changes, "--json")
+    code, out, said = in_process(*argv)
+    assert code == 0, said
+    before = json.loads(out)
+    assert before["days"] is None and "no start has prepared the text" in before["reasons"][0]
+    code, _, said = in_process("train", config, *changes)
+    assert code == 0, said
+    after = json.loads(in_process(*argv)[1])
+    assert after["reasons"] == []
+    assert after["run"]["steps"] == load(run / "config.toml").config.train.steps > 1
