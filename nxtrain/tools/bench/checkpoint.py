@@ -101,7 +101,7 @@ def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dic
 
 def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each in every round, by name."""
-    state = State(place, mib)
+    state = FilledState(place, mib)
     turns: dict[str, Callable[[], object]] = {
         COPY: state.copy,
         STALL: state.stage,
@@ -129,7 +129,7 @@ def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-class State:
+class FilledState:
     """Weights and two running means of a model that is all matrices, and what can be done with them.
 
     Args:

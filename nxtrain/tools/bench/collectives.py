@@ -15,7 +15,7 @@ from rich.table import Table
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
-from nxtrain.tools.bench.turns import Worker, machine, machine_line, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, rank_environments
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -72,10 +72,10 @@ def measure(job: CollectivesJob, rounds: int) -> list[list[Any]]:
     """Seconds of each rank in each round, by operation, size and clock."""
     turns = []
     with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        workers = [
-            stack.enter_context(Worker("nxtrain.tools.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env))
-            for rank, env in enumerate(rank_environments(job.ranks))
-        ]
+        workers = []
+        for rank, env in enumerate(rank_environments(job.ranks)):
+            worker = BenchWorker("nxtrain.tools.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env)
+            workers.append(stack.enter_context(worker))
         for number in range(rounds + 1):
             progress.show(number, f"round {number} of {rounds}")
             for worker in workers:

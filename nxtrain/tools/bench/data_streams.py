@@ -30,7 +30,7 @@ from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.tools.bench.data_peers import text_sides
-from nxtrain.tools.bench.data_turns import Turn, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_turns import TextTurn, packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import measure_wait
 
 CONCAT, BEST_FIT, WORKER = "concat", "best_fit", "best_fit in a worker"
@@ -62,7 +62,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         WORKER: packing_turns(fitted, number, lambda name: None),
     }
     for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
-        sides[name] = [Turn(side, tokenizer.tokenizer)]
+        sides[name] = [TextTurn(side, tokenizer.tokenizer)]
     return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
 
 

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Spent:
+class TextTime:
     """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
 
     Attributes:
@@ -61,7 +61,7 @@ class WatchedTokenizer:
     """
 
     tokenizer: Tokenizer
-    spent: Spent = field(default_factory=Spent)
+    spent: TextTime = field(default_factory=TextTime)
     bare_first: bool = False
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
@@ -97,7 +97,7 @@ class WatchedTokenizer:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TextTurn:
     """Part of a side's work.
 
     Args:
@@ -108,7 +108,7 @@ class Turn:
     act: Callable[[Tokenizer], object]
     tokenizer: Tokenizer
 
-    def take(self, bare_first: bool) -> Spent:
+    def take(self, bare_first: bool) -> TextTime:
         """Do the work; returns the CPU seconds."""
         watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
         began = time.process_time()
@@ -117,7 +117,7 @@ class Turn:
         return watched.spent
 
 
-def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[Turn]:
+def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[TextTurn]:
     """Turns that tokenize and pack one window each, in the order of training.
 
     Args:
@@ -141,12 +141,12 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
 
     turns, place = [], BEGIN
     for _ in range(number):
-        turns.append(Turn(partial(window, place), known.tokenizer))
+        turns.append(TextTurn(partial(window, place), known.tokenizer))
         place = window(place, known.tokenizer)
     return turns
 
 
-def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[str, Any]:
+def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
     """Speed of each side beside the bare tokenizer on the same documents.
 
     Args:
@@ -158,7 +158,7 @@ def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[st
         beside each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """
-    found: dict[str, list[list[Spent]]] = {name: [] for name in sides}
+    found: dict[str, list[list[TextTime]]] = {name: [] for name in sides}
     with Progress("starting", (rounds + 1) * len(sides)) as progress:
         for done, (each, name) in enumerate(product(range(rounds + 1), sides)):
             progress.show(done, f"tokenizing, round {each} of {rounds}: {name}")
@@ -176,7 +176,7 @@ def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[st
     return result
 
 
-def speed_ratio(turns: Sequence[Spent]) -> float:
+def speed_ratio(turns: Sequence[TextTime]) -> float:
     """Speed of a side over that of the bare tokenizer: both times of each call, and the share outside of calls.
 
     Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share

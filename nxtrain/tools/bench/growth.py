@@ -21,14 +21,14 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.tools.bench.chart import check_chart, draw, spread
-from nxtrain.tools.bench.turns import Worker, environment, machine, machine_line, started, take_turns
+from nxtrain.tools.bench.turns import BenchWorker, environment, machine, machine_line, started, take_turns
 
 SEQ_LEN, LAYERS, ACCUMULATION, WORLD = "seq_len", "layers", "accumulation", "world"
 START, CHECKPOINT = "start", "checkpoint"
 
 
 @dataclass(frozen=True)
-class Curve:
+class GrowthCurve:
     """Sizes to measure at.
 
     Args:
@@ -43,12 +43,12 @@ class Curve:
 
 
 CURVES = {
-    SEQ_LEN: Curve((128, 256, 512, 1024), 1.0, "step against tokens per sequence; attention adds to 1"),
-    LAYERS: Curve((2, 4, 8, 16), 1.0, "step against blocks"),
-    ACCUMULATION: Curve((1, 2, 4, 8), 1.0, "step against micro-batches"),
-    START: Curve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
-    CHECKPOINT: Curve((12, 24, 48, 96), 1.0, "checkpoint saved and loaded against MiB"),
-    WORLD: Curve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
+    SEQ_LEN: GrowthCurve((128, 256, 512, 1024), 1.0, "step against tokens per sequence; attention adds to 1"),
+    LAYERS: GrowthCurve((2, 4, 8, 16), 1.0, "step against blocks"),
+    ACCUMULATION: GrowthCurve((1, 2, 4, 8), 1.0, "step against micro-batches"),
+    START: GrowthCurve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
+    CHECKPOINT: GrowthCurve((12, 24, 48, 96), 1.0, "checkpoint saved and loaded against MiB"),
+    WORLD: GrowthCurve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
 }
 
 
@@ -107,7 +107,7 @@ def measure(sizes: Mapping[str, Sequence[int]], rounds: int) -> dict[str, list[l
     """CPU seconds at each size of each curve in every round."""
     env = environment(1)
     workers = {
-        name: Worker(
+        name: BenchWorker(
             "nxtrain.tools.bench.growth_worker",
             name,
             json.dumps(asdict(GrowthJob(name, of_curve))),

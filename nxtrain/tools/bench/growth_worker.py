@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nxtrain.backends import open_backend
-from nxtrain.tools.bench.checkpoint import State
+from nxtrain.tools.bench.checkpoint import FilledState
 from nxtrain.tools.bench.growth import ACCUMULATION, CHECKPOINT, LAYERS, SEQ_LEN, START, WORLD, GrowthJob
 from nxtrain.tools.bench.train import Workload
 from nxtrain.tools.bench.turns import serve
@@ -76,7 +76,7 @@ def checkpoints(job: GrowthJob) -> list[Callable[[], object]]:
     def make(mib: int) -> Callable[[], None]:
         folder = place / str(mib)
         folder.mkdir()
-        state = State(folder, mib)
+        state = FilledState(folder, mib)
 
         def act() -> None:
             state.clear()

@@ -31,7 +31,7 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import Worker, num_cores, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, num_cores, rank_environments
 
 Work: TypeAlias = Literal["sleep", "blocks"]
 
@@ -93,7 +93,7 @@ class StageWork:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PipelineTurn:
     """Measurement of all ranks in one step.
 
     Args:
@@ -105,7 +105,7 @@ class Turn:
     sent_bytes: tuple[int, ...]
 
     @staticmethod
-    def read(lines: Sequence[str]) -> Turn:
+    def read(lines: Sequence[str]) -> PipelineTurn:
         """From what the processes print, by rank."""
         found = [json.loads(line) for line in lines]
         spans = tuple(
@@ -113,7 +113,7 @@ class Turn:
             for rank, one in enumerate(found)
             for kind, chunk, micro, start_s, end_s in one["actions"]
         )
-        return Turn(spans, tuple(one["sent_bytes"] for one in found))
+        return PipelineTurn(spans, tuple(one["sent_bytes"] for one in found))
 
     def mean_s(self, kind: str) -> float:
         """Of the forwards, of the backwards, or of their weight parts."""
@@ -137,7 +137,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
     if work.schedule == "zero_bubble" and work.virtual_pp > 1:
         raise ConfigError(f"--virtual-pp {work.virtual_pp} has no schedule zero_bubble, which is for 1; leave one out")
     works = [work] if work.schedule == "1f1b" else [work, replace(work, schedule="1f1b")]
-    turns: list[list[Turn]] = [[] for _ in works] if dry_run else measure(works, rounds)
+    turns: list[list[PipelineTurn]] = [[] for _ in works] if dry_run else measure(works, rounds)
     result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
         compared = {"1f1b": others[0]} if others else {}
@@ -146,17 +146,17 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
         _show(work, turns[0], result, others)
 
 
-def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
+def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]:
     """Run the steps of several pipelines in turn, each rank in a process of its own.
 
     Raises:
         BackendError: A process ended; its output contains the reason.
     """
-    turns: list[list[Turn]] = [[] for _ in works]
+    turns: list[list[PipelineTurn]] = [[] for _ in works]
     with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
         pipelines = [
             [
-                stack.enter_context(Worker(RANK_PROGRAM, str(rank), json.dumps(asdict(work)), env))
+                stack.enter_context(BenchWorker(RANK_PROGRAM, str(rank), json.dumps(asdict(work)), env))
                 for rank, env in enumerate(rank_environments(work.pp))
             ]
             for work in works
@@ -166,16 +166,16 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
             for workers, of_one in zip(pipelines, turns, strict=True):
                 for worker in workers:
                     worker.begin()
-                of_one.append(Turn.read([worker.end() for worker in workers]))
+                of_one.append(PipelineTurn.read([worker.end() for worker in workers]))
     return [of_one[1:] for of_one in turns]
 
 
-def fastest(work: StageWork, turns: Iterable[Turn]) -> Turn:
+def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
     """The turn with the shortest step."""
     return min(turns, key=lambda turn: figures(work.expected(), turn.spans).step_s)
 
 
-def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
+def summarize(work: StageWork, turns: Sequence[PipelineTurn]) -> dict[str, Any]:
     """Expected figures and, if there are turns, the measured figures of the fastest turn.
 
     Args:
@@ -205,13 +205,15 @@ def _of(found: PipelineFigures) -> dict[str, Any]:
     }
 
 
-def _plan(work: StageWork, best: Turn | None) -> PipelineCosts:
+def _plan(work: StageWork, best: PipelineTurn | None) -> PipelineCosts:
     if best is None or work.work == "sleep":
         return work.expected()
     return work.expected(*(best.mean_s(kind) for kind in ("forward", "backward", "weight")))
 
 
-def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+def _show(
+    work: StageWork, turns: Sequence[PipelineTurn], result: dict[str, Any], others: Sequence[dict[str, Any]]
+) -> None:
     best = fastest(work, turns) if turns else None
     plan = _plan(work, best)
     console = Console(highlight=False, soft_wrap=True)

@@ -24,7 +24,7 @@ from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench.chart import check_chart, draw, spread
 from nxtrain.tools.bench.train import Workload
-from nxtrain.tools.bench.turns import Worker, machine, machine_line, median_ratio, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
 
 ALONE, ONE, TWO = "alone", "one", "two_independent"
 
@@ -88,8 +88,8 @@ def measure(
     total = (rounds + 1) * (len(names) + 2) + len(names)
     with ExitStack() as stack, Progress("starting", total) as progress:
 
-        def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[Worker]:
-            return [stack.enter_context(Worker(module, name, job, env)) for env in environments]
+        def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[BenchWorker]:
+            return [stack.enter_context(BenchWorker(module, name, job, env)) for env in environments]
 
         alone = start(ALONE, rank_environments(1) * RANKS)
         groups = {ONE: alone[:1], TWO: alone, **{name: start(name, rank_environments(RANKS)) for name in names}}
@@ -104,7 +104,7 @@ def measure(
     return {name: turns[1:] for name, turns in measured.items()}, parts
 
 
-def _at_once(workers: Sequence[Worker], request: str = "") -> list[dict[str, Any]]:
+def _at_once(workers: Sequence[BenchWorker], request: str = "") -> list[dict[str, Any]]:
     for worker in workers:
         worker.begin(request)
     return [json.loads(worker.end()) for worker in workers]

@@ -18,7 +18,15 @@ from nxtrain.common.family import find_family
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
-from nxtrain.tools.bench.turns import Worker, environment, machine, median_ratio, num_cores, started, take_all_turns
+from nxtrain.tools.bench.turns import (
+    BenchWorker,
+    environment,
+    machine,
+    median_ratio,
+    num_cores,
+    started,
+    take_all_turns,
+)
 
 SHAPE = {
     "vocab_size": 32000,
@@ -195,7 +203,7 @@ def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str
     """Turns of each candidate and of the peak, the first of which warms up; and the parts of nxtrain's own steps."""
     env, job = environment(work.threads, work.backend), json.dumps(asdict(work))
     all_names = (*names, PEAK)
-    with started({name: Worker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
+    with started({name: BenchWorker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
         measured = take_all_turns(workers, rounds)
         own = [name for name in names if name in (OURS, COMPILED)]
         with Progress("parts of a step"):

@@ -23,7 +23,7 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.launch.environment import QUIET_PROFILER
 
 
-class Worker:
+class BenchWorker:
     """Process that runs one implementation for one turn on each request.
 
     Args:
@@ -38,7 +38,7 @@ class Worker:
         argv = [sys.executable, "-m", module, name, work]
         self._process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> BenchWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,12 +79,12 @@ class Worker:
         return answer
 
 
-def take_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any]]:
+def take_turns(workers: Mapping[str, BenchWorker], rounds: int) -> dict[str, list[Any]]:
     """Measure each worker in each round, after one round of warm-up, which is not in the result."""
     return {name: turns[1:] for name, turns in take_all_turns(workers, rounds).items()}
 
 
-def take_all_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any]]:
+def take_all_turns(workers: Mapping[str, BenchWorker], rounds: int) -> dict[str, list[Any]]:
     """Measure each worker in a warm-up round and in each round; the workers run on."""
     measured: dict[str, list[Any]] = {name: [] for name in workers}
     with Progress("starting", (rounds + 1) * len(workers)) as progress:
@@ -95,7 +95,7 @@ def take_all_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list
 
 
 @contextmanager
-def started(workers: Mapping[str, Worker]) -> Iterator[Mapping[str, Worker]]:
+def started(workers: Mapping[str, BenchWorker]) -> Iterator[Mapping[str, BenchWorker]]:
     """End the processes with the context."""
     with ExitStack() as stack:
         for worker in workers.values():

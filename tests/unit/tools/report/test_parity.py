@@ -130,7 +130,7 @@ def test_efficiency_is_throughput_per_node_beside_that_of_the_smallest_run(tmp_p
 
 def test_the_published_scaling_table_has_the_efficiencies_of_the_report(tmp_path: Path) -> None:
     """`docs/alternatives.md` shows minutes of a job by its instances; throughput is their reciprocal."""
-    page = (Path(__file__).parents[3] / "docs" / "alternatives.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "alternatives.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+)% \|$", page, re.MULTILINE)
     assert [(int(nodes), float(minutes)) for nodes, minutes, _, _ in rows] == [(1, 99), (2, 55), (4, 27), (8, 13.5)]
     runs = []
