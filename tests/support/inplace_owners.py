@@ -153,7 +153,7 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/tools/bench/data_peers.py": {
         "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
-        "ids_sides: streaming.MDSWriter(out=place)": "host: name of a folder",
+        "ids_sides: streaming.MDSWriter(out=local)": "host: name of a folder",
     },
     "nxtrain/tools/bench/lazy.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (

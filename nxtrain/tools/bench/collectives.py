@@ -15,15 +15,17 @@ from rich.table import Table
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
-from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
 
 KIB, GIB = 1 << 10, 1 << 30
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 """Collectives and transfers; and the floor, a copy of the tensor in one process's memory."""
 
-TURN_BYTES, MOST_REPEATS, LEAST_REPEATS = 64 << 20, 50, 2
-"""Bounds of the repetitions of one size in one turn."""
+# Bounds of the repetitions of one size in one turn.
+TURN_BYTES = 64 << 20
+MOST_REPEATS = 50
+LEAST_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     rows = []
     for op, sizes in turns[0][0].items():
         for kib in sizes:
-            wall = [max(rank[op][kib]["wall"] for rank in ranks) for ranks in turns]
-            cpu = [sum(rank[op][kib]["cpu"] for rank in ranks) for ranks in turns]
+            wall, cpu = [], []
+            for ranks in turns:
+                wall.append(max(rank[op][kib]["wall"] for rank in ranks))
+                cpu.append(sum(rank[op][kib]["cpu"] for rank in ranks))
             speeds = [int(kib) * KIB / GIB / seconds for seconds in wall]
             rows.append(
                 {
@@ -112,11 +116,7 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     floor = {row["kib"]: row["rounds"] for row in rows if row["op"] == "copy"}
     return {
         "rows": rows,
-        "ratios": {
-            row["name"]: median(one / copy for one, copy in zip(row["rounds"], floor[row["kib"]], strict=True))
-            for row in rows
-            if row["op"] != "copy"
-        },
+        "ratios": {row["name"]: median_ratio(row["rounds"], floor[row["kib"]]) for row in rows if row["op"] != "copy"},
         "latency_s": {row["op"]: row["wall_s"] for row in rows if row["kib"] == least},
     }
 

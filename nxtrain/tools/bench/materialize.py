@@ -63,7 +63,9 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
         ConfigError: No such preset, or degrees that it cannot have.
         BackendError: The peak exceeds the bound, or this system does not tell it.
     """
-    target = BuildTarget(preset, tp, pp, pp // 2 if stage is None else stage)
+    if stage is None:
+        stage = pp // 2
+    target = BuildTarget(preset, tp, pp, stage)
     _check(target)
     result = judge({**asdict(target), "rank": target.rank, **_measure(target)})
     if as_json:

@@ -133,7 +133,9 @@ def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
 
     Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
     """
-    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"} if backend == "cpu" else {}
+    quiet = {}
+    if backend == "cpu":
+        quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"}
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
@@ -156,7 +158,9 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
@@ -179,7 +183,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     }
 
 
-def machine_line(found: Mapping[str, Any]) -> str:
+def machine_line(described: Mapping[str, Any]) -> str:
     """The machine in one line for people."""
-    instructions = ", ".join(found["instructions"]) or "unknown instruction sets"
-    return f"{found['cpu']}, {found['cores']} cores, {instructions}, load {found['load'][0]:.1f}"
+    instructions = ", ".join(described["instructions"]) or "unknown instruction sets"
+    return f"{described['cpu']}, {described['cores']} cores, {instructions}, load {described['load'][0]:.1f}"

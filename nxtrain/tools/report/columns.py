@@ -91,13 +91,15 @@ class Columns:
         values = self.numbers.get(key)
         if values is None:
             return np.empty(0), np.empty(0)
-        known = np.isfinite(values)
-        return self.steps[known], values[known]
+        is_finite = np.isfinite(values)
+        return self.steps[is_finite], values[is_finite]
 
     def last(self, key: str) -> float | None:
         """Newest value of a key; None if no record has it."""
         _, values = self.series(key)
-        return float(values[-1]) if len(values) else None
+        if not len(values):
+            return None
+        return float(values[-1])
 
 
 def read_columns(file: Path) -> Columns:
@@ -106,14 +108,14 @@ def read_columns(file: Path) -> Columns:
     Raises:
         OSError: The file is absent or cannot be read.
     """
-    found = _ColumnsReader()
+    reader = _ColumnsReader()
     with open(open_regular(file), "rb") as lines:
         size_bytes = os.fstat(lines.fileno()).st_size
         with Progress(f"reading {file}", size_bytes, on_terminals_only=True) as progress:
             for block in _blocks(lines):
-                found.add(block)
+                reader.add(block)
                 progress.show(lines.tell())
-    return found.columns()
+    return reader.columns()
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -122,9 +124,10 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
         block = file.read(BLOCK_BYTES)
         if not block:
             return
+        rest = b""
         if not block.endswith(b"\n"):
-            block += file.readline(BLOCK_BYTES)
-        yield block
+            rest = file.readline(BLOCK_BYTES)
+        yield block + rest
 
 
 class _ColumnsReader:
