@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
-INK, GRID, PAPER = "#24292f", "#d0d7de", "#ffffff"
+INK = "#24292f"
+GRID = "#d0d7de"
+PAPER = "#ffffff"
 FORWARD_S = 0.2
 """Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
@@ -61,32 +63,38 @@ def loss_curve(records: Sequence[dict[str, float]]) -> str:
     Args:
         records: Lines of metrics.jsonl, with `step`, `loss` and, after an evaluation, `val_loss`.
     """
-    left, top, height = 56, 40, 220
+    left = 56
+    top = 40
+    height = 220
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]
     held_out = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
     values = [value for _, value in (*train, *held_out)]
     low, high = math.floor(min(values)), math.ceil(max(values))
     last = max(step for step, _ in train)
 
-    def place(step: float, value: float) -> tuple[float, float]:
+    def position(step: float, value: float) -> tuple[float, float]:
         x = left + (WIDTH - left - 24) * step / last
         return x, top + height * (high - value) / (high - low)
 
     parts = [_text(left, 22, "loss (nats per token)", weight="bold")]
     for value in range(low, high + 1):
-        x, y = place(0, value)
+        x, y = position(0, value)
         parts += [_line(x, y, WIDTH - 24, y), _text(left - 8, y + 4, str(value), anchor="end")]
     for quarter in range(5):
         step = round(last * quarter / 4)
-        parts.append(_text(place(step, low)[0], top + height + 18, str(step), anchor="middle"))
+        parts.append(_text(position(step, low)[0], top + height + 18, str(step), anchor="middle"))
     parts.append(_text(WIDTH - 24, top + height + 36, "step", anchor="end"))
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in train))
-    parts.append(f'<polyline points="{points}" fill="none" stroke="{COLORS["forward"]}" stroke-width="2"/>')
-    parts += [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS["backward"]}"/>'
-        for x, y in (place(*point) for point in held_out)
-    ]
-    names = [("training", COLORS["forward"]), ("held-out text", COLORS["backward"])][: 2 if held_out else 1]
+    points = []
+    for at, loss in train:
+        x, y = position(at, loss)
+        points.append(f"{x:.1f},{y:.1f}")
+    parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLORS["forward"]}" stroke-width="2"/>')
+    names = [("training", COLORS["forward"])]
+    if held_out:
+        names.append(("held-out text", COLORS["backward"]))
+    for at, loss in held_out:
+        x, y = position(at, loss)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS["backward"]}"/>')
     return _svg(top + height + 48, [*parts, *_legend(names, 22)])
 
 
@@ -96,11 +104,16 @@ def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
     Args:
         steps: Title and computations of each.
     """
-    left, row, gap = 56, 26, 34
-    begin_s = [min(span.start_s for span in spans) for _, spans in steps]
-    length_s = max(max(span.end_s for span in spans) - begin for (_, spans), begin in zip(steps, begin_s, strict=True))
-    scale = (WIDTH - left - 8) / length_s
-    kinds = {span.action.kind for _, spans in steps for span in spans}
+    left = 56
+    row = 26
+    gap = 34
+    begin_s, lengths_s = [], []
+    kinds = set()
+    for _, spans in steps:
+        begin_s.append(min(span.start_s for span in spans))
+        lengths_s.append(max(span.end_s for span in spans) - begin_s[-1])
+        kinds |= {span.action.kind for span in spans}
+    scale = (WIDTH - left - 8) / max(lengths_s)
     parts, y = list[str](), 30.0
     for (title, spans), begin in zip(steps, begin_s, strict=True):
         parts.append(_text(left, y + gap - 14, title, weight="bold"))
@@ -134,18 +147,22 @@ def overlaps(profiles: Sequence[Profile]) -> str:
     Args:
         profiles: One of each rank.
     """
-    left, height, lane, gap = 56, 22, 8, 40
-    drawn = [when for profile in profiles for _, when in profile.sections]
+    left = 56
+    height = 22
+    lane = 8
+    gap = 40
+    drawn = []
+    for profile in profiles:
+        drawn += [when for _, when in profile.sections]
     begin_s, end_s = min(when.begin_s for when in drawn), max(when.end_s for when in drawn)
     scale = (WIDTH - left - 8) / (end_s - begin_s)
 
     def boxes(intervals: Iterable[tuple[Interval, float]], tall: int, color: str) -> str:
-        rectangles = (
-            f"M{left + (when.begin_s - begin_s) * scale:.1f} {y:.0f}h{max(0.5, width - 0.5):.1f}v{tall}"
-            f"h-{max(0.5, width - 0.5):.1f}z"
-            for when, y in intervals
-            for width in [(when.end_s - when.begin_s) * scale]
-        )
+        rectangles = []
+        for when, y in intervals:
+            x = left + (when.begin_s - begin_s) * scale
+            width = max(0.5, (when.end_s - when.begin_s) * scale - 0.5)
+            rectangles.append(f"M{x:.1f} {y:.0f}h{width:.1f}v{tall}h-{width:.1f}z")
         return f'<path d="{"".join(rectangles)}" fill="{color}"/>'
 
     parts, y = list[str](), 30.0
@@ -160,8 +177,8 @@ def overlaps(profiles: Sequence[Profile]) -> str:
             parts.append(boxes(((when, y) for section, when in profile.sections if section == name), height, color))
         y += height + 3
         lanes = _lanes(profile.sums)
-        parts.append(boxes(((when, y + lane * place) for when, place in lanes), lane - 1, SUM_COLOR))
-        y += lane * (1 + max(place for _, place in lanes))
+        parts.append(boxes(((when, y + lane * number) for when, number in lanes), lane - 1, SUM_COLOR))
+        y += lane * (1 + max(number for _, number in lanes))
     milliseconds = 1e3 * (end_s - begin_s)
     parts.append(_text(left, y + 22, f"0 to {milliseconds:.0f} ms"))
     legend = [*SECTION_COLORS.items(), ("sum of gradients", SUM_COLOR)]
@@ -171,13 +188,13 @@ def overlaps(profiles: Sequence[Profile]) -> str:
 def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
     """Intervals, each in the first lane that is free at its begin."""
     ends_s: list[float] = []
-    found = []
-    for each in intervals:
-        free = [place for place, end_s in enumerate(ends_s) if end_s <= each.begin_s]
-        place = free[0] if free else len(ends_s)
-        ends_s[place : place + 1] = [each.end_s]
-        found.append((each, place))
-    return found
+    lanes = []
+    for interval in intervals:
+        free = [number for number, end_s in enumerate(ends_s) if end_s <= interval.begin_s]
+        lane = min(free, default=len(ends_s))
+        ends_s[lane : lane + 1] = [interval.end_s]
+        lanes.append((interval, lane))
+    return lanes
 
 
 def _measured() -> list[tuple[str, list[Span]]]:
@@ -186,14 +203,14 @@ def _measured() -> list[tuple[str, list[Span]]]:
     from nxtrain.tools.bench.pipeline import StageWork, fastest, measure
 
     works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
-    found = []
+    steps = []
     for work, turns in zip(works, measure(works, rounds=5), strict=True):
         spans = fastest(work, turns).spans
         result = figures(work.expected(), spans)
         name = {"1f1b": "1F1B", "zero_bubble": "zero_bubble"}[work.schedule]
         title = f"{name}: {1e3 * result.step_s:.0f} ms, of which ranks wait {result.bubble:.0%}"
-        found.append((title, computations(spans)))
-    return found
+        steps.append((title, computations(spans)))
+    return steps
 
 
 def _svg(height: int, parts: Iterable[str]) -> str:

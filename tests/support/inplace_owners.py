@@ -148,12 +148,12 @@ OWNERS: dict[str, dict[str, str]] = {
         "XlaCollectives._reduced: self._xm.all_reduce(fresh)": "fresh: clones of this function",
     },
     "nxtrain/tools/bench/checkpoint.py": {
-        "State.copy: self._into[key].copy_": "state: buffer of this object",
-        "State.torch_load: self._into[key].copy_": "state: buffer of this object",
+        "FilledState.copy: self._into[key].copy_": "state: buffer of this object",
+        "FilledState.torch_load: self._into[key].copy_": "state: buffer of this object",
     },
     "nxtrain/tools/bench/data_peers.py": {
         "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
-        "ids_sides: streaming.MDSWriter(out=place)": "host: name of a folder",
+        "ids_sides: streaming.MDSWriter(out=local)": "host: name of a folder",
     },
     "nxtrain/tools/bench/lazy.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.bench import checkpoint
-from nxtrain.tools.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, State
+from nxtrain.tools.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, FilledState
 from tests.support.commands import outcome
 
 
@@ -16,14 +16,14 @@ def test_a_checkpoint_is_measured_beside_the_disk_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written: list[int] = []
-    save = State.save
+    save = FilledState.save
 
-    def saved(state: State) -> None:
+    def saved(state: FilledState) -> None:
         save(state)
         files = (file for file in tmp_path.rglob("step-*/**/*") if file.is_file())
         written.append(sum(file.stat().st_size for file in files))
 
-    monkeypatch.setattr(State, "save", saved)
+    monkeypatch.setattr(FilledState, "save", saved)
     code, out, err = outcome("bench", "checkpoint", "--mib", 31, "--folder", tmp_path, "--rounds", 1, "--json")
     assert code == 0, err
     found = json.loads(out)

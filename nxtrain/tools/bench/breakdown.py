@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-MATMUL, ATTENTION, COPIES, ELEMENTWISE = "matrix products", "attention", "copies", "element-wise"
-OPTIMIZER, LOSS, COMMUNICATION, WAITING = "optimizer", "loss", "communication", "waiting"
-DISPATCH, OUTSIDE = "dispatch", "outside torch"
+MATMUL = "matrix products"
+ATTENTION = "attention"
+COPIES = "copies"
+ELEMENTWISE = "element-wise"
+OPTIMIZER = "optimizer"
+LOSS = "loss"
+COMMUNICATION = "communication"
+WAITING = "waiting"
+DISPATCH = "dispatch"
+OUTSIDE = "outside torch"
 
 KINDS = {
     MATMUL: "products with weights",
@@ -32,8 +39,17 @@ KINDS = {
     OUTSIDE: "Python between operations",
 }
 
-STEP, UPDATE, WAIT, EXCHANGE = "nxtrain.step", "nxtrain.optimizer", "nxtrain.wait", "nxtrain.exchange"
-"""Marks in the profile: the whole step, its update, waits for other ranks, and starts of exchanges with them."""
+STEP = "nxtrain.step"
+"""Mark of the whole step in the profile."""
+
+UPDATE = "nxtrain.optimizer"
+"""Mark of the update."""
+
+WAIT = "nxtrain.wait"
+"""Mark of waits for other ranks."""
+
+EXCHANGE = "nxtrain.exchange"
+"""Mark of starts of exchanges with other ranks."""
 
 PROFILES = 3
 """Profiles of a step, of which one counts."""
@@ -100,10 +116,10 @@ def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     Args:
         events: Operations of the step, the mark `STEP` among them.
     """
-    own: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for event in events:
-        own[kind_of(event.chain)].append(event.self_s)
-    return {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in own.items()}
+        times_s[kind_of(event.chain)].append(event.self_s)
+    return {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in times_s.items()}
 
 
 def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
@@ -123,8 +139,8 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
         step()  # the first profile of a process sets up buffers
     # A process that loses its core between clock and mark has time that belongs to no kind: the profile in which both
     # agree best counts. Their number is fixed, since all ranks take the same steps.
-    found = [_profiled(step, activities, on_device=on_device) for _ in range(PROFILES)]
-    step_s, kinds = min(found, key=lambda each: abs(sum(kind["s"] for kind in each[1].values()) - each[0]))
+    profiles = [_profiled(step, activities, on_device=on_device) for _ in range(PROFILES)]
+    step_s, kinds = min(profiles, key=_gap_s)
     if on_device:
         idle_s = step_s - sum(kind["s"] for name, kind in kinds.items() if name not in (OUTSIDE, WAITING))
         kinds = {**kinds, OUTSIDE: {"s": 0.0, "calls": 0}, WAITING: {"s": max(0.0, idle_s), "calls": 0}}
@@ -148,17 +164,23 @@ def _profiled(
     return step_s, add_up(_read(profiled.events() or (), on_device=on_device))
 
 
+def _gap_s(profiled: tuple[float, dict[str, dict[str, float]]]) -> float:
+    """Difference between the clock's time of a step and the sum of its kinds."""
+    step_s, kinds = profiled
+    return abs(sum(kind["s"] for kind in kinds.values()) - step_s)
+
+
 def _read(events: Iterable[Any], *, on_device: bool) -> list[Event]:
     """The operations inside the mark `STEP`, and the mark."""
-    found = []
+    operations = []
     for event in events:
         chain = _chain(event)
         if on_device:
             # Kernels belong to the operation that launched them, and backward runs on a thread without the mark.
-            found.append(Event((*chain, STEP), event.self_device_time_total / 1e6))
+            operations.append(Event((*chain, STEP), event.self_device_time_total / 1e6))
         elif STEP in chain:
-            found.append(Event(chain, event.self_cpu_time_total / 1e6))
-    return found
+            operations.append(Event(chain, event.self_cpu_time_total / 1e6))
+    return operations
 
 
 def _chain(event: Any) -> tuple[str, ...]:

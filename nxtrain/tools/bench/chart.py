@@ -10,8 +10,17 @@ from xml.sax.saxutils import escape
 
 from nxtrain.common.errors import ConfigError, Problem
 
-BAR, GAP, LABEL, WIDTH, HEAD = 22, 10, 250, 420, 64
-"""Pixels: height of a bar, space between bars, width of the labels and of the plot, height of the title."""
+# Pixels.
+BAR = 22
+"""Height of a bar."""
+GAP = 10
+"""Space between bars."""
+LABEL = 250
+"""Width of the labels."""
+WIDTH = 420
+"""Width of the plot."""
+HEAD = 64
+"""Height of the title."""
 
 
 def check_chart(file: Path | None) -> None:
@@ -35,12 +44,11 @@ def draw_ratios(file: Path, result: Mapping[str, Any]) -> None:
         file: Where to write.
         result: Result of the benchmark, as its JSON has it.
     """
-    bars = {
-        f"{ours} / {peer}": (ratio["value"], min(ratio["rounds"]), max(ratio["rounds"]))
-        for ours, ratios in result["ratios_of"].items()
-        for peer, ratio in ratios.items()
-        if peer not in result["ratios_of"]
-    }
+    bars = {}
+    for ours, ratios in result["ratios_of"].items():
+        for peer, ratio in ratios.items():
+            if peer not in result["ratios_of"]:
+                bars[f"{ours} / {peer}"] = (ratio["value"], min(ratio["rounds"]), max(ratio["rounds"]))
     title = f"nxtrain bench train: speed over peers ({result['clock']} time, 1.0 = equal)"
     draw(file, bars, title, result["machine"], f"; {result['precision']}, {result['threads']} threads")
 

@@ -34,6 +34,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.tools.bench.turns import median_ratio
 
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
@@ -43,8 +44,13 @@ ROWS = 1024
 MATRICES_MIB = 4 * len(KINDS)
 """MiB of one tensor of each kind."""
 
-DISK_WRITE, DISK_READ, COPY = "disk, write", "disk, read", "copy of the state"
-SAVE, READ_BACK, STALL, LOAD = "save", "read back", "stall", "load"
+DISK_WRITE = "disk, write"
+DISK_READ = "disk, read"
+COPY = "copy of the state"
+SAVE = "save"
+READ_BACK = "read back"
+STALL = "stall"
+LOAD = "load"
 TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
 DCP_SAVE, DCP_LOAD = "DCP, save", "DCP, load"
 FLOORS = {
@@ -73,12 +79,12 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
         Whether all targets were reached, if they were to be checked.
     """
     mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
-    place = folder / f"nxtrain-bench-{os.getpid()}"
-    place.mkdir(parents=True)
+    scratch = folder / f"nxtrain-bench-{os.getpid()}"
+    scratch.mkdir(parents=True)
     try:
-        seconds = measure(place, mib, rounds)
+        seconds = measure(scratch, mib, rounds)
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(scratch)
     result = summarize(seconds, mib)
     missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
     if as_json:
@@ -90,18 +96,16 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
 
 def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dict[str, float]]:
     """Medians over rounds: GiB per second, and the speed as a share of the floor's."""
-    return {
-        name: {
-            "gib_per_s": mib / 1024 / median(turns),
-            "share": median(floor / ours for ours, floor in zip(turns, seconds[FLOORS.get(name, name)], strict=True)),
-        }
-        for name, turns in seconds.items()
-    }
+    result = {}
+    for name, turns in seconds.items():
+        floor = seconds[FLOORS.get(name, name)]
+        result[name] = {"gib_per_s": mib / 1024 / median(turns), "share": median_ratio(floor, turns)}
+    return result
 
 
-def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
+def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each in every round, by name."""
-    state = State(place, mib)
+    state = FilledState(folder, mib)
     turns: dict[str, Callable[[], object]] = {
         COPY: state.copy,
         STALL: state.stage,
@@ -129,24 +133,28 @@ def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-class State:
+class FilledState:
     """Weights and two running means of a model that is all matrices, and what can be done with them.
 
     Args:
-        place: Folder for files.
+        folder: Folder for files.
         mib: Size of the state.
 
     Attributes:
         num_bytes: Its exact size.
     """
 
-    def __init__(self, place: Path, mib: int) -> None:
-        self._place, self._mib = place, mib
+    def __init__(self, folder: Path, mib: int) -> None:
+        self._folder, self._mib = folder, mib
         num = max(1, mib // MATRICES_MIB)
         specs = {f"layers.{index}.weight": ShardSpec((ROWS, ROWS), dim=0) for index in range(num)}
         self._layout = Layout(ParamTable(specs), Mesh(1, 0))
-        self._shards = {kind: {name: torch.randn(ROWS, ROWS) for name in specs} for kind in KINDS}
-        self._flat = {f"{kind}/{name}": x for kind, named in self._shards.items() for name, x in named.items()}
+        shards: dict[str, dict[str, Tensor]] = {}
+        flat: dict[str, Tensor] = {}
+        for kind in KINDS:
+            shards[kind] = {name: torch.randn(ROWS, ROWS) for name in specs}
+            flat |= {f"{kind}/{name}": x for name, x in shards[kind].items()}
+        self._shards, self._flat = shards, flat
         self._into = {key: torch.empty_like(x) for key, x in self._flat.items()}
         self._staging = Staging(self._layout)
         self._staged = self._staging.fill(self._shards)
@@ -157,13 +165,16 @@ class State:
 
     def clear(self) -> None:
         """Delete what was written, so that no turn pays for it: a checkpoint of a run replaces none."""
-        for file in self._place.iterdir():
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        for file in self._folder.iterdir():
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink()
 
     def forget(self) -> None:
         """Let the page cache forget every file, so that reading finds a cold disk."""
         os.sync()
-        for file in self._place.rglob("*"):
+        for file in self._folder.rglob("*"):
             if file.is_file():
                 descriptor = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -180,7 +191,7 @@ class State:
 
     def write_raw(self) -> None:
         """Write raw blocks at the disk's own speed."""
-        file = os.open(self._place / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
+        file = os.open(self._folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.pwrite(file, self._block, index * BLOCK_BYTES)
         os.fsync(file)
@@ -188,7 +199,7 @@ class State:
 
     def read_raw(self) -> None:
         """The same."""
-        file = os.open(self._place / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        file = os.open(self._folder / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.preadv(file, [self._block], index * BLOCK_BYTES)
         os.close(file)
@@ -197,37 +208,37 @@ class State:
         """A checkpoint, until it is committed."""
         tensors = self._staged.tensors
         planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
-        self._written = write(directory.step_path(self._place, 1), planner, self._meta, ALONE, staged=self._staged)
+        self._written = write(directory.step_path(self._folder, 1), planner, self._meta, ALONE, staged=self._staged)
 
     def read_back(self) -> None:
         """Read the checkpoint back, which proves that the disk holds it."""
-        read_back(directory.step_path(self._place, 1), self._written, ALONE)
+        read_back(directory.step_path(self._folder, 1), self._written, ALONE)
 
     def load(self) -> None:
         """Load the whole checkpoint, verified."""
-        load(directory.step_path(self._place, 1), self._shards, self._layout)
+        load(directory.step_path(self._folder, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
         """Save everything with torch.save, until the disk holds it."""
-        with (self._place / "torch.pt").open("wb") as file:
+        with (self._folder / "torch.pt").open("wb") as file:
             torch.save(self._flat, file)
             file.flush()
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
         """The same with torch.load, into the tensors of a model."""
-        loaded = torch.load(self._place / "torch.pt", weights_only=True)
+        loaded = torch.load(self._folder / "torch.pt", weights_only=True)
         for key, x in loaded.items():
             self._into[key].copy_(x)
 
     def dcp_save(self) -> None:
         """All of it with torch's own writer, which waits for the disk as well."""
-        _quietly(lambda: dcp.save(self._flat, checkpoint_id=self._place / "dcp", no_dist=True))
+        _quietly(lambda: dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True))
 
     def dcp_load(self) -> None:
         """The same with torch's own reader."""
         into: dict[str, Tensor] = self._into
-        _quietly(lambda: dcp.load(into, checkpoint_id=self._place / "dcp", no_dist=True))
+        _quietly(lambda: dcp.load(into, checkpoint_id=self._folder / "dcp", no_dist=True))
 
 
 def _quietly(act: Callable[[], object]) -> None:
@@ -248,7 +259,8 @@ def _table(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Ta
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for name, row in result.items():
         floor = FLOORS.get(name, "")
+        share = f"{row['share']:.2f}" if floor else ""
         target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
-        table.add_row(name, f"{row['gib_per_s']:.2f}", floor, f"{row['share']:.2f}" if floor else "", target)
+        table.add_row(name, f"{row['gib_per_s']:.2f}", floor, share, target)
     table.caption = f"medians over {rounds} rounds, in turns"
     return table

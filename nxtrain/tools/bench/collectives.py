@@ -15,15 +15,17 @@ from rich.table import Table
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
-from nxtrain.tools.bench.turns import Worker, machine, machine_line, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
 
 KIB, GIB = 1 << 10, 1 << 30
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 """Collectives and transfers; and the floor, a copy of the tensor in one process's memory."""
 
-TURN_BYTES, MOST_REPEATS, LEAST_REPEATS = 64 << 20, 50, 2
-"""Bounds of the repetitions of one size in one turn."""
+# Bounds of the repetitions of one size in one turn.
+TURN_BYTES = 64 << 20
+MOST_REPEATS = 50
+LEAST_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ def measure(job: CollectivesJob, rounds: int) -> list[list[Any]]:
     """Seconds of each rank in each round, by operation, size and clock."""
     turns = []
     with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        workers = [
-            stack.enter_context(Worker("nxtrain.tools.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env))
-            for rank, env in enumerate(rank_environments(job.ranks))
-        ]
+        workers = []
+        for rank, env in enumerate(rank_environments(job.ranks)):
+            worker = BenchWorker("nxtrain.tools.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env)
+            workers.append(stack.enter_context(worker))
         for number in range(rounds + 1):
             progress.show(number, f"round {number} of {rounds}")
             for worker in workers:
@@ -93,8 +95,10 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     rows = []
     for op, sizes in turns[0][0].items():
         for kib in sizes:
-            wall = [max(rank[op][kib]["wall"] for rank in ranks) for ranks in turns]
-            cpu = [sum(rank[op][kib]["cpu"] for rank in ranks) for ranks in turns]
+            wall, cpu = [], []
+            for ranks in turns:
+                wall.append(max(rank[op][kib]["wall"] for rank in ranks))
+                cpu.append(sum(rank[op][kib]["cpu"] for rank in ranks))
             speeds = [int(kib) * KIB / GIB / seconds for seconds in wall]
             rows.append(
                 {
@@ -112,11 +116,7 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     floor = {row["kib"]: row["rounds"] for row in rows if row["op"] == "copy"}
     return {
         "rows": rows,
-        "ratios": {
-            row["name"]: median(one / copy for one, copy in zip(row["rounds"], floor[row["kib"]], strict=True))
-            for row in rows
-            if row["op"] != "copy"
-        },
+        "ratios": {row["name"]: median_ratio(row["rounds"], floor[row["kib"]]) for row in rows if row["op"] != "copy"},
         "latency_s": {row["op"]: row["wall_s"] for row in rows if row["kib"] == least},
     }
 

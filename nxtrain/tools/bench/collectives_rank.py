@@ -38,7 +38,10 @@ def main(job: CollectivesJob) -> None:
 def turn(job: CollectivesJob, backend: Backend, axis: Axis) -> dict[str, dict[str, dict[str, float]]]:
     """Mean seconds of each operation at each size, by clock."""
     clocks = Clocks(backend.device)
-    return {op: {str(kib): _mean(op, kib, job, backend, axis, clocks) for kib in job.sizes_kib} for op in OPERATIONS}
+    means = {}
+    for op in OPERATIONS:
+        means[op] = {str(kib): _mean(op, kib, job, backend, axis, clocks) for kib in job.sizes_kib}
+    return means
 
 
 def _mean(op: str, kib: int, job: CollectivesJob, backend: Backend, axis: Axis, clocks: Clocks) -> dict[str, float]:

@@ -55,11 +55,11 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
 def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
     """Tokens per CPU second of each side in every round."""
     num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
-    with tempfile.TemporaryDirectory() as place, Progress("writing random ids") as progress:
-        file = Path(place) / "rows.npy"
+    with tempfile.TemporaryDirectory() as folder, Progress("writing random ids") as progress:
+        file = Path(folder) / "rows.npy"
         rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
         np.save(file, rows)
-        peers = ids_sides(rows, Path(place))
+        peers = ids_sides(rows, Path(folder))
         del rows
         loader = _loader(file, seq_len)
         ids = np.load(file, mmap_mode="r")
@@ -70,18 +70,18 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
             return sum(loader.batch(step).targets.size for step in range(steps))
 
         def copy() -> int:
-            found = (ids[draw.integers(0, num_rows, BATCH)].astype(np.int64) for _ in range(steps))
-            return sum(batch[:, 1:].size for batch in found)
+            batches = (ids[draw.integers(0, num_rows, BATCH)].astype(np.int64) for _ in range(steps))
+            return sum(batch[:, 1:].size for batch in batches)
 
         sides: dict[str, Side] = {LOADER: load, NUMPY: copy, **peers}
-        found: dict[str, list[float]] = {name: [] for name in sides}
+        rates: dict[str, list[float]] = {name: [] for name in sides}
         progress.total = (rounds + 1) * len(sides)
         for done, (number, name) in enumerate(product(range(rounds + 1), sides)):
             progress.show(done, f"reading ids, round {number} of {rounds}: {name}")
             began = time.process_time()
             tokens = sides[name]()
-            found[name].append(tokens / (time.process_time() - began))
-    return {name: turns[1:] for name, turns in found.items()}
+            rates[name].append(tokens / (time.process_time() - began))
+    return {name: turns[1:] for name, turns in rates.items()}
 
 
 def _loader(file: Path, seq_len: int) -> Loader:
@@ -97,14 +97,14 @@ def _loader(file: Path, seq_len: int) -> Loader:
     return Loader(data.train, share, seed=0, shuffle=True)
 
 
-def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Medians over rounds, and the ratios of the loader to the others inside each round."""
     return {
         "rows": [
             {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": list(rates)}
-            for name, rates in found.items()
+            for name, rates in measured.items()
         ],
-        "ratios": {name: median_ratio(found[LOADER], found[name]) for name in found if name != LOADER},
+        "ratios": {name: median_ratio(measured[LOADER], measured[name]) for name in measured if name != LOADER},
     }
 
 
@@ -122,10 +122,13 @@ def _show(result: Mapping[str, Any]) -> None:
         f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds"
     )
     console.print(table)
-    text, start, wait = result["text"], result["start"], result["wait"]
+    text = result["text"]
+    start = result["start"]
+    wait = result["wait"]
     table = Table(title=f"{result['text_mib']} MiB of text, {text['documents']:,} documents", title_style="bold")
-    for name in ("", "million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"):
-        table.add_column(name, justify="right" if name else "left")
+    table.add_column("")
+    for name in ("million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"):
+        table.add_column(name, justify="right")
     for row in text["rows"]:
         name = row["name"]
         speeds = f"{row['value'] / 1e6:.2f}", f"{median(row['bare']) / 1e6:.2f}", f"{text['ratios'][name]:.2f}"
@@ -136,8 +139,8 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(
         f"wait for data in steps at {wait['tokens_per_s']:,} tokens/s with {wait['workers']} workers: {listed}"
     )
-    for name, kept in wait["kept"].items():
-        rates = ", ".join(f"{rate:,.0f} with {workers}" for workers, rate in kept.items())
+    for name, rate_of in wait["kept"].items():
+        rates = ", ".join(f"{rate:,.0f} with {workers}" for workers, rate in rate_of.items())
         console.print(f"most tokens/s of {name} at a wait below {MOST_WAITING:.0%}, by workers: {rates}")
     console.print(
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "

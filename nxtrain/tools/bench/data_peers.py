@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-MAP, TITAN, STREAMING = "datasets.map", "torchtitan", "mosaicml-streaming"
+MAP = "datasets.map"
+TITAN = "torchtitan"
+STREAMING = "mosaicml-streaming"
 
 _IMPORTED = {MAP: ("datasets",), TITAN: ("datasets", "torchtitan"), STREAMING: ("streaming",)}
 """Packages that each needs, by their import names."""
@@ -33,13 +35,13 @@ TextSide = Callable[[Tokenizer], int]
 
 def absent() -> dict[str, str]:
     """Peers that are left out, each with the command that brings it."""
-    missing = {name: [each for each in needed if find_spec(each) is None] for name, needed in _IMPORTED.items()}
     packages = {"streaming": STREAMING}
-    return {
-        name: f"pip install {' '.join(packages.get(each, each) for each in needed)}"
-        for name, needed in missing.items()
-        if needed
-    }
+    commands = {}
+    for name, modules in _IMPORTED.items():
+        missing = [packages.get(module, module) for module in modules if find_spec(module) is None]
+        if missing:
+            commands[name] = f"pip install {' '.join(missing)}"
+    return commands
 
 
 def text_sides(texts: Sequence[str], end_id: int, seq_len: int, folder: Path) -> dict[str, TextSide]:
@@ -68,7 +70,7 @@ def _mapped(corpus: Any, end_id: int, seq_len: int) -> TextSide:
     def act(tokenizer: Tokenizer) -> int:
         def cut(batch: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
             encoded = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-            stream = list(chain.from_iterable([*each.ids, end_id] for each in encoded))
+            stream = list(chain.from_iterable([*document.ids, end_id] for document in encoded))
             width = seq_len + 1
             return {"ids": [stream[begin : begin + width] for begin in range(0, len(stream) - width + 1, width)]}
 
@@ -110,14 +112,15 @@ def ids_sides(rows: NDArray[np.integer[Any]], folder: Path) -> dict[str, Side]:
         return {}
     import streaming
 
-    place = str(folder / "streaming")
-    with streaming.MDSWriter(out=place, columns={"ids": f"ndarray:{rows.dtype}"}) as writer:
+    local = str(folder / "streaming")
+    with streaming.MDSWriter(out=local, columns={"ids": f"ndarray:{rows.dtype}"}) as writer:
         for row in rows:
             writer.write({"ids": row})
-    samples = streaming.StreamingDataset(local=place, shuffle=True, batch_size=_BATCH)
+    samples = streaming.StreamingDataset(local=local, shuffle=True, batch_size=_BATCH)
 
     def act() -> int:
-        return sum(batch.size for batch in _batches(sample["ids"] for sample in samples))
+        rows_of_samples = (sample["ids"] for sample in samples)
+        return sum(batch.size for batch in _batches(rows_of_samples))
 
     return {STREAMING: act}
 

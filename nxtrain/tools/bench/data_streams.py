@@ -30,10 +30,12 @@ from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.tools.bench.data_peers import text_sides
-from nxtrain.tools.bench.data_turns import Turn, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_turns import TextTurn, packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import measure_wait
 
-CONCAT, BEST_FIT, WORKER = "concat", "best_fit", "best_fit in a worker"
+CONCAT = "concat"
+BEST_FIT = "best_fit"
+WORKER = "best_fit in a worker"
 
 VOCAB = 4096
 
@@ -62,7 +64,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         WORKER: packing_turns(fitted, number, lambda name: None),
     }
     for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
-        sides[name] = [Turn(side, tokenizer.tokenizer)]
+        sides[name] = [TextTurn(side, tokenizer.tokenizer)]
     return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
 
 
@@ -103,8 +105,8 @@ def measure_start(mib: int, folder: Path) -> dict[str, float]:
     wall_s = time.perf_counter() - began
     if done.returncode:
         raise BackendError(f"the start on {path} ended with exit code {done.returncode}; see its lines above")
-    found: dict[str, float] = json.loads(done.stdout)
-    return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **found}
+    measured: dict[str, float] = json.loads(done.stdout)
+    return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **measured}
 
 
 def write_sparse(path: Path, num_bytes: int) -> int:
@@ -113,7 +115,9 @@ def write_sparse(path: Path, num_bytes: int) -> int:
     schema = schema_of(column, "sparse", settings, 0)
     array, _ = column.array([bytes(_DOCUMENT_BYTES)] * (BATCH_BYTES // _DOCUMENT_BYTES), [])
     batch = pa.record_batch([array], schema=schema)
-    blocks, sealing, entries = [], Sealing(), b""
+    blocks = []
+    sealing = Sealing()
+    entries = b""
     with path.open("wb") as file:
         entries += sealing.add(memoryview(ipc.begin(schema)))
         file.write(ipc.begin(schema))
@@ -144,8 +148,8 @@ def main(path: Path) -> None:
 
 def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
     """All measurements, in a folder that is deleted afterwards."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         text = measure_text(text_mib, seq_len, rounds, folder)
         with Progress("measuring how long steps wait for ids"):
             wait = measure_wait(_corpora(folder, seq_len))

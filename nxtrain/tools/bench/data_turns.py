@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from statistics import geometric_mean, median
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Spent:
+class TextTime:
     """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
 
     Attributes:
@@ -61,7 +61,7 @@ class WatchedTokenizer:
     """
 
     tokenizer: Tokenizer
-    spent: Spent = field(default_factory=Spent)
+    spent: TextTime = field(default_factory=TextTime)
     bare_first: bool = False
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
@@ -79,7 +79,7 @@ class WatchedTokenizer:
         if self.bare_first:
             bare_s = self._encode_bare(texts)
         began = time.process_time()
-        found = encode()
+        encoded = encode()
         inside_s = time.process_time() - began
         if not self.bare_first:
             bare_s = self._encode_bare(texts)
@@ -87,17 +87,17 @@ class WatchedTokenizer:
         self.spent.inside_s += inside_s
         self.spent.calls.append((bare_s / inside_s, self.bare_first))
         self.bare_first = not self.bare_first
-        return found
+        return encoded
 
     def _encode_bare(self, texts: list[str]) -> float:
         began = time.process_time()
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        self.spent.tokens += sum(len(each.ids) + 1 for each in encoded)
+        self.spent.tokens += sum(len(document.ids) + 1 for document in encoded)
         return time.process_time() - began
 
 
 @dataclass(frozen=True)
-class Turn:
+class TextTurn:
     """Part of a side's work.
 
     Args:
@@ -108,7 +108,7 @@ class Turn:
     act: Callable[[Tokenizer], object]
     tokenizer: Tokenizer
 
-    def take(self, bare_first: bool) -> Spent:
+    def take(self, bare_first: bool) -> TextTime:
         """Do the work; returns the CPU seconds."""
         watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
         began = time.process_time()
@@ -117,7 +117,7 @@ class Turn:
         return watched.spent
 
 
-def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[Turn]:
+def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[TextTurn]:
     """Turns that tokenize and pack one window each, in the order of training.
 
     Args:
@@ -127,26 +127,28 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
     """
     documents = source.documents(mark)[0]
     assert documents.tokenizer is not None
-    known: TextTokenizer = documents.tokenizer
+    of_documents: TextTokenizer = documents.tokenizer
 
-    def window(place: Place, tokenizer: Tokenizer) -> Place:
-        own = replace(documents, tokenizer=replace(known, tokenizer=tokenizer))
-        lane = open_lane(own, source.packing, source.seq_len, LaneOrder(1, 0, True), 0, place)
+    def window(begin: Place, tokenizer: Tokenizer) -> Place:
+        watched = replace(documents, tokenizer=replace(of_documents, tokenizer=tokenizer))
+        lane = open_lane(watched, source.packing, source.seq_len, LaneOrder(1, 0, True), 0, begin)
         lane.row()
-        made = 1
-        while lane.place[1] if source.packing == "best_fit" else made < WINDOW_ROWS:
-            lane.row()
-            made += 1
+        if source.packing == "best_fit":
+            while lane.place[1]:
+                lane.row()
+        else:
+            for _ in range(WINDOW_ROWS - 1):
+                lane.row()
         return lane.place
 
-    turns, place = [], BEGIN
+    turns, begin = [], BEGIN
     for _ in range(number):
-        turns.append(Turn(partial(window, place), known.tokenizer))
-        place = window(place, known.tokenizer)
+        turns.append(TextTurn(partial(window, begin), of_documents.tokenizer))
+        begin = window(begin, of_documents.tokenizer)
     return turns
 
 
-def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[str, Any]:
+def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
     """Speed of each side beside the bare tokenizer on the same documents.
 
     Args:
@@ -158,29 +160,38 @@ def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[st
         beside each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """
-    found: dict[str, list[list[Spent]]] = {name: [] for name in sides}
+    times: dict[str, list[list[TextTime]]] = {name: [] for name in sides}
     with Progress("starting", (rounds + 1) * len(sides)) as progress:
-        for done, (each, name) in enumerate(product(range(rounds + 1), sides)):
-            progress.show(done, f"tokenizing, round {each} of {rounds}: {name}")
-            found[name].append([turn.take((each + number) % 2 == 1) for number, turn in enumerate(sides[name])])
+        for done, (number, name) in enumerate(product(range(rounds + 1), sides)):
+            progress.show(done, f"tokenizing, round {number} of {rounds}: {name}")
+            times[name].append([turn.take((number + index) % 2 == 1) for index, turn in enumerate(sides[name])])
     result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
-    for name, taken in found.items():
+    for name, taken in times.items():
         tokens = sum(spent.tokens for spent in taken[0])
-        own = [tokens / sum(spent.own_s for spent in turns) for turns in taken[1:]]
-        bare = [tokens / sum(spent.bare_s for spent in turns) for turns in taken[1:]]
-        counted = [spent for turns in taken[1:] for spent in turns]
+        rates, bare_rates = [], []
+        counted: list[TextTime] = []
+        for turns in taken[1:]:
+            rates.append(tokens / sum(spent.own_s for spent in turns))
+            bare_rates.append(tokens / sum(spent.bare_s for spent in turns))
+            counted += turns
         result["tokens"][name] = tokens
-        result["rows"].append({"name": name, "value": median(own), "unit": "tokens/s", "rounds": own, "bare": bare})
+        row = {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": rates, "bare": bare_rates}
+        result["rows"].append(row)
         result["inside"][name] = median(spent.inside_s / spent.own_s for spent in counted)
         result["ratios"][name] = speed_ratio(counted)
     return result
 
 
-def speed_ratio(turns: Sequence[Spent]) -> float:
+def speed_ratio(turns: Sequence[TextTime]) -> float:
     """Speed of a side over that of the bare tokenizer: both times of each call, and the share outside of calls.
 
     Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
     of a turn outside of the calls. Who comes second finds the text in the caches, so both orders count the same.
     """
-    by_order = [[ratio for turn in turns for ratio, first in turn.calls if first == bare] for bare in (False, True)]
-    return geometric_mean(map(median, filter(None, by_order))) * median(turn.inside_s / turn.own_s for turn in turns)
+    calls = list(chain.from_iterable(turn.calls for turn in turns))
+    medians = []
+    for order in (False, True):
+        ratios = [ratio for ratio, bare_first in calls if bare_first == order]
+        if ratios:
+            medians.append(median(ratios))
+    return geometric_mean(medians) * median(turn.inside_s / turn.own_s for turn in turns)

@@ -28,7 +28,9 @@ MOST_WAITING = 0.01
 LADDER = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
 """Rates that are tried, from the highest on, as parts of `TOKENS_PER_S`."""
 
-ROWS, STEPS, WARMUP_STEPS = 32, 60, 10
+ROWS = 32
+STEPS = 60
+WARMUP_STEPS = 10
 TIMEOUT_S = 600.0
 
 
@@ -44,9 +46,9 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
     """
     numbers = sorted({1, max(2, num_cores())})
     shares: dict[str, float] = {}
-    kept: dict[str, dict[int, float]] = {}
+    reached: dict[str, dict[int, float]] = {}
     for name, source in sources.items():
-        kept[name] = {}
+        reached[name] = {}
         for workers in numbers:
             with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
                 at = {rate: partial(share_waiting, batches, source.seq_len / rate) for rate in _rates()}
@@ -54,10 +56,10 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
                 # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
                 most = 1.25 * (1 - first) * TOKENS_PER_S
                 below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
-                kept[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
+                reached[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
             if workers == numbers[-1]:
                 shares[name] = first
-    return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": kept}
+    return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": reached}
 
 
 def _rates() -> list[float]:

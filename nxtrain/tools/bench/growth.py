@@ -21,14 +21,18 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.tools.bench.chart import check_chart, draw, spread
-from nxtrain.tools.bench.turns import Worker, environment, machine, machine_line, started, take_turns
+from nxtrain.tools.bench.turns import BenchWorker, environment, machine, machine_line, started, take_turns
 
-SEQ_LEN, LAYERS, ACCUMULATION, WORLD = "seq_len", "layers", "accumulation", "world"
-START, CHECKPOINT = "start", "checkpoint"
+SEQ_LEN = "seq_len"
+LAYERS = "layers"
+ACCUMULATION = "accumulation"
+START = "start"
+CHECKPOINT = "checkpoint"
+WORLD = "world"
 
 
 @dataclass(frozen=True)
-class Curve:
+class GrowthCurve:
     """Sizes to measure at.
 
     Args:
@@ -43,12 +47,12 @@ class Curve:
 
 
 CURVES = {
-    SEQ_LEN: Curve((128, 256, 512, 1024), 1.0, "step against tokens per sequence; attention adds to 1"),
-    LAYERS: Curve((2, 4, 8, 16), 1.0, "step against blocks"),
-    ACCUMULATION: Curve((1, 2, 4, 8), 1.0, "step against micro-batches"),
-    START: Curve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
-    CHECKPOINT: Curve((12, 24, 48, 96), 1.0, "checkpoint saved and loaded against MiB"),
-    WORLD: Curve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
+    SEQ_LEN: GrowthCurve((128, 256, 512, 1024), 1.0, "step against tokens per sequence; attention adds to 1"),
+    LAYERS: GrowthCurve((2, 4, 8, 16), 1.0, "step against blocks"),
+    ACCUMULATION: GrowthCurve((1, 2, 4, 8), 1.0, "step against micro-batches"),
+    START: GrowthCurve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
+    CHECKPOINT: GrowthCurve((12, 24, 48, 96), 1.0, "checkpoint saved and loaded against MiB"),
+    WORLD: GrowthCurve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
 }
 
 
@@ -82,10 +86,8 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
     check_chart(chart)
     unknown = [name for name in curves if name not in CURVES]
     if unknown:
-        known = ", ".join(CURVES)
-        raise ConfigError(
-            [Problem("--curves", f"there is no curve {name!r}", hint=f"known: {known}") for name in unknown]
-        )
+        hint = f"known: {', '.join(CURVES)}"
+        raise ConfigError([Problem("--curves", f"there is no curve {name!r}", hint=hint) for name in unknown])
     if points == 1:
         raise ConfigError([Problem("--points", "one point has no slope", hint="use 2 or more, or 0 for all")])
     traces = find_spec("torch_xla") is not None
@@ -105,16 +107,13 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
 
 def measure(sizes: Mapping[str, Sequence[int]], rounds: int) -> dict[str, list[list[float]]]:
     """CPU seconds at each size of each curve in every round."""
-    env = environment(1)
-    workers = {
-        name: Worker(
-            "nxtrain.tools.bench.growth_worker",
-            name,
-            json.dumps(asdict(GrowthJob(name, of_curve))),
-            trace_environment(env) if name == WORLD else env,
-        )
-        for name, of_curve in sizes.items()
-    }
+    workers = {}
+    for name, of_curve in sizes.items():
+        env = environment(1)
+        if name == WORLD:
+            env = trace_environment(env)
+        job = json.dumps(asdict(GrowthJob(name, of_curve)))
+        workers[name] = BenchWorker("nxtrain.tools.bench.growth_worker", name, job, env)
     with started(workers):
         return take_turns(workers, rounds)
 
@@ -127,10 +126,10 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return covariance / sum((a - mean_x) ** 2 for a in x)
 
 
-def summarize(sizes: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+def summarize(sizes: Mapping[str, Sequence[int]], measured: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
     """Exponents inside each round, their median, and the median seconds at each size."""
     rows = []
-    for name, turns in found.items():
+    for name, turns in measured.items():
         exponents = [exponent(sizes[name], turn) for turn in turns]
         rows.append(
             {
@@ -139,7 +138,7 @@ def summarize(sizes: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[S
                 "unit": "exponent",
                 "rounds": exponents,
                 "sizes": list(sizes[name]),
-                "cpu_s": [median(turn[place] for turn in turns) for place in range(len(sizes[name]))],
+                "cpu_s": [median(of_size) for of_size in zip(*turns, strict=True)],
             }
         )
     return {"rows": rows, "ratios": {}, "exponents": {row["name"]: row["value"] for row in rows}}

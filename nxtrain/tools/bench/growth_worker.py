@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nxtrain.backends import open_backend
-from nxtrain.tools.bench.checkpoint import State
+from nxtrain.tools.bench.checkpoint import FilledState
 from nxtrain.tools.bench.growth import ACCUMULATION, CHECKPOINT, LAYERS, SEQ_LEN, START, WORLD, GrowthJob
 from nxtrain.tools.bench.train import Workload
 from nxtrain.tools.bench.turns import serve
@@ -44,7 +44,12 @@ def main(job: GrowthJob) -> None:
     """Serve turns until standard input ends."""
     torch.set_num_threads(1)
     curves = {START: starts, CHECKPOINT: checkpoints, WORLD: traces}
-    serve(lambda: {"": _in_turns(curves.get(job.curve, steps)(job))})
+
+    def make() -> dict[str, Callable[[], list[float]]]:
+        acts = curves.get(job.curve, steps)(job)
+        return {"": lambda: [_cpu_s(act) for act in acts]}
+
+    serve(make)
 
 
 def steps(job: GrowthJob) -> list[Callable[[], object]]:
@@ -70,13 +75,13 @@ def starts(job: GrowthJob) -> list[Callable[[], object]]:
 
 def checkpoints(job: GrowthJob) -> list[Callable[[], object]]:
     """Save and load of a checkpoint of each size, in a folder for temporary files."""
-    place = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
 
     def make(mib: int) -> Callable[[], None]:
-        folder = place / str(mib)
+        folder = scratch / str(mib)
         folder.mkdir()
-        state = State(folder, mib)
+        state = FilledState(folder, mib)
 
         def act() -> None:
             state.clear()
@@ -106,11 +111,6 @@ def traces(job: GrowthJob) -> list[Callable[[], object]]:
         return Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
 
     return [partial(trace, plan(world), world, [0], steps=2, hlo=None) for world in job.sizes]
-
-
-def _in_turns(acts: Sequence[Callable[[], object]]) -> Callable[[], list[float]]:
-    """A turn of all: CPU seconds of each."""
-    return lambda: [_cpu_s(act) for act in acts]
 
 
 def _cpu_s(act: Callable[[], object]) -> float:

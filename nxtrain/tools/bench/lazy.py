@@ -89,8 +89,8 @@ def trace_a_rank(work: LazyWorkload) -> Callable[[], float]:
     ranks = count()
 
     def turn() -> float:
-        found = trace(plan, WORLD, [next(ranks)], steps=2, hlo=None)
-        seconds: float = found["seconds"][0]
+        traced = trace(plan, WORLD, [next(ranks)], steps=2, hlo=None)
+        seconds: float = traced["seconds"][0]
         return seconds
 
     return turn

@@ -30,7 +30,7 @@ SHARE, SLACK_BYTES = 1.3, 1 << 30
 
 
 @dataclass(frozen=True)
-class Target:
+class BuildTarget:
     """Rank of one pipeline stage whose part of the model is materialized.
 
     Args:
@@ -63,7 +63,9 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
         ConfigError: No such preset, or degrees that it cannot have.
         BackendError: The peak exceeds the bound, or this system does not tell it.
     """
-    target = Target(preset, tp, pp, pp // 2 if stage is None else stage)
+    if stage is None:
+        stage = pp // 2
+    target = BuildTarget(preset, tp, pp, stage)
     _check(target)
     result = judge({**asdict(target), "rank": target.rank, **_measure(target)})
     if as_json:
@@ -89,7 +91,7 @@ def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
     return {**measured, "bound_bytes": bound, "within": measured["peak_bytes"] <= bound}
 
 
-def _check(target: Target) -> None:
+def _check(target: BuildTarget) -> None:
     family = find_family(FAMILY)
     model = family.preset(target.preset)
     problems = [
@@ -102,7 +104,7 @@ def _check(target: Target) -> None:
         raise ConfigError(f"--stage {target.stage} is none of the {target.pp} stages; use 0 to {target.pp - 1}")
 
 
-def _measure(target: Target) -> dict[str, Any]:
+def _measure(target: BuildTarget) -> dict[str, Any]:
     argv = [sys.executable, "-m", "nxtrain.tools.bench.stage", json.dumps(asdict(target))]
     with Progress("making the shard"):
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any
 
@@ -30,11 +30,15 @@ from nxtrain.config.schema import OptimConfig, RunConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.precision import DTYPES, Precision, Update
 from nxtrain.tools.bench.train import SHAPE
+from nxtrain.tools.bench.turns import median_ratio
 from nxtrain.train.build import build_meta
 
 PEER = "torch.optim.AdamW(fused=True)"
 WARMUP_ROUNDS = 2
-BETAS, EPS, WEIGHT_DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
     updates = {PEER: _torchs(grads)}
     bytes_per_param = {PEER: 12.0}
-    seconds: dict[str, list[float]] = {name: [] for name in (PEER, *(case.name for case in CASES))}
+    names = [PEER, *(case.name for case in CASES)]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with Progress("making the states", (WARMUP_ROUNDS + rounds) * len(seconds)) as progress:
         for case in CASES:
             updates[case.name], held = _ours(case, layout, backend, grads)
@@ -112,14 +117,14 @@ def summarize(
         num_params: Updated in one turn.
         bytes_per_param: Of parameters and state.
     """
-    return {
-        name: {
+    rules = {}
+    for name, turns in seconds.items():
+        rules[name] = {
             "ns_per_param": median(turns) / num_params * 1e9,
-            "ratio": median(ours / peer for ours, peer in zip(turns, seconds[PEER], strict=True)),
+            "ratio": median_ratio(turns, seconds[PEER]),
             "bytes_per_param": bytes_per_param[name],
         }
-        for name, turns in seconds.items()
-    }
+    return rules
 
 
 def _layout(backend: Backend, layers: int) -> Layout:
@@ -144,8 +149,8 @@ def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tens
     )
     lr, scale = backend.scalars(LR, 1.0)
     skip = backend.put(torch.zeros((), dtype=torch.bool))
-    held = [*shards.values(), *(tensor for kind in optimizer.state.values() for tensor in kind.values())]
-    return lambda: optimizer.step(grads, lr, scale, skip), sum(tensor.nbytes for tensor in held)
+    tensors = [*shards.values(), *chain.from_iterable(kind.values() for kind in optimizer.state.values())]
+    return lambda: optimizer.step(grads, lr, scale, skip), sum(tensor.nbytes for tensor in tensors)
 
 
 def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:

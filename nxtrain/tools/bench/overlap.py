@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.run_folder import LOGS_DIR, PROFILES_DIR
@@ -56,7 +56,8 @@ class Profile:
     @property
     def products_beside(self) -> int:
         """Number of products of the backward pass that begin while a sum is under way."""
-        return sum(_is_in(each.begin_s, self.sums) and _is_in(each.begin_s, self.backward) for each in self.products)
+        begins_s = [product.begin_s for product in self.products]
+        return sum(_is_in(begin_s, self.sums) and _is_in(begin_s, self.backward) for begin_s in begins_s)
 
     @property
     def overlap(self) -> float:
@@ -99,7 +100,12 @@ def read(file: Path) -> Profile:
     events.sort(key=lambda event: float(event["ts"]))
 
     def named(pattern: str | re.Pattern[str]) -> list[tuple[str, Interval]]:
-        return [(event["name"], _interval(event, base_s)) for event in events if re.search(pattern, event["name"])]
+        intervals = []
+        for event in events:
+            if re.search(pattern, event["name"]):
+                begin_s = base_s + float(event["ts"]) / 1e6
+                intervals.append((event["name"], Interval(begin_s, begin_s + float(event["dur"]) / 1e6)))
+        return intervals
 
     # The profiler marks each section of a step.
     sections = [(name.removeprefix("nxtrain."), when) for name, when in named(rf"^nxtrain\.({'|'.join(SECTIONS)})$")]
@@ -119,30 +125,29 @@ def read(file: Path) -> Profile:
     return profile
 
 
-def _interval(event: dict[str, Any], base_s: float) -> Interval:
-    begin_s = base_s + float(event["ts"]) / 1e6
-    return Interval(begin_s, begin_s + float(event["dur"]) / 1e6)
-
-
 def _is_in(moment_s: float, intervals: Iterable[Interval]) -> bool:
     return any(interval.begin_s <= moment_s < interval.end_s for interval in intervals)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same time as ascending intervals that have no moment in common."""
-    found: list[Interval] = []
-    for each in sorted(intervals, key=lambda interval: interval.begin_s):
-        if found and each.begin_s <= found[-1].end_s:
-            found[-1] = Interval(found[-1].begin_s, max(found[-1].end_s, each.end_s))
+    merged: list[Interval] = []
+    for interval in sorted(intervals, key=lambda interval: interval.begin_s):
+        if merged and interval.begin_s <= merged[-1].end_s:
+            merged[-1] = Interval(merged[-1].begin_s, max(merged[-1].end_s, interval.end_s))
         else:
-            found.append(each)
-    return found
+            merged.append(interval)
+    return merged
 
 
 def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
     """Time in two unions at once."""
-    pairs = ((max(a.begin_s, b.begin_s), min(a.end_s, b.end_s)) for a in these for b in those)
-    return [Interval(begin_s, end_s) for begin_s, end_s in pairs if begin_s < end_s]
+    intervals = []
+    for a, b in product(these, those):
+        begin_s, end_s = max(a.begin_s, b.begin_s), min(a.end_s, b.end_s)
+        if begin_s < end_s:
+            intervals.append(Interval(begin_s, end_s))
+    return intervals
 
 
 def length_s(intervals: Iterable[Interval]) -> float:

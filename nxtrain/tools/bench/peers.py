@@ -39,7 +39,9 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
     model = transformers.LlamaForCausalLM(config).to(device=clocks.device, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True if fused else None)
     inputs, targets = (x.to(clocks.device) for x in batch(work))
-    forward: Callable[..., Any] = torch.compile(model, dynamic=False) if compiled else model
+    forward: Callable[..., Any] = model
+    if compiled:
+        forward = torch.compile(model, dynamic=False)
 
     def step() -> float:
         # `shift_labels` are targets as they stand, so both sides count the same tokens.

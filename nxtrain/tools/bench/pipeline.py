@@ -31,7 +31,7 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import Worker, num_cores, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, num_cores, rank_environments
 
 Work: TypeAlias = Literal["sleep", "blocks"]
 
@@ -75,8 +75,13 @@ class StageWork:
     def expected(self, forward_s: float = 0.0, backward_s: float = 0.0, weight_s: float = 0.0) -> PipelineCosts:
         """The pipeline as planned; times other than those of sleep must be given."""
         num_stages = self.pp * self.virtual_pp
-        splits = self.schedule == "zero_bubble"
-        slept_s = BACKWARD * self.forward_s / (2 if splits else 1)
+        slept_s = BACKWARD * self.forward_s
+        weights_s: list[float] = []
+        postponed_bytes: list[int] = []
+        if self.schedule == "zero_bubble":
+            slept_s /= 2
+            weights_s = [weight_s or slept_s] * num_stages
+            postponed_bytes = [0] * num_stages
         return PipelineCosts(
             pp_size=self.pp,
             virtual_pp=self.virtual_pp,
@@ -85,15 +90,15 @@ class StageWork:
             backward_s=[backward_s or slept_s] * num_stages,
             kept_bytes=[self.boundary_bytes * (stage > 0) for stage in range(num_stages)],
             order=self.schedule,
-            weight_s=[weight_s or slept_s] * num_stages if splits else (),
-            postponed_bytes=[0] * num_stages if splits else (),
+            weight_s=weights_s,
+            postponed_bytes=postponed_bytes,
             boundary_bytes=self.boundary_bytes,
             blocking=False,
         )
 
 
 @dataclass(frozen=True)
-class Turn:
+class PipelineTurn:
     """Measurement of all ranks in one step.
 
     Args:
@@ -105,15 +110,15 @@ class Turn:
     sent_bytes: tuple[int, ...]
 
     @staticmethod
-    def read(lines: Sequence[str]) -> Turn:
+    def read(lines: Sequence[str]) -> PipelineTurn:
         """From what the processes print, by rank."""
-        found = [json.loads(line) for line in lines]
-        spans = tuple(
-            Span(rank, Action(kind, chunk, micro), start_s, end_s)
-            for rank, one in enumerate(found)
-            for kind, chunk, micro, start_s, end_s in one["actions"]
-        )
-        return Turn(spans, tuple(one["sent_bytes"] for one in found))
+        spans, sent_bytes = [], []
+        for rank, line in enumerate(lines):
+            answer = json.loads(line)
+            for kind, chunk, micro, start_s, end_s in answer["actions"]:
+                spans.append(Span(rank, Action(kind, chunk, micro), start_s, end_s))
+            sent_bytes.append(answer["sent_bytes"])
+        return PipelineTurn(tuple(spans), tuple(sent_bytes))
 
     def mean_s(self, kind: str) -> float:
         """Of the forwards, of the backwards, or of their weight parts."""
@@ -136,46 +141,53 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
         raise ConfigError("--pp 1 is no pipeline: a single stage sends nothing and waits for nobody; use 2 or more")
     if work.schedule == "zero_bubble" and work.virtual_pp > 1:
         raise ConfigError(f"--virtual-pp {work.virtual_pp} has no schedule zero_bubble, which is for 1; leave one out")
-    works = [work] if work.schedule == "1f1b" else [work, replace(work, schedule="1f1b")]
-    turns: list[list[Turn]] = [[] for _ in works] if dry_run else measure(works, rounds)
+    works = [work]
+    if work.schedule != "1f1b":
+        works.append(replace(work, schedule="1f1b"))
+    turns: list[list[PipelineTurn]] = [[] for _ in works]
+    if not dry_run:
+        turns = measure(works, rounds)
     result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
-        compared = {"1f1b": others[0]} if others else {}
-        write_document({**asdict(work), "rounds": rounds, **result, **compared})
+        document = {**asdict(work), "rounds": rounds, **result}
+        if others:
+            document["1f1b"] = others[0]
+        write_document(document)
     else:
         _show(work, turns[0], result, others)
 
 
-def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
+def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]:
     """Run the steps of several pipelines in turn, each rank in a process of its own.
 
     Raises:
         BackendError: A process ended; its output contains the reason.
     """
-    turns: list[list[Turn]] = [[] for _ in works]
+    turns: list[list[PipelineTurn]] = [[] for _ in works]
     with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        pipelines = [
-            [
-                stack.enter_context(Worker(RANK_PROGRAM, str(rank), json.dumps(asdict(work)), env))
-                for rank, env in enumerate(rank_environments(work.pp))
-            ]
-            for work in works
-        ]
+        pipelines = []
+        for work in works:
+            job = json.dumps(asdict(work))
+            workers = []
+            for rank, env in enumerate(rank_environments(work.pp)):
+                worker = BenchWorker(RANK_PROGRAM, str(rank), job, env)
+                workers.append(stack.enter_context(worker))
+            pipelines.append(workers)
         for number in range(rounds + 1):
             progress.show(number, f"round {number} of {rounds}")
             for workers, of_one in zip(pipelines, turns, strict=True):
                 for worker in workers:
                     worker.begin()
-                of_one.append(Turn.read([worker.end() for worker in workers]))
+                of_one.append(PipelineTurn.read([worker.end() for worker in workers]))
     return [of_one[1:] for of_one in turns]
 
 
-def fastest(work: StageWork, turns: Iterable[Turn]) -> Turn:
+def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
     """The turn with the shortest step."""
     return min(turns, key=lambda turn: figures(work.expected(), turn.spans).step_s)
 
 
-def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
+def summarize(work: StageWork, turns: Sequence[PipelineTurn]) -> dict[str, Any]:
     """Expected figures and, if there are turns, the measured figures of the fastest turn.
 
     Args:
@@ -193,25 +205,27 @@ def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
     return result
 
 
-def _of(found: PipelineFigures) -> dict[str, Any]:
+def _of(pipeline: PipelineFigures) -> dict[str, Any]:
     return {
-        "step_s": found.step_s,
-        "bubble": found.bubble,
-        "busy_s": [rank.busy_s for rank in found.ranks],
-        "forwards_in_flight": [rank.forwards_in_flight for rank in found.ranks],
-        "forwards_in_flight_formula": [rank.forwards_in_flight_formula for rank in found.ranks],
-        "held_bytes": [rank.activation_bytes for rank in found.ranks],
-        "sent_bytes": [rank.sent_bytes for rank in found.ranks],
+        "step_s": pipeline.step_s,
+        "bubble": pipeline.bubble,
+        "busy_s": [rank.busy_s for rank in pipeline.ranks],
+        "forwards_in_flight": [rank.forwards_in_flight for rank in pipeline.ranks],
+        "forwards_in_flight_formula": [rank.forwards_in_flight_formula for rank in pipeline.ranks],
+        "held_bytes": [rank.activation_bytes for rank in pipeline.ranks],
+        "sent_bytes": [rank.sent_bytes for rank in pipeline.ranks],
     }
 
 
-def _plan(work: StageWork, best: Turn | None) -> PipelineCosts:
+def _plan(work: StageWork, best: PipelineTurn | None) -> PipelineCosts:
     if best is None or work.work == "sleep":
         return work.expected()
     return work.expected(*(best.mean_s(kind) for kind in ("forward", "backward", "weight")))
 
 
-def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+def _show(
+    work: StageWork, turns: Sequence[PipelineTurn], result: dict[str, Any], others: Sequence[dict[str, Any]]
+) -> None:
     best = fastest(work, turns) if turns else None
     plan = _plan(work, best)
     console = Console(highlight=False, soft_wrap=True)
@@ -249,19 +263,23 @@ def _table(work: StageWork, result: dict[str, Any]) -> Table:
         return " / ".join(f"{number:{form}}" for number in numbers)
 
     title = f"{work.schedule}, pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
-    title += f"{cell([found['bubble'] for found in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
+    title += f"{cell([pipeline['bubble'] for pipeline in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
     table = Table(title=title, title_style="bold")
     for head in ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent"):
         table.add_column(head, justify="right")
     for rank in range(work.pp):
-        busy_ms = [1e3 * found["busy_s"][rank] for found in shown]
-        idle_ms = [1e3 * found["step_s"] - busy for found, busy in zip(shown, busy_ms, strict=True)]
+        busy_ms = [1e3 * pipeline["busy_s"][rank] for pipeline in shown]
+        idle_ms = [1e3 * pipeline["step_s"] - busy for pipeline, busy in zip(shown, busy_ms, strict=True)]
+        in_flight = [pipeline["forwards_in_flight"][rank] for pipeline in shown]
+        held_mib = [pipeline["held_bytes"][rank] / MIB for pipeline in shown]
+        sent_mib = [pipeline["sent_bytes"][rank] / MIB for pipeline in shown]
         table.add_row(
             str(rank),
             cell(busy_ms, ".1f"),
             cell(idle_ms, ".1f"),
-            cell([found["forwards_in_flight"][rank] for found in shown], "d"),
-            *(cell([found[name][rank] / MIB for found in shown], ".3g") for name in ("held_bytes", "sent_bytes")),
+            cell(in_flight, "d"),
+            cell(held_mib, ".3g"),
+            cell(sent_mib, ".3g"),
         )
     caption = "held: the most at once of what stages send each other"
     if "bubbles" in result:

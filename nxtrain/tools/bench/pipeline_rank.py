@@ -55,10 +55,12 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
     parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
-    chunks: dict[str, nn.Module] = {
-        str(stage): _Sleeper(work.forward_s) if work.work == "sleep" else _Blocks(work, backend, stage)
-        for stage in stages
-    }
+    chunks: dict[str, nn.Module] = {}
+    for stage in stages:
+        if work.work == "sleep":
+            chunks[str(stage)] = _Sleeper(work.forward_s)
+        else:
+            chunks[str(stage)] = _Blocks(work, backend, stage)
     actions: list[tuple[str, int, int, float, float]] = []
     sent_bytes = 0
 
@@ -107,8 +109,12 @@ class _Chunks(nn.Module):
 
     def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         del starts  # no attention
-        out: Tensor = self._chunks[str(part.blocks[0])](self.entry if part.first else x)
-        return out if targets is None else out.sum()
+        if part.first:
+            x = self.entry
+        out: Tensor = self._chunks[str(part.blocks[0])](x)
+        if targets is not None:
+            out = out.sum()
+        return out
 
 
 class _Sleeper(SplitBackward):

@@ -24,9 +24,11 @@ from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench.chart import check_chart, draw, spread
 from nxtrain.tools.bench.train import Workload
-from nxtrain.tools.bench.turns import Worker, machine, machine_line, median_ratio, rank_environments
+from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
 
-ALONE, ONE, TWO = "alone", "one", "two_independent"
+ALONE = "alone"
+ONE = "one"
+TWO = "two_independent"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
@@ -57,8 +59,8 @@ def bench_scaling(
     check_chart(chart)
     unknown = [name for name in layouts if name not in LAYOUTS]
     if unknown:
-        known = ", ".join(LAYOUTS)
-        raise ConfigError([Problem("--layouts", f"there is no layout {n!r}", hint=f"known: {known}") for n in unknown])
+        hint = f"known: {', '.join(LAYOUTS)}"
+        raise ConfigError([Problem("--layouts", f"there is no layout {name!r}", hint=hint) for name in unknown])
     names = list(layouts or LAYOUTS)
     measured, parts = measure(work, names, rounds)
     result = {
@@ -70,7 +72,9 @@ def bench_scaling(
     }
     if chart is not None:
         of = {row["name"]: row["rounds"] for row in result["rows"]}
-        bars = {name: spread([ours / two for ours, two in zip(of[name], of[TWO], strict=True)]) for name in names}
+        bars = {}
+        for name in names:
+            bars[name] = spread([ours / two for ours, two in zip(of[name], of[TWO], strict=True)])
         draw(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
     if as_json:
         write_document(result)
@@ -88,8 +92,8 @@ def measure(
     total = (rounds + 1) * (len(names) + 2) + len(names)
     with ExitStack() as stack, Progress("starting", total) as progress:
 
-        def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[Worker]:
-            return [stack.enter_context(Worker(module, name, job, env)) for env in environments]
+        def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[BenchWorker]:
+            return [stack.enter_context(BenchWorker(module, name, job, env)) for env in environments]
 
         alone = start(ALONE, rank_environments(1) * RANKS)
         groups = {ONE: alone[:1], TWO: alone, **{name: start(name, rank_environments(RANKS)) for name in names}}
@@ -104,7 +108,7 @@ def measure(
     return {name: turns[1:] for name, turns in measured.items()}, parts
 
 
-def _at_once(workers: Sequence[Worker], request: str = "") -> list[dict[str, Any]]:
+def _at_once(workers: Sequence[BenchWorker], request: str = "") -> list[dict[str, Any]]:
     for worker in workers:
         worker.begin(request)
     return [json.loads(worker.end()) for worker in workers]
@@ -117,31 +121,31 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
         measured: By name, for each round, the seconds of each process by clock.
         tokens: Tokens of one rank in one turn.
     """
-    # Independent runs end on their own; ranks of a layout end together, and the slower counts.
-    wall = {
-        name: [
-            sum(tokens / one["wall"] for one in processes)
-            if name in (ONE, TWO)
-            else RANKS * tokens / max(one["wall"] for one in processes)
-            for processes in rounds
-        ]
-        for name, rounds in measured.items()
-    }
-    cpu = {
-        name: [sum(one["cpu"] for one in processes) / (len(processes) * tokens) for processes in rounds]
-        for name, rounds in measured.items()
-    }
-    rows = [
-        {
-            "name": name,
-            "value": median(wall[name]),
-            "unit": "tokens/s",
-            "rounds": wall[name],
-            "cpu_s_per_token": {"value": median(cpu[name]), "rounds": cpu[name]},
-            "waited": median(max(one["waited"] / one["wall"] for one in processes) for processes in measured[name]),
-        }
-        for name in measured
-    ]
+    wall: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    rows = []
+    for name, rounds in measured.items():
+        wall[name] = []
+        cpu[name] = []
+        waited = []
+        for processes in rounds:
+            # Independent runs end on their own; ranks of a layout end together, and the slower counts.
+            if name in (ONE, TWO):
+                wall[name].append(sum(tokens / one["wall"] for one in processes))
+            else:
+                wall[name].append(RANKS * tokens / max(one["wall"] for one in processes))
+            cpu[name].append(sum(one["cpu"] for one in processes) / (len(processes) * tokens))
+            waited.append(max(one["waited"] / one["wall"] for one in processes))
+        rows.append(
+            {
+                "name": name,
+                "value": median(wall[name]),
+                "unit": "tokens/s",
+                "rounds": wall[name],
+                "cpu_s_per_token": {"value": median(cpu[name]), "rounds": cpu[name]},
+                "waited": median(waited),
+            }
+        )
     layouts = [name for name in measured if name not in (ONE, TWO)]
     return {
         "rows": rows,
@@ -160,16 +164,14 @@ def _show(result: Mapping[str, Any]) -> None:
         table.add_column(head, justify="right")
     for row in result["rows"]:
         name = row["name"]
-        kinds = result["breakdown"].get(name, {}).get("kinds", {})
-        table.add_row(
-            name.replace("_", " "),
-            f"{row['value']:.0f}",
-            f"{result['over_one'][name]:.2f}" if name in result["over_one"] else "",
-            f"{result['ratios'][name]:.1%}" if name in result["ratios"] else "",
-            f"{result['cpu_ratios'][name]:.1%}" if name in result["cpu_ratios"] else "",
-            f"{row['waited']:.1%}" if name in result["ratios"] else "",
-            f"{kinds['communication']['share']:.1%}" if kinds else "",
-        )
+        cells = [name.replace("_", " "), f"{row['value']:.0f}"]
+        if name in result["over_one"]:
+            cells.append(f"{result['over_one'][name]:.2f}")
+        if name in result["ratios"]:
+            cells += [f"{result['ratios'][name]:.1%}", f"{result['cpu_ratios'][name]:.1%}", f"{row['waited']:.1%}"]
+        if name in result["breakdown"]:
+            cells.append(f"{result['breakdown'][name]['kinds']['communication']['share']:.1%}")
+        table.add_row(*cells)
     table.caption = (
         "over one: tokens/s over those of one rank; efficiency: over those of two independent runs at once; by CPU: "
         "CPU seconds per token of these over its own; waiting: of wall time, the rank that waits most; comm.: "

@@ -37,8 +37,8 @@ def turns(layout: str, work: Workload) -> dict[str, Callable[[], dict[str, Any]]
     def waiting_too() -> dict[str, Any]:
         backend.collectives.barrier()
         before = backend.waited_s()
-        found = turn()
-        return {**found, "waited": backend.waited_s() - before}
+        measured = turn()
+        return {**measured, "waited": backend.waited_s() - before}
 
     return {"": waiting_too, BREAKDOWN: parts(step, state, backend)}
 

@@ -17,11 +17,11 @@ from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.nn.init import draw
-from nxtrain.tools.bench.materialize import FAMILY, SEQ_LEN, Target
+from nxtrain.tools.bench.materialize import FAMILY, SEQ_LEN, BuildTarget
 from nxtrain.train.build import build_meta, fill_model, parts_of
 
 
-def measure(target: Target) -> dict[str, Any]:
+def measure(target: BuildTarget) -> dict[str, Any]:
     """Make a shard as a run makes it; the mesh is data, so no other rank need exist."""
     tables = {
         "parallel": {"tp": target.tp, "pp": target.pp},
@@ -52,4 +52,4 @@ def measure(target: Target) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Target(**json.loads(sys.argv[1])))))
+    print(json.dumps(measure(BuildTarget(**json.loads(sys.argv[1])))))

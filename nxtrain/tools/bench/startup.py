@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,11 @@ from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench.turns import machine, machine_line, median_ratio
 
-PYTHON, TORCH, PACKAGE, HELP, FIRST_STEP = "python", "import torch", "import nxtrain", "nxtrain --help", "first step"
+PYTHON = "python"
+TORCH = "import torch"
+PACKAGE = "import nxtrain"
+HELP = "nxtrain --help"
+FIRST_STEP = "first step"
 
 CODE = {PYTHON: "pass", TORCH: "import torch", PACKAGE: "import nxtrain"}
 
@@ -53,19 +58,22 @@ def bench_startup(*, config: Path | None, rounds: int, as_json: bool) -> None:
 
 def measure(config: Path | None, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Wall and CPU seconds of each command in every round; the CPU time of children counts."""
-    names = [PYTHON, TORCH, PACKAGE, HELP, *([FIRST_STEP] if config is not None else [])]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with Progress("starting", (rounds + 1) * len(names)) as progress:
-        for done, (number, name) in enumerate(product(range(rounds + 1), names)):
+    acts = {name: partial(command, name) for name in (PYTHON, TORCH, PACKAGE, HELP)}
+    if config is not None:
+        acts[FIRST_STEP] = partial(first_step, config)
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in acts}
+    with Progress("starting", (rounds + 1) * len(acts)) as progress:
+        for done, (number, name) in enumerate(product(range(rounds + 1), acts)):
             progress.show(done, f"round {number} of {rounds}: {name}")
-            turn = first_step(config) if name == FIRST_STEP and config is not None else command(name)
-            found[name].append(turn)
-    return {name: turns[1:] for name, turns in found.items()}
+            seconds[name].append(acts[name]())
+    return {name: turns[1:] for name, turns in seconds.items()}
 
 
 def command(name: str) -> dict[str, float]:
     """Seconds of a process by clock."""
-    argv = ["-c", CODE[name]] if name in CODE else ["-m", "nxtrain", "--help"]
+    argv = ["-m", "nxtrain", "--help"]
+    if name in CODE:
+        argv = ["-c", CODE[name]]
     cpu, began = _children_s(), time.perf_counter()
     done = subprocess.run([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     seconds = {"wall": time.perf_counter() - began, "cpu": _children_s() - cpu}
@@ -75,9 +83,9 @@ def command(name: str) -> dict[str, float]:
 
 def first_step(config: Path) -> dict[str, float]:
     """Wall seconds until a run of one step has recorded its loss, and CPU seconds of the whole run."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        metrics, output = folder / "metrics.jsonl", Path(place) / "output"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        metrics, output = folder / "metrics.jsonl", Path(scratch) / "output"
         options = [
             "train.steps=1",
             "optim.warmup_steps=0",
@@ -123,24 +131,27 @@ def _check(name: str, code: int, output: bytes) -> None:
         raise BackendError("\n".join([f"{name} ended with exit code {code}; its last lines:", *tail]))
 
 
-def summarize(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+def summarize(measured: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """Medians over rounds, and ratios of CPU time over `import torch` inside each round.
 
     Args:
-        found: Seconds by clock of each command in every round.
+        measured: Seconds by clock of each command in every round.
     """
-    cpu = {name: [turn["cpu"] for turn in turns] for name, turns in found.items()}
-    rows = [
-        {
-            "name": name,
-            "value": median(turn["wall"] for turn in turns),
-            "unit": "s",
-            "rounds": [turn["wall"] for turn in turns],
-            "cpu_s": {"value": median(cpu[name]), "rounds": cpu[name]},
-        }
-        for name, turns in found.items()
-    ]
-    return {"rows": rows, "ratios": {name: median_ratio(cpu[name], cpu[TORCH]) for name in found if name != TORCH}}
+    cpu = {}
+    rows = []
+    for name, turns in measured.items():
+        wall = [turn["wall"] for turn in turns]
+        cpu[name] = [turn["cpu"] for turn in turns]
+        rows.append(
+            {
+                "name": name,
+                "value": median(wall),
+                "unit": "s",
+                "rounds": wall,
+                "cpu_s": {"value": median(cpu[name]), "rounds": cpu[name]},
+            }
+        )
+    return {"rows": rows, "ratios": {name: median_ratio(cpu[name], cpu[TORCH]) for name in cpu if name != TORCH}}
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -154,9 +165,8 @@ def _show(result: Mapping[str, Any]) -> None:
         ratio = f"{result['ratios'][row['name']]:.2f}" if row["name"] in result["ratios"] else ""
         table.add_row(row["name"], f"{row['value']:.2f}", f"{row['cpu_s']['value']:.2f}", ratio)
     has_step = any(row["name"] == FIRST_STEP for row in result["rows"])
-    table.caption = f"medians over {result['rounds']} rounds; " + (
-        "the first step's wall time ends with its record, its CPU time with the run"
-        if has_step
-        else "--first-step CONFIG adds the first step of a run"
-    )
+    note = "--first-step CONFIG adds the first step of a run"
+    if has_step:
+        note = "the first step's wall time ends with its record, its CPU time with the run"
+    table.caption = f"medians over {result['rounds']} rounds; {note}"
     console.print(table)

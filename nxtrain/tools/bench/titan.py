@@ -49,7 +49,9 @@ def _model(shape: dict[str, Any]) -> Any:
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
-    dim, vocab_size, num_heads = shape["hidden_size"], shape["vocab_size"], shape["num_attention_heads"]
+    dim = shape["hidden_size"]
+    vocab_size = shape["vocab_size"]
+    num_heads = shape["num_attention_heads"]
     head_size = shape.get("head_dim") or dim // num_heads
     drawn = {"weight": partial(nn.init.trunc_normal_, std=0.02), "bias": nn.init.zeros_}
     norm = RMSNorm.Config(normalized_shape=dim, eps=shape["rms_norm_eps"], param_init={"weight": nn.init.ones_})

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,15 @@ from nxtrain.common.family import find_family
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
-from nxtrain.tools.bench.turns import Worker, environment, machine, median_ratio, num_cores, started, take_all_turns
+from nxtrain.tools.bench.turns import (
+    BenchWorker,
+    environment,
+    machine,
+    median_ratio,
+    num_cores,
+    started,
+    take_all_turns,
+)
 
 SHAPE = {
     "vocab_size": 32000,
@@ -31,7 +40,9 @@ SHAPE = {
 """A Llama of 56 million parameters."""
 
 OURS, COMPILED = "nxtrain", "nxtrain_compiled"
-PEER_DEFAULT, PEER, PEER_COMPILED = "transformers_default", "transformers", "transformers_compiled"
+PEER_DEFAULT = "transformers_default"
+PEER = "transformers"
+PEER_COMPILED = "transformers_compiled"
 TITAN = "torchtitan"
 PEAK = "gemm"
 
@@ -137,11 +148,8 @@ def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], d
     """
     unknown = [name for name in wanted if name not in CANDIDATES]
     if unknown:
-        known = ", ".join(CANDIDATES)
-        problems = [
-            Problem("--candidates", f"there is no candidate {name!r}", hint=f"known: {known}") for name in unknown
-        ]
-        raise ConfigError(problems)
+        hint = f"known: {', '.join(CANDIDATES)}"
+        raise ConfigError([Problem("--candidates", f"there is no candidate {name!r}", hint=hint) for name in unknown])
     left_out = {}
     for name in wanted or CANDIDATES:
         candidate = CANDIDATES[name]
@@ -163,9 +171,9 @@ def check_backend(backend: str) -> None:
     """
     from nxtrain.backends import support
 
-    found = support(backend)
-    if not found.ok:
-        raise BackendError(f"--backend {backend} cannot run here: {found.reason}")
+    supported = support(backend)
+    if not supported.ok:
+        raise BackendError(f"--backend {backend} cannot run here: {supported.reason}")
 
 
 def workload(  # 8 arguments: one for each option
@@ -195,14 +203,21 @@ def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str
     """Turns of each candidate and of the peak, the first of which warms up; and the parts of nxtrain's own steps."""
     env, job = environment(work.threads, work.backend), json.dumps(asdict(work))
     all_names = (*names, PEAK)
-    with started({name: Worker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
+    with started({name: BenchWorker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
         measured = take_all_turns(workers, rounds)
-        own = [name for name in names if name in (OURS, COMPILED)]
+        parts = {}
         with Progress("parts of a step"):
-            parts = {} if work.backend in ON_XLA else {name: workers[name].turn("breakdown") for name in own}
-    for name, found in parts.items():
-        found["unprofiled_step_s"] = median(step_s for turn in measured[name][1:] for step_s in turn["step_s"])
+            for name in names:
+                if name in (OURS, COMPILED) and work.backend not in ON_XLA:
+                    parts[name] = workers[name].turn("breakdown")
+    for name, breakdown in parts.items():
+        breakdown["unprofiled_step_s"] = median(_steps_s(measured[name][1:]))
     return measured, parts
+
+
+def _steps_s(turns: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of each step of some turns."""
+    return list(chain.from_iterable(turn["step_s"] for turn in turns))
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
@@ -220,18 +235,26 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
     tokens = work.steps * work.batch * work.seq_len
     names = [name for name in measured if name != PEAK]
     peaks = measured[PEAK][1:]
-    clocks = [clock for clock in ("device", "cpu", "wall") if all(clock in turn for turn in peaks)]
+    common_clocks = set.intersection(*(set(turn) for turn in peaks))
+    clocks = [clock for clock in ("device", "cpu", "wall") if clock in common_clocks]
     device = measured[names[0]][0]["device"]
     clock = ratio_clock(device, work.threads, set(clocks))
-    rates = {name: {one: [tokens / turn[one] for turn in measured[name][1:]] for one in clocks} for name in names}
-    rows = [_row(name, measured[name], rates[name], [turn[clock] for turn in peaks], clock, flops) for name in names]
-    own = [name for name in names if name in (OURS, COMPILED)]
-    best = max(own, key=lambda name: median(rates[name][clock])) if own else ""
-    ratios_of = {
-        ours: {peer: _ratio(rates[ours][clock], rates[peer][clock]) for peer in names if peer != ours} for ours in own
-    }
-    ratios = {peer: ratio["value"] for peer, ratio in ratios_of.get(best, {}).items() if peer not in own}
     peak_rounds = [turn[clock] for turn in peaks]
+    rates: dict[str, dict[str, list[float]]] = {}
+    rows = []
+    for name in names:
+        turns = measured[name]
+        rates[name] = {}
+        for one in clocks:
+            rates[name][one] = [tokens / turn[one] for turn in turns[1:]]
+        rows.append(_row(name, turns, rates[name], peak_rounds, clock, flops))
+    speeds = {name: rates[name][clock] for name in names}
+    ours = [name for name in names if name in (OURS, COMPILED)]
+    best = max(ours, key=lambda name: median(speeds[name]), default="")
+    ratios_of = {}
+    for name in ours:
+        ratios_of[name] = {peer: _ratio(speeds[name], speeds[peer]) for peer in names if peer != name}
+    ratios = {peer: ratio["value"] for peer, ratio in ratios_of.get(best, {}).items() if peer not in ours}
     peak_row = {"name": PEAK, "value": median(peak_rounds), "unit": "FLOP/s", "rounds": peak_rounds}
     return {
         "clock": clock,
@@ -257,23 +280,24 @@ def _row(
     flops: int,
 ) -> dict[str, Any]:
     first, *rest = turns
-    steady_s = median(step_s for turn in rest for step_s in turn["step_s"])
-    maker = first["maker_flops"]
+    mfu_of_maker = None
+    if first["maker_flops"]:
+        mfu_of_maker = median(rates[clock]) * flops / first["maker_flops"]
     row = {
         "name": name,
         "text": CANDIDATES[name].text,
         "value": median(rates[clock]),
         "unit": "tokens/s",
         "rounds": rates[clock],
-        "by_clock": {one: {"value": median(found), "rounds": found} for one, found in rates.items()},
+        "by_clock": {one: {"value": median(rounds), "rounds": rounds} for one, rounds in rates.items()},
         "mfu": median(rate * flops / peak for rate, peak in zip(rates[clock], peaks, strict=True)),
-        "mfu_of_maker": median(rates[clock]) * flops / maker if maker else None,
+        "mfu_of_maker": mfu_of_maker,
         "first_step_s": first["step_s"][0],
         "loss": rest[-1]["loss"],
         "notes": list(first["notes"]),
     }
     if CANDIDATES[name].compiled:
-        row["compile_s"] = max(0.0, first["step_s"][0] - steady_s)
+        row["compile_s"] = max(0.0, first["step_s"][0] - median(_steps_s(rest)))
     return row
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -20,10 +21,12 @@ def show(result: Mapping[str, Any]) -> None:
     console.print(machine_line(result["machine"]), markup=False)
     for name, reason in result["left_out"].items():
         console.print(f"left out {name}: {reason}", markup=False)
-    for note in dict.fromkeys(note for row in result["rows"] for note in row.get("notes", ())):
+    notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
+    for note in dict.fromkeys(notes):
         console.print(note, markup=False)
     console.print(_speeds(result))
-    if peers := [row["name"] for row in result["rows"] if "mfu" in row and row["name"] not in result["ratios_of"]]:
+    peers = [row["name"] for row in result["rows"] if "mfu" in row and row["name"] not in result["ratios_of"]]
+    if peers:
         console.print(_ratios(result, peers))
     for name, parts in result["breakdown"].items():
         console.print(_parts(name, parts))
@@ -39,7 +42,7 @@ def _speeds(result: Mapping[str, Any]) -> Table:
     for row in result["rows"]:
         if "mfu" not in row:
             continue
-        speeds = [f"{found['value']:.0f}" for found in row["by_clock"].values()]
+        speeds = [f"{speed['value']:.0f}" for speed in row["by_clock"].values()]
         compiled = f"{row['compile_s']:.1f}" if "compile_s" in row else ""
         mfu = f"{row['mfu']:.1%}"
         if row["mfu_of_maker"] is not None:
@@ -73,8 +76,8 @@ def _parts(name: str, parts: Mapping[str, Any]) -> Table:
     for head in ("ms", "share", "operations"):
         table.add_column(head, justify="right")
     table.add_column("content")
-    for kind, found in parts["kinds"].items():
-        table.add_row(kind, f"{1e3 * found['s']:.1f}", f"{found['share']:.1%}", f"{found['calls']:.0f}", KINDS[kind])
+    for kind, part in parts["kinds"].items():
+        table.add_row(kind, f"{1e3 * part['s']:.1f}", f"{part['share']:.1%}", f"{part['calls']:.0f}", KINDS[kind])
     table.add_row("sum", f"{1e3 * parts['sum_s']:.1f}", f"{parts['sum_s'] / parts['step_s']:.1%} of the step", "", "")
     table.caption = (
         f"wall time; the profiled step took {1e3 * parts['step_s']:.1f} ms, "

@@ -23,7 +23,7 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.launch.environment import QUIET_PROFILER
 
 
-class Worker:
+class BenchWorker:
     """Process that runs one implementation for one turn on each request.
 
     Args:
@@ -38,7 +38,7 @@ class Worker:
         argv = [sys.executable, "-m", module, name, work]
         self._process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> BenchWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,12 +79,12 @@ class Worker:
         return answer
 
 
-def take_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any]]:
+def take_turns(workers: Mapping[str, BenchWorker], rounds: int) -> dict[str, list[Any]]:
     """Measure each worker in each round, after one round of warm-up, which is not in the result."""
     return {name: turns[1:] for name, turns in take_all_turns(workers, rounds).items()}
 
 
-def take_all_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any]]:
+def take_all_turns(workers: Mapping[str, BenchWorker], rounds: int) -> dict[str, list[Any]]:
     """Measure each worker in a warm-up round and in each round; the workers run on."""
     measured: dict[str, list[Any]] = {name: [] for name in workers}
     with Progress("starting", (rounds + 1) * len(workers)) as progress:
@@ -95,7 +95,7 @@ def take_all_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list
 
 
 @contextmanager
-def started(workers: Mapping[str, Worker]) -> Iterator[Mapping[str, Worker]]:
+def started(workers: Mapping[str, BenchWorker]) -> Iterator[Mapping[str, BenchWorker]]:
     """End the processes with the context."""
     with ExitStack() as stack:
         for worker in workers.values():
@@ -133,7 +133,9 @@ def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
 
     Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
     """
-    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"} if backend == "cpu" else {}
+    quiet = {}
+    if backend == "cpu":
+        quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"}
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
@@ -156,7 +158,9 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
@@ -179,7 +183,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     }
 
 
-def machine_line(found: Mapping[str, Any]) -> str:
+def machine_line(described: Mapping[str, Any]) -> str:
     """The machine in one line for people."""
-    instructions = ", ".join(found["instructions"]) or "unknown instruction sets"
-    return f"{found['cpu']}, {found['cores']} cores, {instructions}, load {found['load'][0]:.1f}"
+    instructions = ", ".join(described["instructions"]) or "unknown instruction sets"
+    return f"{described['cpu']}, {described['cores']} cores, {instructions}, load {described['load'][0]:.1f}"

@@ -118,7 +118,9 @@ def ours(
     degrees = dict(parallel or {})
     sequences = work.batch * backend.world
     per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
-    micro_batch = per_replica // (math.gcd(per_replica, PIPELINED) if degrees.get("pp", 1) > 1 else micro_batches)
+    if degrees.get("pp", 1) > 1:
+        micro_batches = math.gcd(per_replica, PIPELINED)
+    micro_batch = per_replica // micro_batches
     tables: dict[str, Any] = {
         "train": {"seq_len": work.seq_len, "global_batch": sequences, "micro_batch": micro_batch},
         "precision": {"params": work.precision, "update": "fp32_master" if work.precision == "bf16" else "fp32"},
@@ -156,14 +158,17 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None) -> Ca
                 step_s.append(time.perf_counter() - began)
         if not math.isfinite(loss):
             raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
-        maker = backend.peak_flops() if backend is not None else None
+        maker_flops = None
+        notes: tuple[str, ...] = ()
+        if backend is not None:
+            maker_flops, notes = backend.peak_flops(), backend.notes()
         return {
             **seconds,
             "step_s": step_s,
             "loss": loss,
-            "maker_flops": maker,
+            "maker_flops": maker_flops,
             "device": clocks.device.type,
-            "notes": backend.notes() if backend is not None else (),
+            "notes": notes,
         }
 
     return turn

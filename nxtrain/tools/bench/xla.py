@@ -19,7 +19,7 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.document import write_document
 from nxtrain.tools.bench.train import OURS, PEER
-from nxtrain.tools.bench.turns import Worker, environment, started, take_turns
+from nxtrain.tools.bench.turns import BenchWorker, environment, started, take_turns
 
 TRACE = "trace"
 WORLD, TP = 4096, 8
@@ -76,7 +76,9 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
             )
     work = LazyWorkload(layers, micro_batches, steps)
     env, job = trace_environment(environment(1)), json.dumps(asdict(work))
-    with started({name: Worker("nxtrain.tools.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}) as workers:
+    with started(
+        {name: BenchWorker("nxtrain.tools.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}
+    ) as workers:
         result = summarize(take_turns(workers, rounds))
     if as_json:
         write_document({**asdict(work), "rounds": rounds, **result})

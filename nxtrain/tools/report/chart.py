@@ -7,7 +7,7 @@ as a desk does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HE
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -164,10 +164,10 @@ def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dt
     if len(values) <= 4 * buckets:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)
-    kept = [edges[:-1], edges[1:] - 1]
+    indices = [edges[:-1], edges[1:] - 1]
     for find in (np.argmin, np.argmax):
-        kept.append(np.array([a + find(values[a:b]) for a, b in pairwise(edges)], dtype=np.intp))
-    return np.unique(np.concatenate(kept))
+        indices.append(np.array([a + find(values[a:b]) for a, b in pairwise(edges)], dtype=np.intp))
+    return np.unique(np.concatenate(indices))
 
 
 def smooth(values: Column, window: int) -> Column:
@@ -186,29 +186,34 @@ def short(value: float) -> str:
     if not 1e-4 <= size < 1e15:  # noqa: PLR2004 - powers of ten read better outside
         return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if size >= 9.9995 * factor if unit == "k" else size >= 0.9995 * factor:
+        lowest = 9.9995 if unit == "k" else 0.9995
+        if size >= lowest * factor:
             return f"{value / factor:.3g}{unit}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"  # noqa: PLR2004 - where a thousand begins
+    if size >= 1000:  # noqa: PLR2004 - where a thousand begins
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def place(value: float, edges: tuple[float, float], *, is_log: bool = False) -> float:
     """Position of a value between two edges, from 0 to 1."""
     low, high = edges
     if is_log:
-        value, low, high = math.log(value), math.log(low), math.log(high)
+        value = math.log(value)
+        low, high = math.log(low), math.log(high)
     return (value - low) / (high - low)
 
 
 def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, float], *, is_log: bool) -> str:
     if curve.kind in _MARKS:
-        kept = np.sort(np.argsort(curve.values, kind="stable")[-MOST_MARKS:])
+        indices = np.sort(np.argsort(curve.values, kind="stable")[-MOST_MARKS:])
     else:
-        kept = thin(curve.values)
-    x = WIDTH * (curve.steps[kept] - x_range[0]) / (x_range[1] - x_range[0])
-    values = curve.values[kept]
+        indices = thin(curve.values)
+    x = WIDTH * (curve.steps[indices] - x_range[0]) / (x_range[1] - x_range[0])
+    values = curve.values[indices]
     low, high = y_range
     if is_log:
-        values, low, high = np.log(values), math.log(low), math.log(high)
+        values = np.log(values)
+        low, high = math.log(low), math.log(high)
     y = HEIGHT * (high - values) / (high - low)
     points = [f"{a:.2f} {b:.2f}" for a, b in zip(x.tolist(), y.tolist(), strict=True)]
     if curve.kind in _MARKS or len(points) == 1:
@@ -217,7 +222,9 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    if high > low:
+        return low, high
+    return low - 0.5, high + 0.5
 
 
 def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float, float]:
@@ -235,13 +242,16 @@ def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float
 
 def _ticks(edges: tuple[float, float], *, is_log: bool, flipped: bool, most: int) -> tuple[Tick, ...]:
     low, high = edges
-    values: Iterable[float] = _powers(low, high) if is_log else _round_values(low, high, most)
-    found = []
+    values = _powers(low, high) if is_log else _round_values(low, high, most)
+    ticks = []
     for value in values:
         at = place(value, edges, is_log=is_log)
-        if 0 <= at <= 1:
-            found.append(Tick(round(100 * (1 - at if flipped else at), 3), short(value)))
-    return tuple(found)
+        if not 0 <= at <= 1:
+            continue
+        if flipped:
+            at = 1 - at
+        ticks.append(Tick(round(100 * at, 3), short(value)))
+    return tuple(ticks)
 
 
 def _round_values(low: float, high: float, most: int) -> list[float]:
@@ -256,8 +266,13 @@ def _round_values(low: float, high: float, most: int) -> list[float]:
 def _powers(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, (last - first) // 5)
-    factors = (1, 2, 5) if last - first <= 2 else (1,)  # noqa: PLR2004 - few powers leave room between them
-    return [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+    factors = [1]
+    if last - first <= 2:  # noqa: PLR2004 - few powers leave room between them
+        factors = [1, 2, 5]
+    values = []
+    for power in range(first, last + 1, every):
+        values += [factor * 10.0**power for factor in factors]
+    return values
 
 
 def _sentence(curve: Curve) -> str:
@@ -273,13 +288,15 @@ def _rows(curves: Sequence[Curve]) -> tuple[tuple[str, ...], ...]:
     """About ten points of each curve, one row for each step."""
     shown = [curve for curve in curves if curve.kind != "faint"]
     longest = max(shown, key=lambda curve: len(curve.steps))
-    kept = np.unique(np.linspace(0, len(longest.steps) - 1, 11).astype(np.intp))
+    indices = np.unique(np.linspace(0, len(longest.steps) - 1, 11).astype(np.intp))
     rows = []
-    for step in longest.steps[kept].tolist():
+    for step in longest.steps[indices].tolist():
         cells = []
         for curve in shown:
             at = int(np.searchsorted(curve.steps, step))
-            known = at < len(curve.steps) and curve.steps[at] == step
-            cells.append(short(float(curve.values[at])) if known else "")
+            if at < len(curve.steps) and curve.steps[at] == step:
+                cells.append(short(float(curve.values[at])))
+            else:
+                cells.append("")
         rows.append((f"{step:,.0f}", *cells))
     return tuple(rows)

@@ -91,13 +91,15 @@ class Columns:
         values = self.numbers.get(key)
         if values is None:
             return np.empty(0), np.empty(0)
-        known = np.isfinite(values)
-        return self.steps[known], values[known]
+        is_finite = np.isfinite(values)
+        return self.steps[is_finite], values[is_finite]
 
     def last(self, key: str) -> float | None:
         """Newest value of a key; None if no record has it."""
         _, values = self.series(key)
-        return float(values[-1]) if len(values) else None
+        if not len(values):
+            return None
+        return float(values[-1])
 
 
 def read_columns(file: Path) -> Columns:
@@ -106,23 +108,29 @@ def read_columns(file: Path) -> Columns:
     Raises:
         OSError: The file is absent or cannot be read.
     """
-    found = _Found()
+    reader = _ColumnsReader()
     with open(open_regular(file), "rb") as lines:
         size_bytes = os.fstat(lines.fileno()).st_size
         with Progress(f"reading {file}", size_bytes, on_terminals_only=True) as progress:
             for block in _blocks(lines):
-                found.add(block)
+                reader.add(block)
                 progress.show(lines.tell())
-    return found.columns()
+    return reader.columns()
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
     """Blocks of whole lines; the last may end without a line feed, and so may a block within an endless line."""
-    while block := file.read(BLOCK_BYTES):
-        yield block if block.endswith(b"\n") else block + file.readline(BLOCK_BYTES)
+    while True:
+        block = file.read(BLOCK_BYTES)
+        if not block:
+            return
+        rest = b""
+        if not block.endswith(b"\n"):
+            rest = file.readline(BLOCK_BYTES)
+        yield block + rest
 
 
-class _Found:
+class _ColumnsReader:
     """Tables of the blocks so far."""
 
     def __init__(self) -> None:
@@ -136,18 +144,20 @@ class _Found:
 
     def add(self, block: bytes) -> None:
         self._torn = not block.endswith(b"\n")
-        end = block.rfind(b"\n") + 1 if self._torn else len(block)
+        end = block.rfind(b"\n") + 1
         self._add_lines(block[:end])
         if end == len(block):
             return
-        if (line := _object(block[end:])) is not None:
+        line = _object(block[end:])
+        if line is not None:
             self._add_objects([line])
         elif block[end:].strip() and not is_begun(block[end:]):
             self._torn = False
             self._damaged += 1
 
     def _add_lines(self, whole: bytes) -> None:
-        if (table := _parsed(whole)) is not None:
+        table = _parsed(whole)
+        if table is not None:
             self._add_table(table)
             return
         # Python takes five times as long as pyarrow, so only the lines around the odd one are left to Python.
@@ -157,8 +167,13 @@ class _Found:
             self._add_lines(whole[middle:])
             return
         lines = [line for line in whole.split(b"\n") if line.strip()]
-        objects = [found for line in lines if (found := _object(line)) is not None]
-        self._damaged += len(lines) - len(objects)
+        objects = []
+        for line in lines:
+            table_of_line = _object(line)
+            if table_of_line is None:
+                self._damaged += 1
+            else:
+                objects.append(table_of_line)
         self._add_objects(objects)
 
     def _add_table(self, table: Any) -> None:
@@ -167,17 +182,19 @@ class _Found:
         self._damaged += int(len(counted) - counted.sum())
         self._tables.append({key: values[counted] for key, values in numbers.items()})
         texts = table.select(["step", "alarm", "skipped_steps", "spikes"])
-        told = np.zeros(len(counted), dtype=bool)
+        has_text = np.zeros(len(counted), dtype=bool)
         for key in ("alarm", "skipped_steps", "spikes"):
-            told |= np.asarray(texts[key].is_valid().to_numpy())
-        for line in texts.filter(pa.array(told & counted)).to_pylist():
+            has_text |= np.asarray(texts[key].is_valid().to_numpy())
+        for line in texts.filter(pa.array(has_text & counted)).to_pylist():
             self._add_texts(line)
 
     def _add_objects(self, objects: list[dict[str, Any]]) -> None:
         """Add lines one by one, keeping each number that is one."""
-        rows = [[_number(line.get(key, math.nan)) for key in ("step", *NUMBERS)] for line in objects]
-        if not rows:
+        if not objects:
             return
+        rows = []
+        for line in objects:
+            rows.append([_number(line.get(key, math.nan)) for key in ("step", *NUMBERS)])
         whole = _bounded(np.array(rows, dtype=np.float64))
         counted = _counts(whole[:, 0])
         self._damaged += int(len(counted) - counted.sum())
@@ -187,19 +204,24 @@ class _Found:
                 self._add_texts(line)
 
     def _add_texts(self, line: Mapping[str, Any]) -> None:
-        if isinstance(alarm := line.get("alarm"), str):
+        alarm = line.get("alarm")
+        if isinstance(alarm, str):
             self._num_alarms += 1
             self._alarms.append((int(line["step"]), alarm))
             if len(self._alarms) > 2 * MOST_ALARMS:
                 del self._alarms[:-MOST_ALARMS]
         self._skipped += [step for step in _list(line.get("skipped_steps")) if isinstance(step, int)]
-        pairs = [_list(pair) for pair in _list(line.get("spikes"))]
-        self._spikes += [(a, b) for a, b in (p for p in pairs if len(p) == 2) if _is_count(a) and _is_count(b)]  # noqa: PLR2004
+        for spike in _list(line.get("spikes")):
+            pair = _list(spike)
+            if len(pair) == 2 and _is_count(pair[0]) and _is_count(pair[1]):  # noqa: PLR2004 - step and length
+                self._spikes.append((pair[0], pair[1]))
 
     def columns(self) -> Columns:
         """The columns of all blocks."""
         keys = ("step", *NUMBERS)
-        whole = {key: np.concatenate([each[key] for each in self._tables] or [np.empty(0)]) for key in keys}
+        whole = {}
+        for key in keys:
+            whole[key] = np.concatenate([np.empty(0), *(table[key] for table in self._tables)])
         steps = whole.pop("step")
         order = np.arange(len(steps))
         if len(steps) > 1 and not np.all(np.diff(steps) > 0):
@@ -250,10 +272,12 @@ def _parsed(lines: bytes) -> pa.Table | None:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line.decode(errors="replace"))
+        value = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if isinstance(value, dict):
+        return value
+    return None
 
 
 def _number(value: object) -> float:
@@ -278,7 +302,9 @@ def _counts(steps: Column) -> NDArray[np.bool_]:
 
 
 def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def _is_count(value: object) -> bool:

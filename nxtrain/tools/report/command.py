@@ -58,33 +58,48 @@ def report(
     if bounds is not None and len(folders) < 2:  # noqa: PLR2004 - a run and another
         raise ConfigError("--parity compares runs with the first; name two run folders or more")
     runs = read_runs(folders)
-    parities = compare(runs, bounds) if bounds is not None else []
-    points, notes = scaling(runs, price_usd_h) if scales else ([], [])
+    parities: list[Parity] = []
+    if bounds is not None:
+        parities = compare(runs, bounds)
+    points: list[Point] = []
+    notes: list[str] = []
+    if scales:
+        points, notes = scaling(runs, price_usd_h)
     file = out or folders[0] / REPORT_FILE
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent} for {file.name}; make it first, or give another --out")
     replace_text(file, render(runs, parities=parities, points=points, notes=notes), durable=False)
-    lines = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes] + notes
-    lines += [line for each in parities for line in _lines(each)]
+    lines = []
+    for run in runs:
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        lines += [prefix + note for note in run.notes]
+    lines += notes
+    for parity in parities:
+        lines += _lines(parity)
     lines += [_line(point) for point in points]
-    content = {
-        "out": str(file),
-        "runs": [results(run) for run in runs],
-        **({"parity": [each.to_json() for each in parities]} if parities else {}),
-        **({"scaling": [point.to_json() for point in points]} if scales else {}),
-    }
-    return Reported(file, (*lines, f"report: {file}"), content, all(each.passed for each in parities))
+    content: dict[str, Any] = {"out": str(file), "runs": [results(run) for run in runs]}
+    if parities:
+        content["parity"] = [parity.to_json() for parity in parities]
+    if scales:
+        content["scaling"] = [point.to_json() for point in points]
+    return Reported(file, (*lines, f"report: {file}"), content, all(parity.passed for parity in parities))
+
+
+_PASSED = {True: "pass", False: "FAIL"}
 
 
 def _lines(parity: Parity) -> list[str]:
-    verdict = "pass" if parity.passed else "FAIL"
-    checks = [f"  {'pass' if each.passed else 'FAIL'}  {each.name}: {each.text}" for each in parity.checks]
-    return [f"parity of {parity.other} with {parity.first}: {verdict}", *checks, *(f"  {n}" for n in parity.notes)]
+    lines = [f"parity of {parity.other} with {parity.first}: {_PASSED[parity.passed]}"]
+    lines += [f"  {_PASSED[check.passed]}  {check.name}: {check.text}" for check in parity.checks]
+    lines += [f"  {note}" for note in parity.notes]
+    return lines
 
 
 def _line(point: Point) -> str:
     machine = f" x {point.instance}" if point.instance else " nodes"
-    cost = f", {point.tokens_per_usd:,.0f} tokens per dollar" if point.tokens_per_usd else ""
+    cost = ""
+    if point.tokens_per_usd:
+        cost = f", {point.tokens_per_usd:,.0f} tokens per dollar"
     return (
         f"{point.name}: {point.nodes}{machine}, {point.tokens_per_s:,.0f} tokens/s, efficiency "
         f"{point.efficiency:.1%}{cost}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ MOST_TASKS = 40
 
 def evaluations(runs: Sequence[Run]) -> list[Chart]:
     """Charts of the tasks that the runs have results of."""
-    found = [dict(_tasks(run)) for run in runs]
-    names = list(dict.fromkeys(name for tasks in found for name in tasks))[:MOST_TASKS]
+    tasks_of_runs = [dict(_tasks(run)) for run in runs]
+    names = list(dict.fromkeys(chain.from_iterable(tasks_of_runs)))
     charts = []
-    for number, (task, metric) in enumerate(names):
+    for number, (task, metric) in enumerate(names[:MOST_TASKS]):
         curves: list[Curve] = []
-        for color, (run, tasks) in enumerate(zip(runs, found, strict=True)):
-            label = metric if len(runs) == 1 else run.name
+        for color, (run, tasks) in enumerate(zip(runs, tasks_of_runs, strict=True)):
+            label = run.name if len(runs) > 1 else metric
             curves += _curves(label, color % NUM_COLORS, tasks.get((task, metric), []))
         title = shortened(f"{task}: {metric}", 60)
         charts.append(draw(f"evaluation-{number}", title, "over tokens", curves, note=_NOTE))
@@ -58,12 +59,12 @@ def _tasks(run: Run) -> Iterator[tuple[tuple[str, str], list[Point]]]:
     for task, question in newest.items():
         of_task = [line for line in lines if (line["task"], line["question"]) == (task, question)]
         metric = next(iter(of_task[-1]["metrics"]))
-        points = {
-            float(line["tokens"]): (float(line["tokens"]), float(value), _number(line["metrics"].get("stderr")) or 0.0)
-            for line in of_task
-            if (value := _number(line["metrics"].get(metric))) is not None
-        }
-        yield (task, metric), [points[tokens] for tokens in sorted(points)]
+        points = {}
+        for line in of_task:
+            tokens, value = float(line["tokens"]), _number(line["metrics"].get(metric))
+            if value is not None:
+                points[tokens] = (tokens, value, _number(line["metrics"].get("stderr")) or 0.0)
+        yield (task, metric), sorted(points.values())
 
 
 def _is_result(line: Mapping[str, Any]) -> bool:
@@ -75,5 +76,8 @@ def _is_result(line: Mapping[str, Any]) -> bool:
 
 def _number(value: object) -> float | None:
     """A finite number that can be drawn; None otherwise."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and abs(value) < MOST else None  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not math.isfinite(value) or abs(value) >= MOST:
+        return None
+    return float(value)

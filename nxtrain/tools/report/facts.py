@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -84,49 +85,58 @@ def planned(run: Run) -> tuple[Table | None, str]:
     from nxtrain.plan.predict import Assumptions
 
     try:
-        found, _ = predict(run.folder / CONFIG_FILE, [], Question(), Assumptions())
-        plan = found.to_json()
+        prediction, _ = predict(run.folder / CONFIG_FILE, [], Question(), Assumptions())
+        plan = prediction.to_json()
     except (NxtrainError, OSError) as error:
         return None, f"The plan of this configuration failed: {shortened(str(error), 300)}"
+    goodput = _percent(run.goodput.goodput) if run.starts else ""
     rows = [
         ("step time", duration(plan["step_time_s"]), _text(typical(run, "step_time_s"), duration)),
         ("tokens/s", short(plan["tokens_per_s"]), _text(typical(run, "tokens_per_s"), short)),
         ("MFU", f"{plan['mfu']:.1%}", _text(typical(run, "mfu"), _percent)),
         ("memory of a rank", f"{plan['bytes']['total'] / GIB:.2f} GiB", _text(_peak(run), _gib)),
-        ("goodput", f"{plan['checkpoint']['goodput']:.1%}", _percent(run.goodput.goodput) if run.starts else ""),
+        ("goodput", f"{plan['checkpoint']['goodput']:.1%}", goodput),
         ("cost", _text(plan["cost_usd"], _usd), _text(_cost_usd(run, plan["nodes"]), _usd)),
     ]
     sentence = f"For {plan['nodes']} x {plan['instance']}; {plan['speed_basis']}."
-    if backend := run.environment.get("backend"):
+    backend = run.environment.get("backend")
+    if backend:
         sentence += f" Measured on backend {_plain(backend)}."
     return Table(("", "planned", "measured"), tuple(rows)), sentence
 
 
 def configuration(runs: Sequence[Run]) -> Table:
     """Every value of the configurations; with several runs, the rows that differ are marked."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    rows = [(shortened(key), *(shortened(_toml(run, key), LONGEST_VALUE) for run in runs)) for key in keys]
+    rows = []
+    for key in dict.fromkeys(chain.from_iterable(run.config for run in runs)):
+        values = [shortened(run.value(key), LONGEST_VALUE) for run in runs]
+        rows.append((shortened(key), *values))
     differ = frozenset(at for at, row in enumerate(rows) if len(set(row[1:])) > 1)
     return Table(("key", *(run.name for run in runs)), tuple(rows), differ)
 
 
 def environment(runs: Sequence[Run]) -> Table:
     """Environment of each run's newest start."""
-    columns = [{shortened(k): shortened(_plain(v), LONGEST_VALUE) for k, v in run.environment.items()} for run in runs]
+    columns = []
+    for run in runs:
+        columns.append({shortened(k): shortened(_plain(v), LONGEST_VALUE) for k, v in run.environment.items()})
     return _table(columns, [run.name for run in runs])
 
 
 def typical(run: Run, key: str) -> float | None:
     """Median of a column; None if it has no values."""
     _, values = run.columns.series(key)
-    return float(np.median(values)) if len(values) else None
+    if not len(values):
+        return None
+    return float(np.median(values))
 
 
 def fit_of(run: Run) -> Fit | None:
     """Fit of the training loss after the first part of the run; None if the records are too few."""
     steps, losses = run.columns.series("loss")
-    late = (steps > FIT_FROM * steps[-1]) & (steps > 0) if len(steps) else np.zeros(0, dtype=bool)
-    steps, losses = steps[late], losses[late]
+    if len(steps):
+        late = (steps > FIT_FROM * steps[-1]) & (steps > 0)
+        steps, losses = steps[late], losses[late]
     if len(steps) < FEWEST_FITTED:
         return None
     x = np.log10(steps)
@@ -139,12 +149,15 @@ def fit_of(run: Run) -> Fit | None:
 def results(run: Run) -> dict[str, Any]:
     """Main results of a run as JSON."""
     columns, fit = run.columns, fit_of(run)
+    step = 0
+    if len(columns.steps):
+        step = int(columns.steps[-1])
     keys = ("loss", "val_loss", "grad_norm", "param_norm", "tokens", "peak_memory_bytes")
     return {
         "folder": str(run.folder),
         "name": run.name,
         "state": run.state,
-        "step": int(columns.steps[-1]) if len(columns.steps) else 0,
+        "step": step,
         **{key: columns.last(key) for key in keys},
         **{key: typical(run, key) for key in ("tokens_per_s", "step_time_s", "mfu")},
         "starts": len(run.starts),
@@ -162,23 +175,29 @@ def _overview(run: Run) -> Iterator[tuple[str, str]]:
     columns = run.columns
     yield "state", run.state
     total = run.number("train.steps")
-    step = f"{columns.steps[-1]:,.0f}" if len(columns.steps) else "0"
-    yield "step", f"{step} / {total:,.0f}" if total else step
+    step = "0"
+    if len(columns.steps):
+        step = f"{columns.steps[-1]:,.0f}"
+    if total:
+        step += f" / {total:,.0f}"
+    yield "step", step
     yield "loss", _text(columns.last("loss"), "{:.4f}".format)
     yield "held-out loss", _text(columns.last("val_loss"), "{:.4f}".format)
     bits = run.summary.get("bits_per_byte")
-    yield "bits per byte", f"{bits:.4f}" if isinstance(bits, float) and math.isfinite(bits) else ""
+    if isinstance(bits, float) and math.isfinite(bits):
+        yield "bits per byte", f"{bits:.4f}"
+    else:
+        yield "bits per byte", ""
     yield "tokens", _text(columns.last("tokens"), short)
     yield "tokens/s", _text(typical(run, "tokens_per_s"), short)
     yield "step time", _text(typical(run, "step_time_s"), duration)
     yield "MFU", _text(typical(run, "mfu"), _percent)
     yield "peak memory", _text(_peak(run), _gib)
     if run.starts:
-        found = run.goodput
-        yield "goodput", _percent(found.goodput)
-        yield "starts", f"{found.starts:,}"
-        yield "time", duration(found.wall_s)
-        yield "steps lost", f"{found.lost_steps:,}"
+        yield "goodput", _percent(run.goodput.goodput)
+        yield "starts", f"{run.goodput.starts:,}"
+        yield "time", duration(run.goodput.wall_s)
+        yield "steps lost", f"{run.goodput.lost_steps:,}"
 
 
 def _stability(run: Run) -> Iterator[tuple[str, str]]:
@@ -187,17 +206,21 @@ def _stability(run: Run) -> Iterator[tuple[str, str]]:
         return
     lengths = [length for _, length in columns.spikes]
     if "grad_norm_mean" in columns.numbers:
-        one = sum(length == 1 for length in lengths)
         yield "spikes of the gradient norm", f"{len(lengths):,}"
-        yield "of one step", f"{one / len(lengths):.0%}" if lengths else ""
-        yield "longest spike, in steps", f"{max(lengths):,}" if lengths else ""
+        if lengths:
+            yield "of one step", f"{lengths.count(1) / len(lengths):.0%}"
+            yield "longest spike, in steps", f"{max(lengths):,}"
+        else:
+            yield "of one step", ""
+            yield "longest spike, in steps", ""
         mean, lowest = columns.last("grad_norm_mean"), columns.last("grad_norm_lowest")
         if mean is not None and lowest:
             yield "running mean, lowest", short(lowest)
             yield "growth over the lowest", f"{mean / lowest:.2f} times"
     yield "alarms", f"{columns.num_alarms:,}"
     yield "steps that updated nothing", f"{len(columns.skipped):,}"
-    if fit := fit_of(run):
+    fit = fit_of(run)
+    if fit:
         yield "loss by a tenfold of steps", f"{fit.slope:+.3f} after step {fit.first:,.0f}"
         yield "spread around that line", f"{fit.spread:.3f}"
     first, expected = columns.last("param_norm_0"), columns.last("param_norm_expected")
@@ -211,14 +234,19 @@ def _stability(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _table(columns: Sequence[dict[str, str]], names: Sequence[str]) -> Table:
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    rows = [(key, *(column.get(key, "") for column in columns)) for key in keys]
-    return Table(("", *names), tuple(row for row in rows if any(row[1:])))
+    rows = []
+    for key in dict.fromkeys(chain.from_iterable(columns)):
+        cells = [column.get(key, "") for column in columns]
+        if any(cells):
+            rows.append((key, *cells))
+    return Table(("", *names), tuple(rows))
 
 
 def _peak(run: Run) -> float | None:
     _, values = run.columns.series("peak_memory_bytes")
-    return float(values.max()) if len(values) else None
+    if not len(values):
+        return None
+    return float(values.max())
 
 
 def _cost_usd(run: Run, nodes: int) -> float | None:
@@ -226,15 +254,21 @@ def _cost_usd(run: Run, nodes: int) -> float | None:
     from nxtrain.plan.hardware import find_machine
 
     price = find_machine(str(run.config["cluster.instance"])).price_usd_h
-    return price * nodes * run.goodput.wall_s / 3600 if price and run.starts else None
+    if not price or not run.starts:
+        return None
+    return price * nodes * run.goodput.wall_s / 3600
 
 
 def _usd(value: float) -> str:
-    return f"{value:,.2f} USD" if value >= 1 else f"{value:.2g} USD"
+    if value >= 1:
+        return f"{value:,.2f} USD"
+    return f"{value:.2g} USD"
 
 
 def _text(value: float | None, write: Any) -> str:
-    return "" if value is None else str(write(value))
+    if value is None:
+        return ""
+    return str(write(value))
 
 
 def _percent(value: float) -> str:
@@ -245,9 +279,7 @@ def _gib(value: float) -> str:
     return f"{value / GIB:.2f} GiB"
 
 
-def _toml(run: Run, key: str) -> str:
-    return toml_value(run.config[key]) if key in run.config else ""
-
-
 def _plain(value: object) -> str:
-    return value if isinstance(value, str) else toml_value(value)
+    if isinstance(value, str):
+        return value
+    return toml_value(value)

@@ -11,8 +11,9 @@ from nxtrain.common.errors import NxtrainError
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, short, smooth
 from nxtrain.tools.report.columns import Column
+from nxtrain.tools.report.facts import typical
 from nxtrain.tools.report.run import Run
-from nxtrain.tools.report.verdict import Balance, Verdict, verdict
+from nxtrain.tools.report.verdict import Balance, TimeVerdict, verdict
 
 NUM_COLORS = 8
 """Colors of runs; further runs begin again."""
@@ -59,7 +60,7 @@ class Breakdown:
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
     """Charts of some runs; a quantity that no run recorded has none."""
-    found = [
+    drawn = [
         draw("loss", "Loss", "nats per token", list(_losses(runs)), wide=True, note=_loss_note(runs)),
         _difference(runs),
         draw("grad-norm", "Gradient norm", "before clipping", list(_norms(runs)), note=_spike_note(runs)),
@@ -80,26 +81,30 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             zero=True,
         ),
     ]
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in drawn if chart is not None]
 
 
 def difference(first: Run, other: Run, key: str = "loss") -> tuple[Column, Column, Column]:
     """Steps that two runs both recorded, with the values of each."""
     (steps_a, a), (steps_b, b) = first.columns.series(key), other.columns.series(key)
-    steps, at_a, at_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
-    return steps, a[at_a], b[at_b]
+    steps, indices_a, indices_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
+    return steps, a[indices_a], b[indices_b]
 
 
 def breakdowns(runs: Sequence[Run]) -> list[Breakdown]:
     """Breakdown of each run that recorded its times."""
-    return [found for run in runs if (found := _breakdown(run)) is not None]
+    drawn = [_breakdown(run) for run in runs]
+    return [breakdown for breakdown in drawn if breakdown is not None]
 
 
-def judge(run: Run) -> Verdict | None:
+def judge(run: Run) -> TimeVerdict | None:
     """Verdict on a run's time; None if no times are recorded."""
-    sums = {key: float(values.sum()) for key in (*KINDS_S, *SECTIONS_S) if len(values := run.columns.series(key)[1])}
-    _, mfus = run.columns.series("mfu")
-    mfu = float(np.median(mfus)) if len(mfus) else None
+    sums = {}
+    for key in (*KINDS_S, *SECTIONS_S):
+        _, times_s = run.columns.series(key)
+        if len(times_s):
+            sums[key] = float(times_s.sum())
+    mfu = typical(run, "mfu")
     queues = run.environment.get("asynchronous") is True and not any(key in sums for key in SECTIONS_S)
     return verdict(sums, mfu=mfu, balance=_balance(run), queues=queues)
 
@@ -115,7 +120,9 @@ def _balance(run: Run) -> Balance | None:
         return None
     if not micro or not length:
         return None
-    weight_bytes = 4 if run.config.get("precision.params", "fp32") == "fp32" else 2
+    weight_bytes = 2
+    if run.config.get("precision.params", "fp32") == "fp32":
+        weight_bytes = 4
     # Each weight of a pass is read once, and multiplied and added for each token.
     return Balance(machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
 
@@ -128,8 +135,10 @@ def _losses(runs: Sequence[Run]) -> Iterator[Curve]:
 
 
 def _loss_note(runs: Sequence[Run]) -> str:
-    notes = ["Dots are evaluations on held-out text."] if any("val_loss" in r.columns.numbers for r in runs) else []
-    return " ".join([*notes, _mean_note(runs, "loss")]).strip()
+    note = _mean_note(runs, "loss")
+    if any("val_loss" in run.columns.numbers for run in runs):
+        note = f"Dots are evaluations on held-out text. {note}".strip()
+    return note
 
 
 def _mean_note(runs: Sequence[Run], column: str) -> str:
@@ -159,29 +168,26 @@ def _norms(runs: Sequence[Run]) -> Iterator[Curve]:
         # A spike between two records has no value of its own: its mark stands at the next record.
         at = np.unique(np.searchsorted(steps, marked))
         at = at[at < len(steps)]
-        kind = "dots" if len(runs) > 1 else "spikes"
+        kind = "spikes" if len(runs) == 1 else "dots"
         yield Curve(_named(runs, run, "spikes"), color, steps[at], values[at], kind)
 
 
 def _spike_note(runs: Sequence[Run]) -> str:
     if not any(run.columns.spikes for run in runs):
         return ""
-    many = f" Of many, the {MOST_MARKS} highest are marked." if _most_spikes(runs) > MOST_MARKS else ""
-    return f"Dots are spikes above the running mean; one between two records is marked at the next.{many}"
-
-
-def _most_spikes(runs: Sequence[Run]) -> int:
-    return max(len(run.columns.spikes) for run in runs)
+    note = "Dots are spikes above the running mean; one between two records is marked at the next."
+    if any(len(run.columns.spikes) > MOST_MARKS for run in runs):
+        note += f" Of many, the {MOST_MARKS} highest are marked."
+    return note
 
 
 def _plain(
     runs: Sequence[Run], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
 ) -> Chart | None:
-    curves = [
-        Curve(_main(runs, run, title.lower()), color, steps, scale * values)
-        for color, run in _colored(runs)
-        for steps, values in [run.columns.series(column)]
-    ]
+    curves = []
+    for color, run in _colored(runs):
+        steps, values = run.columns.series(column)
+        curves.append(Curve(_main(runs, run, title.lower()), color, steps, scale * values))
     return draw(key, title, unit, curves, zero=zero)
 
 
@@ -227,7 +233,9 @@ def _breakdown(run: Run) -> Breakdown | None:
             continue
         top = bottom + binned[key] / np.where(whole > 0, whole, 1)
         share = float(binned[key].sum() / whole.sum())
-        name = "rest of the steps" if divided and key == "training_s" else label
+        name = label
+        if divided and key == "training_s":
+            name = "rest of the steps"
         areas.append((color, name, _area(x, HEIGHT * (1 - bottom), HEIGHT * (1 - top)), share))
         bottom = top
     ticks = tuple(
@@ -238,13 +246,8 @@ def _breakdown(run: Run) -> Breakdown | None:
         for at in range(5)
     )
     shares = tuple(Tick(100 - part, f"{part}%") for part in (0, 50, 100))
-    return Breakdown(
-        run.name,
-        tuple(areas),
-        ticks,
-        shares,
-        f"{found[0].upper()}{found[1:]}" if (found := str(judge(run) or "")) else "",
-    )
+    sentence = str(judge(run) or "")
+    return Breakdown(run.name, tuple(areas), ticks, shares, sentence[:1].upper() + sentence[1:])
 
 
 def _area(x: Column, low: Column, high: Column) -> str:
@@ -256,12 +259,16 @@ def _area(x: Column, low: Column, high: Column) -> str:
 
 def _main(runs: Sequence[Run], run: Run, quantity: str) -> str:
     """Name of the main curve of a chart: with one run its quantity, with several the run."""
-    return quantity if len(runs) == 1 else run.name
+    if len(runs) == 1:
+        return quantity
+    return run.name
 
 
 def _named(runs: Sequence[Run], run: Run, quantity: str) -> str:
     """Name of a further curve of a chart."""
-    return quantity if len(runs) == 1 else f"{run.name}, {quantity}"
+    if len(runs) == 1:
+        return quantity
+    return f"{run.name}, {quantity}"
 
 
 def _colored(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:

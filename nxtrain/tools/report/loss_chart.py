@@ -53,10 +53,12 @@ class Style:
 
     def draw(self, dots: Iterable[tuple[int, int]]) -> str:
         """Character for dots, each by column and row from the upper left; a blank for no dot."""
-        bits = sum(_DOTS[y][x] for x, y in dots) if self.dots_x > 1 else len(list(dots))
+        bits = sum(_DOTS[y][x] for x, y in dots)
         if not bits:
             return " "
-        return chr(0x2800 + bits) if self.dots_x > 1 else "*"
+        if self.dots_x == 1:
+            return "*"
+        return chr(0x2800 + bits)
 
 
 BRAILLE = Style(2, 4, "\u2824\u2824", "\u25cf", "\u2502", "\u2524", "\u2514", "\u2500")
@@ -79,7 +81,9 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     if not train and not held_out:
         return "no loss is recorded yet"
     values = [loss for _, loss in (*train, *held_out)]
-    low, high = _bounds(values)
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
     last = max(step for step, _ in (*train, *held_out))
     labels = [f"{value:.2f}" for value in (high, 0.5 * (low + high), low)]
     margin = max(map(len, labels))
@@ -90,11 +94,14 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     lines = [f"loss (nats per token): {style.curve} training, {style.held_out} held-out text"]
     for number, row in enumerate(rows):
         label = marks.get(number, "")
-        lines.append(f"{label:>{margin}} {style.tick if label else style.axis}{row}".rstrip())
+        axis = style.tick if label else style.axis
+        lines.append(f"{label:>{margin}} {axis}{row}".rstrip())
     end = f"step {last:g}"
     lines.append(f"{'':>{margin}} {style.corner}{style.line * columns}")
     lines.append(f"{'':>{margin}}  0{end:>{columns - 1}}")
-    return "\n".join(line[:width] if width < NARROWEST else line for line in lines)
+    if width < NARROWEST:
+        lines = [line[:width] for line in lines]
+    return "\n".join(lines)
 
 
 class _Plot:
@@ -108,8 +115,12 @@ class _Plot:
     """
 
     def __init__(self, columns: int, lines: int, last: float, low: float, high: float, style: Style) -> None:
-        self._columns, self._lines, self._style = columns, lines, style
-        self._last, self._low, self._high = last, low, high
+        self._columns = columns
+        self._lines = lines
+        self._style = style
+        self._last = last
+        self._low = low
+        self._high = high
 
     def rows(self, train: Sequence[Point], held_out: Sequence[Point]) -> list[str]:
         """Rows of the plot from the top."""
@@ -119,12 +130,13 @@ class _Plot:
             cell = (x // style.dots_x, y // style.dots_y)
             dots.setdefault(cell, set()).add((x % style.dots_x, y % style.dots_y))
         marks = {(self._x(step, 1), self._y(loss, 1)) for step, loss in held_out}
-        return [
-            "".join(
-                style.held_out if (x, y) in marks else style.draw(dots.get((x, y), ())) for x in range(self._columns)
-            )
-            for y in range(self._lines)
-        ]
+        rows = []
+        for y in range(self._lines):
+            row = ""
+            for x in range(self._columns):
+                row += style.held_out if (x, y) in marks else style.draw(dots.get((x, y), ()))
+            rows.append(row)
+        return rows
 
     def _curve(self, points: Sequence[Point]) -> Iterable[tuple[int, int]]:
         """Dots of the curve; each column has the mean of its points, and neighbours are connected."""
@@ -160,18 +172,12 @@ def style_for(encoding: str | None) -> Style:
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    found = ((record.get("step"), record.get(key)) for record in records)
-    return [
-        (step, loss)
-        for step, loss in found
-        if isinstance(step, int | float) and isinstance(loss, int | float) and step > 0 and math.isfinite(loss)
-    ]
-
-
-def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper edge of the plot, which differ."""
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    points = []
+    for record in records:
+        step, loss = record.get("step"), record.get(key)
+        if isinstance(step, int | float) and isinstance(loss, int | float) and step > 0 and math.isfinite(loss):
+            points.append((step, loss))
+    return points
 
 
 def main(argv: Sequence[str]) -> int:

@@ -49,25 +49,29 @@ def render(
         notes: Notes that concern no single run.
         written: Time on the page; None: now.
     """
-    drawn = [(run.name, timeline(run.starts), str(run.goodput)) for run in runs]
+    all_notes = [("all runs", note) for note in notes]
+    alarms = []
+    timelines = []
+    for run in runs:
+        all_notes += [(run.name, note) for note in run.notes]
+        alarms += [(run.name, f"{step:,}", shortened(text, 300)) for step, text in run.columns.alarms[-MOST_ALARMS:]]
+        drawn = timeline(run.starts)
+        if drawn is not None:
+            timelines.append((run.name, drawn, str(run.goodput)))
     content = {
         "runs": runs,
         "overview": facts.overview(runs),
-        "notes": [*(("all runs", note) for note in notes), *((run.name, note) for run in runs for note in run.notes)],
+        "notes": all_notes,
         "parities": parities,
         "points": points,
         "charts": charts(runs),
         "evaluations": evaluations(runs),
         "breakdowns": breakdowns(runs),
         "rank_times": [(run.name, *rank_times(run)) for run in runs],
-        "timelines": [each for each in drawn if each[1] is not None],
+        "timelines": timelines,
         "uses": USES,
         "stability": facts.stability(runs),
-        "alarms": [
-            (run.name, f"{step:,}", shortened(text, 300))
-            for run in runs
-            for step, text in run.columns.alarms[-MOST_ALARMS:]
-        ],
+        "alarms": alarms,
         "plans": [(run.name, *facts.planned(run)) for run in runs],
         "environment": facts.environment(runs),
         "configuration": facts.configuration(runs),
@@ -132,7 +136,9 @@ def _asset(name: str) -> str:
 
 def _printable(value: object) -> object:
     """A value of the page; text is one line of characters that a file can hold, before jinja2 escapes it."""
-    return printable(value) if type(value) is str else value
+    if type(value) is str:
+        return printable(value)
+    return value
 
 
 @cache

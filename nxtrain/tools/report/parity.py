@@ -114,9 +114,9 @@ def _checked(
     first: Run, other: Run, name: str, key: str, bound: float, *, windows: bool = False, required: bool = False
 ) -> Check | None:
     steps, a, b = difference(first, other, key)
-    if len(steps) < (FEWEST if required else 1):
-        if not required:
-            return None
+    if not required and not len(steps):
+        return None
+    if required and len(steps) < FEWEST:
         text = f"the runs have {len(steps)} records of the same steps, and {FEWEST} are needed"
         return Check(name, False, None, bound, text)
     if windows:
@@ -124,7 +124,9 @@ def _checked(
     wholes = np.maximum(np.abs(a), np.abs(b))
     relative = np.abs(a - b) / np.where(wholes > 0, wholes, 1.0)
     worst = int(np.argmax(relative))
-    kind = f"means of {len(a)} windows" if windows else f"{len(a)} records"
+    kind = f"{len(a)} records"
+    if windows:
+        kind = f"means of {len(a)} windows"
     text = (
         f"at most {relative[worst]:.3g} apart in {kind} up to step {steps[-1]:,.0f}, where {bound:g} is allowed: "
         f"{short(float(a[worst]))} and {short(float(b[worst]))}"

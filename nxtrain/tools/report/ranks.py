@@ -40,12 +40,16 @@ Rates = Mapping[int, Mapping[str, float]]
 def read_rates(folder: Path) -> Rates:
     """Times of the ranks; empty if there are none, or if the file is damaged."""
     try:
-        found = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
-        rates = {int(rank): {kind: float(rate[kind]) for kind in KINDS if kind in rate} for rank, rate in found.items()}
+        content = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
+        rates = {}
+        for rank, rate in content.items():
+            rates[int(rank)] = {kind: float(rate[kind]) for kind in KINDS if kind in rate}
     except (AttributeError, OSError, OverflowError, RecursionError, TypeError, ValueError):
         return {}
-    whole = all(0 <= s <= MOST_S for rate in rates.values() for s in rate.values())
-    return rates if whole and all(rank >= 0 for rank in rates) else {}
+    for rank, rate in rates.items():
+        if rank < 0 or not all(0 <= s <= MOST_S for s in rate.values()):
+            return {}
+    return rates
 
 
 def rank_times(run: Run) -> tuple[Table | None, str]:
@@ -53,21 +57,30 @@ def rank_times(run: Run) -> tuple[Table | None, str]:
     rates = read_rates(run.folder)
     if len(rates) < 2:  # noqa: PLR2004 - a rank and another
         return None, ""
-    kinds = [kind for kind in KINDS if any(rate.get(kind, 0.0) >= 5e-7 for rate in rates.values())]  # noqa: PLR2004
-    own_s = {rank: sum(s for kind, s in rate.items() if kind != "waiting") for rank, rate in rates.items()}
-    shown = sorted(rates, key=lambda rank: (-own_s[rank], rank))[:SHOWN]
+    kinds = []
+    middle = {}
+    for kind in KINDS:
+        times_s = [rate.get(kind, 0.0) for rate in rates.values()]
+        if max(times_s) >= 5e-7:  # noqa: PLR2004 - less would be written as 0.00 ms
+            kinds.append(kind)
+            middle[kind] = median_low(times_s)
+    busy_s = {}
+    for rank, rate in rates.items():
+        busy_s[rank] = sum(s for kind, s in rate.items() if kind != "waiting")
+    shown = sorted(rates, key=lambda rank: (-busy_s[rank], rank))[:SHOWN]
 
     def row(name: str, of: Mapping[str, float]) -> tuple[str, ...]:
         return name, *(f"{1e3 * of.get(kind, 0.0):.2f}" for kind in kinds), f"{1e3 * sum(of.values()):.2f}"
 
-    middle = {kind: median_low([rate.get(kind, 0.0) for rate in rates.values()]) for kind in kinds}
     # Medians of kinds do not add up to a step, so that their row has no sum.
     rows = [*(row(f"rank {rank}", rates[rank]) for rank in shown), (*row("median", middle)[:-1], "")]
     slowest = shown[0]
-    worst = max(kinds, key=lambda kind: rates[slowest].get(kind, 0.0) - middle[kind] if kind != "waiting" else -1.0)
-    excess_s = rates[slowest].get(worst, 0.0) - middle[worst]
+    excess_s = {kind: rates[slowest].get(kind, 0.0) - middle[kind] for kind in kinds}
+    worst = max(kinds, key=lambda kind: -1.0 if kind == "waiting" else excess_s[kind])
     sentence = f"Milliseconds per step over the last steps. Rank {slowest} is the busiest"
-    sentence += f", by {1e3 * excess_s:.2f} ms in {KINDS[worst]}." if excess_s > 0 else "."
+    if excess_s[worst] > 0:
+        sentence += f", by {1e3 * excess_s[worst]:.2f} ms in {KINDS[worst]}"
+    sentence += "."
     if len(rates) > SHOWN:
         sentence += f" The {SHOWN} busiest of {len(rates):,} ranks are shown."
     return Table(("", *(KINDS[kind] for kind in kinds), "sum"), tuple(rows)), sentence

@@ -64,18 +64,24 @@ class Run:
 
     def value(self, key: str) -> str:
         """Value of the configuration as TOML; empty if unknown."""
-        return toml_value(self.config[key]) if key in self.config else ""
+        if key not in self.config:
+            return ""
+        return toml_value(self.config[key])
 
     def number(self, key: str) -> float | None:
         """Number of the configuration; None if it is absent or no number."""
-        found = self.config.get(key)
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value)
 
     @property
     def tokens_per_step(self) -> float | None:
         """Positions of a global batch."""
         batch, length = self.number("train.global_batch"), self.number("train.seq_len")
-        return batch * length if batch and length else None
+        if not batch or not length:
+            return None
+        return batch * length
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -92,7 +98,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return runs
-    return [_renamed(run, f"{number}: {run.name}") for number, run in enumerate(runs, 1)]
+    return [replace(run, name=shortened(f"{number}: {run.name}")) for number, run in enumerate(runs, 1)]
 
 
 def read_run(folder: Path) -> Run:
@@ -130,29 +136,31 @@ def printable(text: str) -> str:
 def shortened(text: str, most: int = LONGEST_NAME) -> str:
     """Printable text, cut in its middle if it is too long."""
     text = printable(text)
+    if len(text) <= most:
+        return text
     half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}\u2026{text[-half:]}"
+    return f"{text[:half]}\u2026{text[-half:]}"
 
 
 def _columns(file: Path, notes: list[str]) -> Columns:
     try:
-        found = read_columns(file)
+        columns = read_columns(file)
     except FileNotFoundError:
         notes.append(f"there is no {METRICS_FILE}: no step was recorded")
         return Columns()
     except OSError as error:
         notes.append(f"{METRICS_FILE} cannot be read: {error.strerror or error}")
         return Columns()
-    if not len(found.steps):
-        reason = "is damaged: it holds no record of nxtrain" if found.damaged else "has no record yet"
+    if not len(columns.steps):
+        reason = "is damaged: it holds no record of nxtrain" if columns.damaged else "has no record yet"
         notes.append(f"{METRICS_FILE} {reason}")
-    if found.torn:
+    if columns.torn:
         notes.append(f"the last line of {METRICS_FILE} has no end: a run writes it, or was killed while it did")
-    if found.damaged:
-        notes.append(f"{found.damaged:,} lines of {METRICS_FILE} are no records of nxtrain, and are left out")
-    if found.repeated:
-        notes.append(f"{found.repeated:,} records of {METRICS_FILE} have the step of a later record, which counts")
-    return found
+    if columns.damaged:
+        notes.append(f"{columns.damaged:,} lines of {METRICS_FILE} are no records of nxtrain, and are left out")
+    if columns.repeated:
+        notes.append(f"{columns.repeated:,} records of {METRICS_FILE} have the step of a later record, which counts")
+    return columns
 
 
 def _foreign(folder: Path) -> str:
@@ -178,16 +186,16 @@ def _toml(file: Path, notes: list[str]) -> dict[str, Any]:
 
 def _json(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(file))
+        content = json.loads(read_text(file))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read: {_reason(error)}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         notes.append(f"{file.name} holds no table")
         return {}
-    return found
+    return content
 
 
 def _reason(error: Exception) -> str:
@@ -198,8 +206,8 @@ def _state(starts: Sequence[Start]) -> str:
     if not starts:
         return "unknown"
     last = starts[-1]
-    return last.outcome or ("running" if time.time() - last.seen.wall < FRESH_S else "killed")
-
-
-def _renamed(run: Run, name: str) -> Run:
-    return replace(run, name=shortened(name))
+    if last.outcome:
+        return last.outcome
+    if time.time() - last.seen.wall < FRESH_S:
+        return "running"
+    return "killed"

@@ -55,30 +55,37 @@ def scaling(runs: Sequence[Run], price_usd_h: float | None = None) -> tuple[list
     Returns:
         A point for each run that recorded its throughput, and notes for people.
     """
-    notes, known = [], []
+    notes = []
+    measured = []
     for run in runs:
         speed, nodes = typical(run, "tokens_per_s"), run.number("cluster.nodes")
         if not speed or speed < 0 or not nodes or nodes < 1:
             notes.append(f"{run.name} is left out: it has no throughput, or no cluster.nodes")
             continue
-        known.append((run, int(nodes), speed))
-    known.sort(key=lambda each: each[1])
-    points = []
-    for run, nodes, speed in known:
         instance = str(run.config.get("cluster.instance", ""))
+        measured.append((run.name, instance, int(nodes), speed))
+    measured.sort(key=lambda row: row[2])
+    smallest: dict[str, float] = {}
+    points = []
+    for name, instance, nodes, speed in measured:
         # Weak and strong scaling alike: a node's share of the throughput, beside that of the smallest run.
-        _, base_nodes, base_speed = next(e for e in known if str(e[0].config.get("cluster.instance", "")) == instance)
-        efficiency = (speed / nodes) / (base_speed / base_nodes)
-        price = _price(instance) if price_usd_h is None else price_usd_h
-        per_usd = 3600 * speed / (price * nodes) if price else None
-        points.append(Point(run.name, instance, nodes, speed, efficiency, price, per_usd))
+        efficiency = (speed / nodes) / smallest.setdefault(instance, speed / nodes)
+        price = price_usd_h
+        if price is None:
+            price = _price(instance)
+        per_usd = None
+        if price:
+            per_usd = 3600 * speed / (price * nodes)
+        points.append(Point(name, instance, nodes, speed, efficiency, price, per_usd))
     if points and all(point.price_usd_h is None for point in points):
         notes.append("tokens per dollar need a price: --price gives that of a machine's hour")
     return points, notes
 
 
 def _price(instance: str) -> float | None:
+    if not instance:
+        return None
     try:
-        return find_machine(instance, {}).price_usd_h if instance else None
+        return find_machine(instance, {}).price_usd_h
     except ConfigError:
         return None

@@ -34,7 +34,7 @@ MOST_ROWS = 60
 
 
 @dataclass(frozen=True)
-class Span:
+class UseSpan:
     """Span of one use of time.
 
     Args:
@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Box:
+class UseBox:
     """Rectangle of a timeline, in units of `WIDTH` across and in percent down.
 
     Args:
@@ -69,7 +69,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class StartRow:
     """Start in the table; a row without a number stands for the starts that are left out.
 
     Args:
@@ -91,7 +91,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RunTimeline:
     """Timeline as the page needs it.
 
     Args:
@@ -103,15 +103,15 @@ class Timeline:
         added_up: True if the spans are added up in columns.
     """
 
-    boxes: tuple[Box, ...]
+    boxes: tuple[UseBox, ...]
     restarts: tuple[float, ...]
     total: str
     ticks: tuple[tuple[float, str], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[StartRow, ...]
     added_up: bool
 
 
-def timeline(starts: Sequence[Start]) -> Timeline | None:
+def timeline(starts: Sequence[Start]) -> RunTimeline | None:
     """Draw the starts of a run; None if there are none, or if they took no time."""
     spans = list(spans_of(starts))
     total_s = max((span.end_s for span in spans), default=0.0)
@@ -119,9 +119,15 @@ def timeline(starts: Sequence[Start]) -> Timeline | None:
         return None
     added_up = len(spans) > MOST_SPANS
     begins = [span.begin_s for before, span in pairwise(spans) if span.start != before.start]
-    return Timeline(
-        tuple(_columns(spans, total_s) if added_up else _boxes(spans, total_s)),
-        () if added_up else tuple(round(WIDTH * begin / total_s, 2) for begin in begins),
+    if added_up:
+        boxes = tuple(_columns(spans, total_s))
+        restarts: tuple[float, ...] = ()
+    else:
+        boxes = tuple(_boxes(spans, total_s))
+        restarts = tuple(round(WIDTH * begin / total_s, 2) for begin in begins)
+    return RunTimeline(
+        boxes,
+        restarts,
         duration(total_s),
         tuple((100 * part / 4, duration(total_s * part / 4)) for part in range(5)),
         tuple(_rows(starts)),
@@ -129,23 +135,24 @@ def timeline(starts: Sequence[Start]) -> Timeline | None:
     )
 
 
-def spans_of(starts: Sequence[Start]) -> Iterator[Span]:
+def spans_of(starts: Sequence[Start]) -> Iterator[UseSpan]:
     """Spans of all starts, without a hole between them.
 
     The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
     """
     at = 0.0
+    before: Start | None = None
     for number, (start, stood) in enumerate(zip(starts, standing(starts), strict=True), 1):
-        before = starts[number - 2] if number > 1 else None
         if before is not None and before.outcome != "done":
             gap_s = start.began.since(before.seen)
             if gap_s > 0:
-                yield Span("gap", at, at + gap_s, number - 1)
+                yield UseSpan("gap", at, at + gap_s, number - 1)
                 at += gap_s
         for use, length_s in _parts(start, stood):
             if length_s > 0:
-                yield Span(use, at, at + length_s, number)
+                yield UseSpan(use, at, at + length_s, number)
                 at += length_s
+        before = start
 
 
 def duration(seconds: float) -> str:
@@ -155,38 +162,44 @@ def duration(seconds: float) -> str:
             return f"{seconds / unit_s:.1f} {unit}"
     if seconds >= 1 or not seconds:
         return f"{seconds:.1f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= FEW_S else f"{1e3 * seconds:.2g} ms"
+    if seconds >= FEW_S:
+        return f"{1e3 * seconds:.0f} ms"
+    return f"{1e3 * seconds:.2g} ms"
 
 
 def _parts(start: Start, stood: int) -> list[tuple[str, float]]:
     spent, elapsed_s = start.spent, start.seen.up - start.began.up
     productive_s = start.train_s(stood)
     tail_s = max(0.0, elapsed_s - spent.total_s)
-    begins = spent.step == start.resumed and start.outcome not in {"done", "stopped"}
+    begin_s = spent.start_s
+    if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:  # no step: all of it is start-up
+        begin_s, tail_s = begin_s + tail_s, 0.0
     return [
-        ("begin", spent.start_s + (tail_s if begins else 0.0)),
+        ("begin", begin_s),
         ("productive", productive_s),
         ("pause", spent.eval_s + spent.stall_s),
         ("lost", spent.train_s - productive_s),
-        ("tail", 0.0 if begins else tail_s),
+        ("tail", tail_s),
     ]
 
 
-def _boxes(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
+def _boxes(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
     for span in spans:
         x, width = WIDTH * span.begin_s / total_s, WIDTH * (span.end_s - span.begin_s) / total_s
         text = f"start {span.start}: {USES[span.use]}, {duration(span.end_s - span.begin_s)}"
-        yield Box(span.use, round(x, 2), round(width, 2), 0, 100, text)
+        yield UseBox(span.use, round(x, 2), round(width, 2), 0, 100, text)
 
 
-def _columns(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
+def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
     """Columns of equal width, each with the shares of the uses, productive time at the bottom."""
     sums = [dict.fromkeys(USES, 0.0) for _ in range(COLUMNS)]
     width_s = total_s / COLUMNS
     for span in spans:
         begin, column = span.begin_s, min(COLUMNS - 1, int(span.begin_s / width_s))
         while begin < span.end_s and column < COLUMNS:
-            end = span.end_s if column == COLUMNS - 1 else min(span.end_s, (column + 1) * width_s)
+            end = span.end_s
+            if column < COLUMNS - 1:
+                end = min(end, (column + 1) * width_s)
             sums[column][span.use] += max(0.0, end - begin)
             begin, column = end, column + 1
     for column, shares in enumerate(sums):
@@ -195,19 +208,19 @@ def _columns(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
             height = 100 * length_s / whole
             bottom -= height
             if height > 0:
-                yield Box(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
+                yield UseBox(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
 
 
-def _rows(starts: Sequence[Start]) -> Iterator[Row]:
+def _rows(starts: Sequence[Start]) -> Iterator[StartRow]:
     half = MOST_ROWS // 2
-    hidden = range(half, len(starts) - half) if len(starts) > MOST_ROWS else range(0)
+    hidden = range(half, len(starts) - half)  # empty for few starts
     stands = standing(starts)
     for index, start in enumerate(starts):
         if index in hidden:
             if index == hidden.start:
-                yield Row("\u2026", why=f"{len(hidden):,} starts in between are not listed")
+                yield StartRow("\u2026", why=f"{len(hidden):,} starts in between are not listed")
             continue
-        yield Row(
+        yield StartRow(
             f"{index + 1:,}",
             f"{start.resumed:,}",
             f"{start.spent.step:,}",

@@ -41,7 +41,7 @@ class Balance:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TimeVerdict:
     """Limit of a run.
 
     Args:
@@ -59,7 +59,7 @@ class Verdict:
 
 def verdict(
     times: Mapping[str, float], *, mfu: float | None = None, balance: Balance | None = None, queues: bool = False
-) -> Verdict | None:
+) -> TimeVerdict | None:
     """Judge times by kind of work; None without times.
 
     Args:
@@ -74,15 +74,19 @@ def verdict(
         return None
     share = {kind: times.get(kind, 0.0) / total_s for kind in (*kinds, "reduce_s", "optimizer_s")}
     if share["data_s"] >= BOUND_SHARE:
-        return Verdict("data-bound", f"{share['data_s']:.0%} of the time goes into waiting for data")
-    reduced = share["reduce_s"] if share["waiting_s"] else 0.0  # a lone rank reduces nothing
+        return TimeVerdict("data-bound", f"{share['data_s']:.0%} of the time goes into waiting for data")
+    reduced = 0.0  # a lone rank reduces nothing
+    if share["waiting_s"]:
+        reduced = share["reduce_s"]
     if share["waiting_s"] + reduced >= BOUND_SHARE:
         why = f"{share['waiting_s']:.0%} of the time goes into waiting for other ranks"
-        return Verdict("communication-bound", why + (f", {reduced:.0%} into reductions beside that" if reduced else ""))
+        if reduced:
+            why += f", {reduced:.0%} into reductions beside that"
+        return TimeVerdict("communication-bound", why)
     worst = max(BOUND_BY, key=share.__getitem__)
     if share[worst] >= BOUND_SHARE:
         name, work = BOUND_BY[worst]
-        return Verdict(name, f"{share[worst]:.0%} of the time goes into {work}")
+        return TimeVerdict(name, f"{share[worst]:.0%} of the time goes into {work}")
     return _of_steps(times, share, mfu, balance, queues=queues)
 
 
@@ -93,19 +97,21 @@ def _of_steps(
     balance: Balance | None,
     *,
     queues: bool,
-) -> Verdict:
+) -> TimeVerdict:
     """Verdict on a run whose time goes into its steps."""
     steps = f"{share['training_s'] + share['log_s']:.0%} of the time goes into steps"
-    known = f"{steps}, {share['data_s']:.1%} into waiting for data" + ("" if mfu is None else f"; MFU {mfu:.1%}")
+    shares = f"{steps}, {share['data_s']:.1%} into waiting for data"
+    if mfu is not None:
+        shares += f"; MFU {mfu:.1%}"
     if queues and share["training_s"] >= LAUNCH_SHARE:
         why = f"the host issues work for {share['training_s']:.0%} of the time, and waits {share['log_s']:.1%} for it"
-        return Verdict("launch-bound", why)
+        return TimeVerdict("launch-bound", why)
     if "optimizer_s" in times and share["optimizer_s"] >= UPDATE_SHARE:
         why = f"{share['optimizer_s']:.0%} of the time goes into the update, which reads and writes all state"
-        return Verdict("memory-bound", f"{why}; a larger train.global_batch has fewer updates")
+        return TimeVerdict("memory-bound", f"{why}; a larger train.global_batch has fewer updates")
     if balance is not None and balance.run < balance.machine:
         why = f"{balance.run:.0f} operations for a byte of weights, and the device does {balance.machine:.0f}"
-        return Verdict("memory-bound", f"a micro-batch has {why} while it reads one; {known}")
+        return TimeVerdict("memory-bound", f"a micro-batch has {why} while it reads one; {shares}")
     if balance is not None or (mfu or 0.0) >= HIGH_MFU:
-        return Verdict("compute-bound", known)
-    return Verdict(UNDECIDED, f"{known}; arithmetic or memory, which the peak of the device would tell")
+        return TimeVerdict("compute-bound", shares)
+    return TimeVerdict(UNDECIDED, f"{shares}; arithmetic or memory, which the peak of the device would tell")

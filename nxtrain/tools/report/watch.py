@@ -62,70 +62,96 @@ class Followed:
         """Line of the run, and True if the run has ended."""
         for record in self._news():
             self._record = record
-            self._times.append({key: s for key in (*KINDS_S, *SECTIONS_S) if (s := _number(record, key)) is not None})
+            times_s = {key: _number(record, key) for key in (*KINDS_S, *SECTIONS_S)}
+            self._times.append({key: time_s for key, time_s in times_s.items() if time_s is not None})
             self._val_loss = _number(record, "val_loss") or self._val_loss
         start = _json(self._folder / LOGS_DIR / START_FILE)
         config = _config(self._folder / CONFIG_FILE)
         total = _number(config.get("train", {}), "steps") or 0.0
         step = max(_number(self._record, "step") or 0.0, _number(start, "step") or 0.0)
-        parts = [f"step {step:.0f}" + (f"/{total:.0f}" if total else ""), *self._values()]
+        progress = f"step {step:.0f}"
+        if total:
+            progress += f"/{total:.0f}"
+        parts = [progress, *self._values()]
         if self._is_damaged:
             parts.append(f"{METRICS_FILE} is damaged")
-        if (left_s := _left_s(start, total)) is not None and not start.get("outcome"):
+        left_s = _left_s(start, total)
+        if left_s is not None and not start.get("outcome"):
             parts.append(f"{duration(left_s)} left")
         parts.append(self._state(start))
         line = "  ".join(filter(None, parts))
         return "".join(char if char.isprintable() else "\ufffd" for char in line), start.get("outcome") in _ENDED
 
     def _values(self) -> Iterator[str]:
-        if (loss := _number(self._record, "loss")) is not None:
+        loss = _number(self._record, "loss")
+        if loss is not None:
             yield f"loss {loss:.4f}"
         if self._val_loss is not None:
             yield f"val {self._val_loss:.4f}"
-        if (speed := _number(self._record, "tokens_per_s")) is not None:
+        speed = _number(self._record, "tokens_per_s")
+        if speed is not None:
             yield f"{short(speed)} tokens/s"
-        saved = self._saved_step()  # the save of a step follows its record
-        yield from details(self._record if saved is None else {**self._record, "saved_step": saved})
-        times = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
-        for each in self._times:
-            times.update(each)
-        found = verdict(times, mfu=_number(self._record, "mfu"))
-        if found and found.name != UNDECIDED:
-            yield found.name
-        if isinstance(alarm := self._record.get("alarm"), str):
+        record = dict(self._record)
+        saved_step = self._saved_step()  # the save of a step follows its record
+        if saved_step is not None:
+            record["saved_step"] = saved_step
+        yield from details(record)
+        sums = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
+        for times_s in self._times:
+            sums.update(times_s)
+        limit = verdict(sums, mfu=_number(self._record, "mfu"))
+        if limit and limit.name != UNDECIDED:
+            yield limit.name
+        alarm = self._record.get("alarm")
+        if isinstance(alarm, str):
             yield f"ALARM {alarm}"
 
     def _saved_step(self) -> int | None:
         """Step of the newest checkpoint, as the folder of the checkpoints names it; None if it names none."""
         with suppress(OSError, ValueError):
-            found = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
-            return int(found[1]) if found else None
+            name = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
+            if name:
+                return int(name[1])
         return None
 
     def _state(self, start: dict[str, Any]) -> str:
         """End of the run, or the time since its last sign of life if that is long."""
-        if outcome := start.get("outcome"):
-            return f"{outcome}: {start['why']}" if start.get("why") else str(outcome)
-        if (seen := _number(start, "wall")) is None:
+        outcome = start.get("outcome")
+        if outcome and start.get("why"):
+            return f"{outcome}: {start['why']}"
+        if outcome:
+            return str(outcome)
+        seen = _number(start, "wall")
+        if seen is None:
             return "" if self._record else "has not begun"
         silent_s = self._clock() - seen
-        return f"silent for {duration(silent_s)}" if silent_s > SILENT_S else ""
+        if silent_s > SILENT_S:
+            return f"silent for {duration(silent_s)}"
+        return ""
 
     def _news(self) -> Iterator[dict[str, Any]]:
         """Records since the last call; after a resume, which shortens the file, those at its end."""
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
             size, is_cut = file.seek(0, 2), False  # a cut first line is a part of one
             if not 0 <= self._offset <= size:
-                self._offset, self._rest, self._is_damaged = max(0, size - TAIL_BYTES), b"", False
+                self._offset = max(0, size - TAIL_BYTES)
+                self._rest = b""
+                self._is_damaged = False
                 is_cut = self._offset > 0
             file.seek(self._offset)
             content = self._rest + file.read(size - self._offset)
             self._offset = size
             *lines, self._rest = content.split(b"\n")
-            whole = lines[1:] if is_cut else lines
-            self._is_damaged |= any(line.strip() and "step" not in _object(line) for line in whole)
-            self._is_damaged |= bool(self._rest) and not is_begun(self._rest)
-            yield from (record for line in lines if "step" in (record := _object(line)))
+            if self._rest and not is_begun(self._rest):
+                self._is_damaged = True
+            records = []
+            for number, line in enumerate(lines):
+                record = _object(line)
+                if "step" in record:
+                    records.append(record)
+                elif line.strip() and not (is_cut and number == 0):
+                    self._is_damaged = True
+            yield from records
 
 
 def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
@@ -145,13 +171,17 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
             raise ConfigError(f"{folder} is no folder; name the folder of a run, as run.dir has it")
     console = console or PipeSafeConsole(highlight=False, soft_wrap=True, markup=False)
     runs = [Followed(folder) for folder in folders]
-    names = [f"{folder.resolve().name}  " if len(folders) > 1 else "" for folder in folders]
-    live = Live(console=console, auto_refresh=False) if console.is_terminal and not once else None
+    prefixes = [""]
+    if len(folders) > 1:
+        prefixes = [f"{folder.resolve().name}  " for folder in folders]
+    live = None
+    if console.is_terminal and not once:
+        live = Live(console=console, auto_refresh=False)
     shown: list[str] = []
     with live or nullcontext(), suppress(KeyboardInterrupt):
         while True:
-            found = [run.line() for run in runs]
-            lines = [name + line for name, (line, _) in zip(names, found, strict=True)]
+            states = [run.line() for run in runs]
+            lines = [prefix + line for prefix, (line, _) in zip(prefixes, states, strict=True)]
             if live is not None:
                 live.update(Text("\n".join(lines)), refresh=True)
             else:
@@ -159,14 +189,18 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
                     if line not in shown:
                         console.print(line, markup=False)
             shown = lines
-            if once or all(ended for _, ended in found):
+            if once or all(ended for _, ended in states):
                 return
             time.sleep(every_s or (1.0 if live is not None else 60.0))
 
 
 def _number(table: Any, key: str) -> float | None:
-    value = table.get(key) if isinstance(table, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(table, dict):
+        return None
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -179,16 +213,18 @@ def _json(file: Path) -> dict[str, Any]:
 def _object(text: str | bytes) -> dict[str, Any]:
     """Object of a JSON text; an empty one for anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _config(file: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        found: dict[str, Any] = tomllib.loads(read_text(file))
-        return found
+        config: dict[str, Any] = tomllib.loads(read_text(file))
+        return config
     return {}
 
 

@@ -17,7 +17,7 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.tools.bench import data_turns
-from nxtrain.tools.bench.data_turns import Spent, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
+from nxtrain.tools.bench.data_turns import TextTime, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
 from nxtrain.tools.bench.data_wait import MOST_WAITING, open_batches, share_waiting
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 
@@ -65,7 +65,7 @@ def test_the_ratio_follows_neither_the_machine_nor_the_order(
     """The machine is 1 to 9 times as slow from call to call, and the second of each call takes 0.8 of the first."""
     turns = []
     for turn in range(6):
-        spent = Spent()
+        spent = TextTime()
         for call in range(number):
             bare_first = (turn + call) % 2 == 1
             speed = 1 + (7 * turn + 5 * call) % 9

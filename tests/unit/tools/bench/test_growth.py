@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.tools.bench import growth, growth_worker
-from nxtrain.tools.bench.checkpoint import MATRICES_MIB, State
+from nxtrain.tools.bench.checkpoint import MATRICES_MIB, FilledState
 from nxtrain.tools.bench.growth import (
     ACCUMULATION,
     CHECKPOINT,
@@ -77,7 +77,7 @@ def test_a_curve_measures_steps_of_its_sizes(monkeypatch: pytest.MonkeyPatch, na
 def test_a_curve_of_checkpoints_saves_and_loads_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, done = CURVES[CHECKPOINT].sizes, list[tuple[str, int]]()
     for act in ("save", "load"):
-        monkeypatch.setattr(State, act, lambda state, act=act: done.append((act, state.num_bytes >> 20)))
+        monkeypatch.setattr(FilledState, act, lambda state, act=act: done.append((act, state.num_bytes >> 20)))
     for turn in growth_worker.checkpoints(GrowthJob(CHECKPOINT, sizes[:2])):
         turn()
     assert done == [(act, mib) for mib in sizes[:2] for act in ("save", "load")]

@@ -6,7 +6,7 @@ import pytest
 
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.mesh import Mesh
-from nxtrain.tools.bench.materialize import Target, bench_materialize, judge
+from nxtrain.tools.bench.materialize import BuildTarget, bench_materialize, judge
 
 GIB = 1 << 30
 
@@ -24,7 +24,7 @@ def test_a_system_that_tells_no_peak_is_refused() -> None:
 
 
 def test_a_rank_is_of_its_stage() -> None:
-    target = Target("llama2-70b", tp=32, pp=8, stage=4)
+    target = BuildTarget("llama2-70b", tp=32, pp=8, stage=4)
     mesh = Mesh.build(256, target.rank, tp=32, pp=8)
     assert (mesh.pp.rank, mesh.tp.rank) == (4, 16)
 
