@@ -24,7 +24,7 @@ def concat(stream: Tokens, seq_len: int) -> Tokens:
 
 
 @dataclass(frozen=True)
-class Packing:
+class RowPacking:
     """Pieces of documents in rows, ordered by row, and in a row from its begin to its end.
 
     Attributes:
@@ -57,7 +57,7 @@ class Packing:
         return 1 - int(self.lengths.sum()) / (self.num_rows * self.capacity) if self.num_rows else 0.0
 
 
-def best_fit(lengths: Counts, capacity: int) -> Packing:
+def best_fit(lengths: Counts, capacity: int) -> RowPacking:
     """Pack documents by best-fit decreasing: the longest first, each into the fullest row that has room for it.
 
     A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
@@ -80,7 +80,7 @@ def best_fit(lengths: Counts, capacity: int) -> Packing:
     rows, num_rows = _fit(rest[order].tolist(), capacity)
     by_row = np.argsort(rows, kind="stable")
     rests = order[by_row]
-    return Packing(
+    return RowPacking(
         documents=np.concatenate([documents, rests]),
         starts=np.concatenate([starts, num_whole[rests] * capacity]),
         lengths=np.concatenate([np.full(whole, capacity), rest[rests]]),

@@ -77,7 +77,7 @@ class Prepared(BaseModel):
 
 
 @dataclass(frozen=True)
-class Survey:
+class CorpusSurvey:
     """Sections of a corpus, in order: documents, or parts of documents longer than `SECTION_CHARS`.
 
     Attributes:
@@ -91,14 +91,14 @@ class Survey:
     documents: NDArray[np.int64]
 
     @staticmethod
-    def of(corpus: Iterable[str]) -> Survey:
+    def of(corpus: Iterable[str]) -> CorpusSurvey:
         """Read a corpus once, and survey its sections."""
         hashes, chars, documents = array("Q"), array("q"), array("q")
         for document, text in sections(corpus):
             hashes.append(_hash(text))
             chars.append(len(text))
             documents.append(document)
-        return Survey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
+        return CorpusSurvey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
 
     def again(self, corpus: Corpus) -> Iterator[str]:
         """Read the corpus again: yields the text of each section, which must equal the surveyed text.
@@ -189,7 +189,7 @@ def prepare(
         return _prepare_tokens(config, seq_len, vocab_size)
     corpus = stdlib_corpus() if config.source == "stdlib" else text_corpus(config.path)
     with Progress(f"reading {corpus.name}"):
-        survey = Survey.of(corpus)
+        survey = CorpusSurvey.of(corpus)
     skipped = tuple(f"{path}: {reason}" for path, reason in sorted(corpus.skipped.items()))
     if not survey.hashes.size:
         reasons = "".join(f"\n    {line}" for line in skipped)

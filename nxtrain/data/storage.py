@@ -128,7 +128,7 @@ class RemoteFile:
             self._object.ahead(read, *args)
 
 
-class _Stream(io.RawIOBase):
+class _RemoteStream(io.RawIOBase):
     """Binary stream of a file."""
 
     def __init__(self, file: DataFile) -> None:
@@ -162,7 +162,7 @@ def open_stream(place: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
         DataError, StorageError: See `RemoteFile`.
     """
     if isinstance(place, S3Path):
-        return io.BufferedReader(_Stream(RemoteFile(place, None)), buffer_bytes)
+        return io.BufferedReader(_RemoteStream(RemoteFile(place, None)), buffer_bytes)
     return open(open_regular(place), "rb", buffering=0)
 
 

@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 @dataclass
-class Found:
+class WalkedFiles:
     """Entries of a walk.
 
     Attributes:
@@ -66,9 +66,9 @@ class Found:
         )
 
 
-def walk(root: Path) -> Found:
+def walk(root: Path) -> WalkedFiles:
     """Walk a file, or all entries below a folder except hidden ones; links to files are followed, other links not."""
-    found = Found()
+    found = WalkedFiles()
     waiting = [root] if root.is_dir() or found.add(root) else []
     while waiting:
         folder = waiting.pop()
@@ -82,9 +82,9 @@ def walk(root: Path) -> Found:
     return found
 
 
-def matches(pattern: str) -> Found:
+def matches(pattern: str) -> WalkedFiles:
     """Find the files of a glob, recursive at `**`; folders on its path that cannot be read count as failed."""
-    found = Found()
+    found = WalkedFiles()
     parts = Path(pattern).parts
     for number, part in enumerate(parts):
         for folder in _folders(parts[:number], part):

@@ -23,7 +23,7 @@ from signal import SIGKILL, Signals
 from nxtrain.common.errors import WorkerError
 from nxtrain.common.process.console import standard_error
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, Place
-from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, Task
+from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, WorkerTask
 
 AHEAD = 4
 """Steps that a worker makes ahead of the rank."""
@@ -59,7 +59,7 @@ class _SilentError(Exception):
     """Worker that gives no answer; the text says why."""
 
 
-class Worker:
+class DataWorker:
     """A worker process, seen from its rank.
 
     Args:
@@ -92,7 +92,7 @@ class Worker:
 
             with suppress(OSError):  # the limit of pipes of this user
                 fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        task = pickle.dumps(Task(source, order, places, rows_per_lane, mark))
+        task = pickle.dumps(WorkerTask(source, order, places, rows_per_lane, mark))
         self._request(LENGTH.pack(len(task)) + task + bytes(AHEAD))
 
     @property
@@ -217,8 +217,8 @@ class Workers:
         for worker in self.members:
             worker.close()
 
-    def _start(self, number: int) -> Worker:
-        return Worker(self._source, self._order, self._places[number], self._rows_per_lane)
+    def _start(self, number: int) -> DataWorker:
+        return DataWorker(self._source, self._order, self._places[number], self._rows_per_lane)
 
     def _rows_of(self, number: int, step: int) -> LaneRows:
         failures = 0

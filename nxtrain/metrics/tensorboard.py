@@ -24,7 +24,7 @@ _PREFIX = "events.out.tfevents."
 
 def _crc32c_of(byte: int) -> int:
     for _ in range(8):
-        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial
+        byte = (byte >> 1) ^ (0x82F63B78 * (byte & 1))  # Castagnoli's polynomial
     return byte
 
 

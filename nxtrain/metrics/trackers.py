@@ -112,8 +112,8 @@ class MlflowSink:
 
             def begun() -> str:
                 experiment = self._client.get_experiment_by_name(PROJECT)
-                where = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
-                run: str = self._client.create_run(where, run_name=name).info.run_id
+                experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+                run: str = self._client.create_run(experiment_id, run_name=name).info.run_id
                 params = [Param(key, str(value)[:500]) for key, value in config.items()]
                 for at in range(0, len(params), 100):  # MLflow takes no more at once
                     self._client.log_batch(run, params=params[at : at + 100])
@@ -145,7 +145,9 @@ def _sent_step(file: Path, resume_step: int) -> int:
     if not file.exists():
         return resume_step
     text = read_text(file).strip()
-    return min(int(text), resume_step) if text.isdecimal() else 0
+    if not text.isdecimal():
+        return 0
+    return min(int(text), resume_step)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -159,9 +161,9 @@ def identity(folder: Path, begin: Callable[[], str]) -> str:
     file = folder / IDENTITY
     if file.exists():
         return read_text(file).strip()
-    found = begin()
-    replace_text(file, f"{found}\n", durable=True)
-    return found
+    begun = begin()
+    replace_text(file, f"{begun}\n", durable=True)
+    return begun
 
 
 def require(package: str, extra: str, key: str) -> None:

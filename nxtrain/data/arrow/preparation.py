@@ -27,10 +27,10 @@ from nxtrain.data.arrow.columns import (
     TextColumn,
     open_tokenizer,
 )
-from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, is_blank, text_rows
+from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, FileProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
-from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
+from nxtrain.data.arrow.work import Counts, Outputs, Position, PreparationWork, read_summary, refuse, shard_name
 from nxtrain.data.storage import open_file
 from nxtrain.data.tokenization import TextTokenizer
 
@@ -54,7 +54,7 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparationRequest:
     """Arguments of a preparation.
 
     Args:
@@ -104,7 +104,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PreparationOutcome:
     """Result of a preparation.
 
     Args:
@@ -118,7 +118,7 @@ class Outcome:
     is_new: bool
 
 
-def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
+def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> PreparationOutcome:
     """Prepare a corpus; a killed preparation of the same request goes on and gives the same bytes.
 
     Raises:
@@ -147,10 +147,10 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
     identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
     if outputs.out.exists():
         _compare_finished(outputs, identity)
-        return Outcome(outputs, read_summary(outputs.summary), is_new=False)
+        return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=False)
     watcher.begin(summary(sources), sum(source.size for source in sources))
     begun = {**identity, "versions": versions(sources), "checksums": CHECKSUMS}
-    work = Work(outputs, begun, column, settings)
+    work = PreparationWork(outputs, begun, column, settings)
     try:
         if work.is_complete:
             work.publish()
@@ -166,7 +166,7 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
         raise
     finally:
         work.close()
-    return Outcome(outputs, read_summary(outputs.summary), is_new=True)
+    return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=True)
 
 
 def source_rows(
@@ -175,7 +175,7 @@ def source_rows(
     lines: bool,
     position: Position,
     progress: Callable[[int], None],
-) -> Iterator[tuple[int, Source, Row | BadRow]]:
+) -> Iterator[tuple[int, Source, SourceRow | BadRow]]:
     """Rows of all sources behind a position, each with the number of its source.
 
     Args:
@@ -191,7 +191,7 @@ def source_rows(
     passed = sum(source.size for source in sources[: position.source])
     row, offset = position.row, position.offset
     for number, source in islice(enumerate(sources), position.source, None):
-        at = Progress()
+        at = FileProgress()
         if source.kind in {"text", "jsonl"}:
             found = text_rows(source, fields, lines, (row, offset), at)
         else:
@@ -205,7 +205,12 @@ def source_rows(
 
 
 def _copy(
-    request: Request, sources: Sequence[Source], fields: Fields, column: Column, work: Work, watcher: Watcher
+    request: PreparationRequest,
+    sources: Sequence[Source],
+    fields: Fields,
+    column: Column,
+    work: PreparationWork,
+    watcher: Watcher,
 ) -> None:
     """Write the documents of all sources behind the position of the work."""
     has_prompts = bool(fields.prompt) or fields.chat is not None
@@ -261,7 +266,7 @@ def _copy(
         )
 
 
-def _bad_row(request: Request, source: Source, bad: BadRow, work: Work, watcher: Watcher) -> None:
+def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: PreparationWork, watcher: Watcher) -> None:
     """Skip bad rows, counted and recorded; or stop.
 
     Raises:
@@ -290,7 +295,7 @@ def _refuse_changed(source: Source) -> None:
         raise DataError(f"{source.path} changed while it was read; begin again with --restart when nobody writes to it")
 
 
-def _check(request: Request) -> None:
+def _check(request: PreparationRequest) -> None:
     """Refuse arguments that cannot be.
 
     Raises:
@@ -315,7 +320,7 @@ def _column_of(tokenizer: TextTokenizer | None, chat: ChatTemplate | None) -> Co
     return IdsColumn(with_special_tokens(tokenizer) if chat else tokenizer)
 
 
-def _check_fields(request: Request, sources: Sequence[Source]) -> None:
+def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
     """Refuse sources without fields for prompts and conversations.
 
     Raises:

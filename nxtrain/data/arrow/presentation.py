@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.signals import Signals
-from nxtrain.data.arrow.preparation import Outcome, Watcher
+from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher
 from nxtrain.data.arrow.work import Counts
 
 _LINE_SECONDS = 10.0
@@ -71,7 +71,7 @@ class ConsoleWatcher(Watcher):
         """Name of the first signal."""
         return self._signals.asked
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: PreparationOutcome) -> None:
         """Print the counts of the result."""
         found, outputs = outcome.summary, outcome.outputs
         if not outcome.is_new:

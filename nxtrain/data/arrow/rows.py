@@ -30,7 +30,7 @@ BINARY = "binary"
 DAMAGED = "truncated or damaged"
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """A document.
 
     Args:
@@ -67,7 +67,7 @@ class BadRow(NamedTuple):
 
 
 @dataclass
-class Progress:
+class FileProgress:
     """Position of a reader in a file as it lies on the disk.
 
     Attributes:
@@ -104,7 +104,7 @@ class Fields:
         """Names of the fields, in the order of the document."""
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
-    def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[Row]:
+    def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
         """Documents of one row.
 
         Args:
@@ -115,11 +115,11 @@ class Fields:
             BadRowError: The values are no conversation.
         """
         if self.chat is None:
-            yield Row(b"".join(values), row, offset, len(values[0]) if self.prompt else 0)
+            yield SourceRow(b"".join(values), row, offset, len(values[0]) if self.prompt else 0)
             return
         found = list(self.chat(values[0])) or [(b"", 0)]
         for number, (text, prompt) in enumerate(found, 1):
-            yield Row(text, row, offset, prompt, is_last=number == len(found))
+            yield SourceRow(text, row, offset, prompt, is_last=number == len(found))
 
 
 DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
@@ -132,8 +132,8 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: Progress
-) -> Iterator[Row | BadRow]:
+    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
+) -> Iterator[SourceRow | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, behind a place.
 
     A text file is one row, or, with `lines`, each of its lines that is not blank. Blank lines of JSON lines are no
@@ -245,7 +245,7 @@ def split_lines(
         yield None if is_long else b"".join(held), offset + num_held
 
 
-def _whole(file: Any) -> Row | BadRow:
+def _whole(file: Any) -> SourceRow | BadRow:
     """Row of a text file that is one document."""
     pieces, num_bytes = [], 0
     while chunk := file.read(CHUNK_BYTES):
@@ -258,7 +258,7 @@ def _whole(file: Any) -> Row | BadRow:
     if b"\0" in content:
         return BadRow(1, num_bytes, BINARY, "the file holds a NUL byte, so it is no text; remove it from the sources")
     try:
-        return Row(valid_utf8(content), 1, num_bytes)
+        return SourceRow(valid_utf8(content), 1, num_bytes)
     except BadRowError as error:
         return BadRow(1, num_bytes, *error.args)
 

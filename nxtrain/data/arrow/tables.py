@@ -22,8 +22,8 @@ from nxtrain.data.arrow.rows import (
     BadRow,
     BadRowError,
     Fields,
-    Progress,
-    Row,
+    FileProgress,
+    SourceRow,
     bad_utf8,
     is_damage,
 )
@@ -41,7 +41,7 @@ _PARQUET_BYTES = 1 << 16
 _READ_AGAIN = "fetch or write the file again"
 
 
-def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def table_rows(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet or Arrow file behind a row.
 
     Args:
@@ -69,7 +69,7 @@ def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -
     progress.num_bytes = source.size
 
 
-def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _parquet(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
     place = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
     with pq.ParquetFile(place, pre_buffer=False, buffer_size=1 << 20) as file:
@@ -97,7 +97,7 @@ def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> 
             begin = end
 
 
-def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _arrow(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
     A file of a disk is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
@@ -165,7 +165,7 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
     return None
 
 
-def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
+def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of the columns that begins behind row `begin`; those up to `start` are left out."""
     if fields.chat is not None:
         yield from _conversations(columns[0], begin, start, fields)
@@ -181,7 +181,7 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
             yield from fields.rows(found, row, 0)
 
 
-def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
+def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of a column of conversations, as in `_documents`."""
     column.validate(full=True)  # pyarrow believes a file's offsets when it makes Python objects
     for row, messages in enumerate(column, begin + 1):

@@ -113,7 +113,7 @@ def shard_name(number: int) -> str:
     return f"{number:05}.arrow"
 
 
-class Work:
+class PreparationWork:
     """Files of an unfinished preparation, open for writing.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nxtrain.metrics.goodput import Start, standing
+from nxtrain.metrics.goodput import RunStart, standing
 from nxtrain.tools.report.chart import WIDTH
 from nxtrain.tools.report.run import shortened
 
@@ -111,7 +111,7 @@ class Timeline:
     added_up: bool
 
 
-def timeline(starts: Sequence[Start]) -> Timeline | None:
+def timeline(starts: Sequence[RunStart]) -> Timeline | None:
     """Draw the starts of a run; None if there are none, or if they took no time."""
     spans = list(spans_of(starts))
     total_s = max((span.end_s for span in spans), default=0.0)
@@ -129,7 +129,7 @@ def timeline(starts: Sequence[Start]) -> Timeline | None:
     )
 
 
-def spans_of(starts: Sequence[Start]) -> Iterator[Span]:
+def spans_of(starts: Sequence[RunStart]) -> Iterator[Span]:
     """Spans of all starts, without a hole between them.
 
     The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
@@ -158,7 +158,7 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= FEW_S else f"{1e3 * seconds:.2g} ms"
 
 
-def _parts(start: Start, stood: int) -> list[tuple[str, float]]:
+def _parts(start: RunStart, stood: int) -> list[tuple[str, float]]:
     spent, elapsed_s = start.spent, start.seen.up - start.began.up
     productive_s = start.train_s(stood)
     tail_s = max(0.0, elapsed_s - spent.total_s)
@@ -198,7 +198,7 @@ def _columns(spans: Sequence[Span], total_s: float) -> Iterator[Box]:
                 yield Box(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
 
 
-def _rows(starts: Sequence[Start]) -> Iterator[Row]:
+def _rows(starts: Sequence[RunStart]) -> Iterator[Row]:
     half = MOST_ROWS // 2
     hidden = range(half, len(starts) - half) if len(starts) > MOST_ROWS else range(0)
     stands = standing(starts)
