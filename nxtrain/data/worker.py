@@ -97,10 +97,10 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
 
 def _read(source: Any, size: int) -> bytes:
     """Next bytes of standard input; their lack is the end of the rank."""
-    found: bytes = source.read(size)
-    if len(found) < size:
+    content: bytes = source.read(size)
+    if len(content) < size:
         os._exit(0)
-    return found
+    return content
 
 
 def _follow(source: Any, wanted: threading.Semaphore) -> None:

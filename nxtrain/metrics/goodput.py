@@ -124,9 +124,7 @@ class Goodput:
     @property
     def goodput(self) -> float:
         """Productive share of the time, from 0 to 1."""
-        if not self.wall_s:
-            return 0.0
-        return self.productive_s / self.wall_s
+        return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     def record(self) -> dict[str, float]:
         """Keys by which fault drills are compared."""

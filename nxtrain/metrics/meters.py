@@ -124,9 +124,7 @@ class ThroughputMeter:
         assert self._num_steps, "a window without a step has no speed"
         seconds = self._clock() - self._begin_s
         tokens_per_s = (self._tokens - self._begin_tokens) / seconds
-        mfu = None
-        if self._peak_flops:
-            mfu = self._flops_per_token * tokens_per_s / self._peak_flops
+        mfu = self._flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops else None
         result = Throughput(self._tokens, tokens_per_s, seconds / self._num_steps, mfu)
         self._open_window()
         return result

@@ -39,7 +39,7 @@ class JsonlSink:
         OSError: The file cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
             jsonl.keep_up_to(path, "step", resume_step)
         self._path = path
@@ -81,9 +81,9 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
     if metrics.tensorboard:
         event_sink = _event_sink()  # may raise, so before a file is open
     trackers = _trackers(config)
-    sinks = [RetryingSink(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
+    sinks = [RetryingSink(METRICS_FILE, partial(JsonlSink, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
-        open_events = partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR)
+        open_events = partial(event_sink, run_dir / TENSORBOARD_DIR)
         sinks.append(RetryingSink(TENSORBOARD_DIR, open_events, resume_step))
     if metrics.prometheus:
         path, name = run_dir / PROMETHEUS_FILE, config.run.name
@@ -114,10 +114,6 @@ def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
     return trackers
 
 
-def _jsonl(path: Path, resume_step: int) -> Sink:
-    return JsonlSink(path, resume_step=resume_step)
-
-
 def _event_sink() -> type[TensorBoardSink]:
     try:
         from nxtrain.metrics.tensorboard import TensorBoardSink  # slow imports, which only the leader needs
@@ -126,7 +122,3 @@ def _event_sink() -> type[TensorBoardSink]:
             f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
         ) from error
     return TensorBoardSink
-
-
-def _tensorboard(kind: type[TensorBoardSink], folder: Path, resume_step: int) -> Sink:
-    return kind(folder, resume_step=resume_step)

@@ -33,16 +33,12 @@ class NormSpikes:
     @property
     def mean(self) -> float | None:
         """Running mean up to the newest step; None before the first `WINDOW` steps."""
-        if len(self._before) < WINDOW:
-            return None
-        return math.fsum(self._before) / WINDOW
+        return math.fsum(self._before) / WINDOW if len(self._before) == WINDOW else None
 
     @property
     def lowest(self) -> float | None:
         """Lowest running mean so far; None before the first `WINDOW` steps."""
-        if not math.isfinite(self._lowest):
-            return None
-        return self._lowest
+        return self._lowest if math.isfinite(self._lowest) else None
 
     def see(self, step: int, norm: float) -> None:
         """Add a step."""

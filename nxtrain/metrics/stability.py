@@ -56,9 +56,7 @@ class Stability:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values; floats survive exactly."""
-        lowest = None
-        if math.isfinite(self._lowest):
-            lowest = self._lowest
+        lowest = self._lowest if math.isfinite(self._lowest) else None
         return {"losses": [*self._losses], "norms": [*self._norms], "lowest": lowest, "grown": self._grown}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -74,15 +72,11 @@ class Stability:
     def _spike(name: str, value: float, before: deque[float]) -> str:
         if not math.isfinite(value):
             return ""
-        usual = math.inf
-        if len(before) >= FEWEST:
-            usual = median(before)
+        usual = median(before) if len(before) >= FEWEST else math.inf
         text = f"{name} {value:.4g} is {value / usual:.0f} times the median of {len(before)} steps before it"
         is_spike = value > SPIKE * usual > 0
         before.append(value)
-        if not is_spike:
-            return ""
-        return text
+        return text if is_spike else ""
 
     def _growth(self) -> str:
         if len(self._norms) < SMOOTHED:

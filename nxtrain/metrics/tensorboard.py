@@ -42,7 +42,7 @@ class TensorBoardSink:
         OSError: The folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{_PREFIX}{_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name

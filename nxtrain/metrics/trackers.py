@@ -145,9 +145,7 @@ def _sent_step(file: Path, resume_step: int) -> int:
     if not file.exists():
         return resume_step
     text = read_text(file).strip()
-    if not text.isdecimal():
-        return 0
-    return min(int(text), resume_step)
+    return min(int(text), resume_step) if text.isdecimal() else 0
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

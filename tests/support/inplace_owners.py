@@ -243,7 +243,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",
     },
     "nxtrain/data/samples.py": {
-        "FileSamples._rows: content[place].data": "fresh: rows of this function, into which a file is read",
+        "FileSamples._rows: content[number].data": "fresh: rows of this function, into which a file is read",
         "check_table: chunk.data": "read: bytes for a digest",
     },
     "nxtrain/launch/torchrun.py": {
