@@ -29,7 +29,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/inspection.py": {
         "Lengths.add: self._counts[:found.size] +=": "host: the histogram that this very method counts",
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
-        "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
+        "_of_sources.documents: skipped[row.reason] +=": "host: dictionary",
         "verify_corpus.add: done +=": "host: number",
     },
     "nxtrain/common/io/cached_object.py": {
