@@ -114,11 +114,13 @@ def prepare(
     A bad row stops it with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
     """
     from nxtrain.common.process.signals import noted
-    from nxtrain.data.arrow.preparation import Request, prepare_corpus
+    from nxtrain.data.arrow.preparation import PreparationRequest, prepare_corpus
     from nxtrain.data.arrow.presentation import ConsoleWatcher
 
     field = field or ("messages" if chat else "text")
-    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed)
+    request = PreparationRequest(
+        src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed
+    )
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)

@@ -125,7 +125,8 @@ class VerifiedBlocks:
     """
 
     def __init__(self, path: Location, checksums: Checksums, read: Callable[[int, memoryview], None]) -> None:
-        self._path, self._checksums, self._read = path, checksums, read
+        self._path, self._checksums = path, checksums
+        self._read = read
         self._last = -1, memoryview(b"")  # index and content of the block that was read last
 
     def forget(self) -> None:

@@ -60,7 +60,9 @@ class Corpus:
         for path in self.files:
             self.reading = path
             try:
-                documents = _json_lines(path) if path.suffix.lower() in _JSON_LINES else self._whole(path)
+                documents = self._whole(path)
+                if path.suffix.lower() in _JSON_LINES:
+                    documents = _json_lines(path)
                 yield from (document for document in documents if document.strip())
             except OSError as error:
                 raise unreadable(f"{path}", error) from error
@@ -119,13 +121,17 @@ def text_corpus(path: str) -> Corpus:
         StorageError: The storage fails.
     """
     root = Path(path).expanduser()
-    found = walk(root) if os.path.lexists(root) else matches(str(root))
-    found.refuse_failed(f"data.path={path}")
-    files = tuple(found.files)
+    walked = walk(root) if os.path.lexists(root) else matches(str(root))
+    walked.refuse_failed(f"data.path={path}")
+    files = tuple(walked.files)
     if not files:
-        what = "holds no file" if root.is_dir() else "matches no file" if glob.has_magic(path) else "does not exist"
+        what = "does not exist"
+        if root.is_dir():
+            what = "holds no file"
+        elif glob.has_magic(path):
+            what = "matches no file"
         raise DataError(f"data.path={path} {what}; name a text file, a folder of them, or a glob (from {Path.cwd()})")
-    return Corpus(path, files, "refuse", found.skipped)
+    return Corpus(path, files, "refuse", walked.skipped)
 
 
 def _looks_like_json_lines(content: bytes) -> bool:

@@ -56,7 +56,9 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
         num_rows: Number of first rows to count; None: all.
         doc_mask: Batches have masks between documents, so that the first token of a document is no target.
     """
-    num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
+    if num_rows is None:
+        num_rows = samples.num_rows
+    num_rows = min(num_rows, samples.num_rows)
     counts = np.zeros(0, np.int64)
     chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
     for start in range(0, num_rows, chunk_rows):
@@ -103,7 +105,9 @@ def token_bytes(file: Path) -> NDArray[np.int64] | None:
 def _keeps_bytes(file: dict[str, Any]) -> bool:
     """True if the tokens of a text spell exactly its bytes."""
     decoder, splitter = file.get("decoder") or {}, file.get("pre_tokenizer") or {}
-    parts = splitter.get("pretokenizers", []) if splitter.get("type") == "Sequence" else [splitter]
+    parts = [splitter]
+    if splitter.get("type") == "Sequence":
+        parts = splitter.get("pretokenizers", [])
     return (
         file.get("normalizer") is None
         and decoder.get("type") == "ByteLevel"

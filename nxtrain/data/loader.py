@@ -135,7 +135,8 @@ class Loader:
     ) -> None:
         self._samples, self._share = samples, share
         self._seed, self._shuffle = seed, shuffle
-        self._origin, self._past_end, self._doc_mask, self._skips = origin, past_end, doc_mask, skips
+        self._origin, self._past_end = origin, past_end
+        self._doc_mask, self._skips = doc_mask, skips
         self._permuted: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
 
     @property
@@ -149,8 +150,10 @@ class Loader:
         samples, num_rows = self._samples, self._samples.num_rows
         if isinstance(samples, MixedSamples):
             rows = samples.drawn(positions, self._seed, shuffle=self._shuffle)
+        elif self._shuffle:
+            rows = samples.rows(self._numbers(samples, step))
         else:
-            rows = samples.rows(self._numbers(samples, step) if self._shuffle else positions % num_rows)
+            rows = samples.rows(positions % num_rows)
         batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask)
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
@@ -177,11 +180,11 @@ class Loader:
         if begin != step - step % _PERMUTED_STEPS:
             begin = step - step % _PERMUTED_STEPS
             steps = range(begin, begin + _PERMUTED_STEPS)
-            positions = np.concatenate([self._positions(each) for each in steps])
+            positions = np.concatenate([self._positions(near) for near in steps])
             numbers = shuffled(positions, samples.num_rows, self._seed).reshape(_PERMUTED_STEPS, -1)
             self._permuted = begin, numbers
-        found: NDArray[np.int64] = numbers[step - begin]
-        return found
+        of_step: NDArray[np.int64] = numbers[step - begin]
+        return of_step
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

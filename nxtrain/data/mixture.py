@@ -51,7 +51,7 @@ class Mixture:
     def labels(self) -> tuple[str, ...]:
         """Short names of the corpora: their files' names without the ending, where these differ."""
         short = [Path(name).stem for name in self.names]
-        return tuple(each if short.count(each) == 1 else name for each, name in zip(short, self.names, strict=True))
+        return tuple(stem if short.count(stem) == 1 else name for stem, name in zip(short, self.names, strict=True))
 
     def seed(self, seed: int, corpus: int) -> int:
         """Seed of the order of a corpus."""
@@ -60,9 +60,9 @@ class Mixture:
     def rows(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Corpus of each row, and the row's number in the corpus: (n,) positions to two (n,)."""
         corpora, numbers = self._tables
-        period, place = np.divmod(positions, self.period)
-        found = corpora[place].astype(np.int64)
-        return found, numbers[place] + period * np.array(self.shares)[found]
+        period, row = np.divmod(positions, self.period)
+        corpus = corpora[row].astype(np.int64)
+        return corpus, numbers[row] + period * np.array(self.shares)[corpus]
 
     def counts(self, num_rows: int) -> list[int]:
         """Rows of each corpus among the first `num_rows`."""
@@ -85,8 +85,8 @@ class Mixture:
             )
             assigned.append((chosen, counts[chosen]))
             counts[chosen] += 1
-        found = np.array(assigned, np.int64)
-        return found[:, 0].astype(np.int32), found[:, 1]
+        table = np.array(assigned, np.int64)
+        return table[:, 0].astype(np.int32), table[:, 1]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ class MixedSamples:
 def drawn(samples: Samples, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
     """Rows of one table at positions of its endless order: (n,) to (n, S + 1)."""
     num_rows = samples.num_rows
-    return samples.rows(shuffled(positions, num_rows, seed) if shuffle else positions % num_rows)
+    if shuffle:
+        return samples.rows(shuffled(positions, num_rows, seed))
+    return samples.rows(positions % num_rows)
 
 
 def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[float]) -> dict[str, float]:
@@ -143,7 +145,8 @@ def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[flo
         seq_len: Targets in a row.
         epochs: Passes over each corpus.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):
-        found |= {f"tokens/{label}": count * seq_len, f"epochs/{label}": round(passed, 6)}
-    return found
+        values[f"tokens/{label}"] = count * seq_len
+        values[f"epochs/{label}"] = round(passed, 6)
+    return values

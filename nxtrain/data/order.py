@@ -33,8 +33,10 @@ def shuffled(positions: NDArray[np.integer[Any]], num_rows: int, seed: int) -> N
     epoch, rows = np.divmod(positions.astype(np.uint64), np.uint64(num_rows))
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch)
     rows = _permute(rows, key, num_rows)
-    while (outside := rows >= num_rows).any():
+    outside = rows >= num_rows
+    while outside.any():
         rows[outside] = _permute(rows[outside], key[outside], num_rows)
+        outside = rows >= num_rows
     return rows.astype(np.int64)
 
 

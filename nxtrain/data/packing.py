@@ -24,7 +24,7 @@ def concat(stream: Tokens, seq_len: int) -> Tokens:
 
 
 @dataclass(frozen=True)
-class Packing:
+class RowPacking:
     """Pieces of documents in rows, ordered by row, and in a row from its begin to its end.
 
     Attributes:
@@ -57,7 +57,7 @@ class Packing:
         return 1 - int(self.lengths.sum()) / (self.num_rows * self.capacity) if self.num_rows else 0.0
 
 
-def best_fit(lengths: Counts, capacity: int) -> Packing:
+def best_fit(lengths: Counts, capacity: int) -> RowPacking:
     """Pack documents by best-fit decreasing: the longest first, each into the fullest row that has room for it.
 
     A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
@@ -80,7 +80,7 @@ def best_fit(lengths: Counts, capacity: int) -> Packing:
     rows, num_rows = _fit(rest[order].tolist(), capacity)
     by_row = np.argsort(rows, kind="stable")
     rests = order[by_row]
-    return Packing(
+    return RowPacking(
         documents=np.concatenate([documents, rests]),
         starts=np.concatenate([starts, num_whole[rests] * capacity]),
         lengths=np.concatenate([np.full(whole, capacity), rest[rests]]),
@@ -96,7 +96,8 @@ def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
     with_room: list[list[int]] = [[] for _ in range(capacity)]  # rows by the tokens that they still can hold
     mask, num_rows = 0, 0  # bit r is set if a row has room for r tokens
     for piece, length in enumerate(lengths):
-        if fitting := mask >> length:
+        fitting = mask >> length
+        if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
             row = with_room[room].pop()
             if not with_room[room]:
@@ -105,7 +106,8 @@ def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
             room, row = capacity, num_rows
             num_rows += 1
         rows[piece] = row
-        if left := room - length:
+        left = room - length
+        if left:
             with_room[left].append(row)
             mask |= 1 << left
     return rows, num_rows
@@ -123,23 +125,25 @@ def best_fit_rows(counts: Counts, capacity: int) -> int:
     for length in range(capacity - 1, 0, -1):
         waiting = int(counts[length])
         while waiting:
-            if fitting := mask >> length:
+            fitting = mask >> length
+            if fitting:
                 room = length + (fitting & -fitting).bit_length() - 1
                 num_chosen = with_room[room]
             else:
                 room, num_chosen = capacity, waiting
             # The fullest row with room for one piece stays the fullest until it has room for no further one.
-            each = room // length
-            full, part = divmod(waiting, each)
+            pieces_per_row = room // length
+            full, part = divmod(waiting, pieces_per_row)
             if full >= num_chosen:
                 full, part = num_chosen, 0
-            waiting -= full * each + part
+            waiting -= full * pieces_per_row + part
             if room == capacity:
                 num_rows += full + (part > 0)
             else:
                 with_room[room] -= full + (part > 0)
-                mask ^= 0 if with_room[room] else 1 << room
-            for left, number in ((room - each * length, full), (room - part * length, int(part > 0))):
+                if not with_room[room]:
+                    mask ^= 1 << room
+            for left, number in ((room - pieces_per_row * length, full), (room - part * length, int(part > 0))):
                 if left and number:
                     with_room[left] += number
                     mask |= 1 << left

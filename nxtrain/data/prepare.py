@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ class Prepared(BaseModel):
 
 
 @dataclass(frozen=True)
-class Survey:
+class CorpusSurvey:
     """Sections of a corpus, in order: documents, or parts of documents longer than `SECTION_CHARS`.
 
     Attributes:
@@ -91,14 +92,16 @@ class Survey:
     documents: NDArray[np.int64]
 
     @staticmethod
-    def of(corpus: Iterable[str]) -> Survey:
+    def of(corpus: Iterable[str]) -> CorpusSurvey:
         """Read a corpus once, and survey its sections."""
-        hashes, chars, documents = array("Q"), array("q"), array("q")
+        hashes = array("Q")
+        chars = array("q")
+        documents = array("q")
         for document, text in sections(corpus):
             hashes.append(_hash(text))
             chars.append(len(text))
             documents.append(document)
-        return Survey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
+        return CorpusSurvey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
 
     def again(self, corpus: Corpus) -> Iterator[str]:
         """Read the corpus again: yields the text of each section, which must equal the surveyed text.
@@ -108,8 +111,8 @@ class Survey:
         """
         number = 0
         for document, text in sections(corpus):
-            is_known = number < self.hashes.size and document == self.documents[number]
-            if not is_known or _hash(text) != int(self.hashes[number]):
+            is_expected = number < self.hashes.size and document == self.documents[number]
+            if not is_expected or _hash(text) != int(self.hashes[number]):
                 raise _changed(corpus, f"{corpus.reading} (document {document} of the corpus, from 0)")
             yield text
             number += 1
@@ -125,9 +128,11 @@ class Survey:
         order = np.argsort(self.hashes, kind="stable")
         total = np.cumsum(self.chars[order])
         wanted = validation_fraction * total[-1]
-        num_held = int(np.searchsorted(total, wanted)) + 1 if wanted else 0
-        kept = total[num_held - 1] if num_held else 0
-        num_sampled = int(np.searchsorted(total, kept + _TOKENIZER_CHARS)) + 1
+        num_held, chars_held = 0, 0
+        if wanted:
+            num_held = int(np.searchsorted(total, wanted)) + 1
+            chars_held = total[num_held - 1]
+        num_sampled = int(np.searchsorted(total, chars_held + _TOKENIZER_CHARS)) + 1
         held, sampled = np.zeros(order.size, np.bool_), np.zeros(order.size, np.bool_)
         held[order[:num_held]] = True
         sampled[order[num_held:num_sampled]] = True
@@ -189,7 +194,7 @@ def prepare(
         return _prepare_tokens(config, seq_len, vocab_size)
     corpus = stdlib_corpus() if config.source == "stdlib" else text_corpus(config.path)
     with Progress(f"reading {corpus.name}"):
-        survey = Survey.of(corpus)
+        survey = CorpusSurvey.of(corpus)
     skipped = tuple(f"{path}: {reason}" for path, reason in sorted(corpus.skipped.items()))
     if not survey.hashes.size:
         reasons = "".join(f"\n    {line}" for line in skipped)
@@ -197,37 +202,46 @@ def prepare(
 
     held, sampled = survey.split(config.validation_fraction)
     identity = digest(survey.digest(), config.validation_fraction)
-    known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
-    tokenizer_path = known.path if known else Path()
-    if known is None:
+    given = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
+    origin, end = "", ""
+    if given:
+        tokenizer_path = given.path
+        origin, end = given.origin, given.end
+    else:
         tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
         if not tokenizer_path.exists():
             texts = (text for text, chosen in zip(survey.again(corpus), sampled, strict=True) if chosen)
             train_tokenizer(texts, int(survey.chars[sampled].sum()), vocab_size, tokenizer_path)
-    tokenizer = load_tokenizer(tokenizer_path, vocab_size, known.end if known else "")
+    tokenizer = load_tokenizer(tokenizer_path, vocab_size, end)
 
     fingerprint = digest(identity, tokenizer.digest)
     train = workdir / f"train-marked-{fingerprint}.npy"
-    validation = workdir / f"validation-marked-{fingerprint}.npy" if held.any() else None
-    streams = {False: train} if validation is None else {False: train, True: validation}
+    streams = {False: train}
+    validation = None
+    if held.any():
+        validation = workdir / f"validation-marked-{fingerprint}.npy"
+        streams[True] = validation
     if not all(is_whole(path) for path in streams.values()):
         num_chars = int(survey.chars.sum())
         standard_error().print(f"tokenizing {num_chars:,} characters of {corpus.name}", markup=False)
         with Progress("tokenizing", num_chars) as progress:
             read = _counted(survey.again(corpus), progress)
             _write_streams(streams, read, tokenizer, held, survey.ends(held))
+    validation_probe = ""
+    if validation:
+        validation_probe = probe(concat(read_array(validation), seq_len))
     return Prepared(
         train=str(train),
         validation=validation,
         tokenizer=tokenizer.path,
-        tokenizer_origin=known.origin if known else "",
+        tokenizer_origin=origin,
         end_of_text=tokenizer.end,
         end_id=tokenizer.end_id,
-        trained=known is None,
+        trained=given is None,
         fingerprint=fingerprint,
         has_checksums=True,
         probe=probe(concat(read_array(train), seq_len)),
-        validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
+        validation_probe=validation_probe,
         skipped=skipped,
     )
 
@@ -267,14 +281,19 @@ def digest(*parts: object) -> str:
 def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
     names = config.mixture or (config.path,)
     contents, probes = zip(*(_checked_table(config, name, seq_len, vocab_size) for name in names), strict=True)
-    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size) if config.tokenizer else None
-    shares = (Mixture.of(config.mixture, config.weights).shares,) if config.mixture else ()
+    identity = [*contents]
+    if config.mixture:
+        identity.append(Mixture.of(config.mixture, config.weights).shares)
+    tokenizer_path = end_id = None
+    if config.tokenizer:
+        tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size)
+        tokenizer_path, end_id = tokenizer.path, tokenizer.end_id
     return Prepared(
         train=names[0],
         validation=None,
-        tokenizer=tokenizer.path if tokenizer else None,
-        end_id=tokenizer.end_id if tokenizer else None,
-        fingerprint=digest(*contents, *shares),
+        tokenizer=tokenizer_path,
+        end_id=end_id,
+        fingerprint=digest(*identity),
         has_checksums=False,
         probe=" ".join(probes),
     )
@@ -282,11 +301,11 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
 
 def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int) -> tuple[str, str]:
     """Identity of the content of a token file, and the digest of a sample."""
-    place = place_of(name)
-    if isinstance(place, S3Path):
-        return check_remote(RemoteFile(place, cache_folder(config)), seq_len=seq_len, vocab_size=vocab_size)
-    table = _token_table(place, seq_len, vocab_size)
-    return check_table(table, place, seq_len=seq_len, vocab_size=vocab_size), probe(table)
+    path = place_of(name)
+    if isinstance(path, S3Path):
+        return check_remote(RemoteFile(path, cache_folder(config)), seq_len=seq_len, vocab_size=vocab_size)
+    table = _token_table(path, seq_len, vocab_size)
+    return check_table(table, path, seq_len=seq_len, vocab_size=vocab_size), probe(table)
 
 
 def _token_table(path: Path, seq_len: int, vocab_size: int) -> NDArray[Any]:
@@ -321,7 +340,7 @@ def _write_streams(
     ends: NDArray[np.bool_],
 ) -> None:
     """Encode sections into a stream for each side of the split; the marked end token follows every document."""
-    encoded = (ids for batch in _batches(texts) for ids in tokenizer.encode(batch))
+    encoded = chain.from_iterable(map(tokenizer.encode, _batches(texts)))
     end = np.array([tokenizer.end_id | END_BIT], MARKED)
     with ExitStack() as files:
         append = {side: files.enter_context(writing_tokens(path, MARKED)) for side, path in paths.items()}

@@ -92,7 +92,8 @@ class FileSamples:
     def __init__(
         self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str, checksums: Checksums | None = None
     ) -> None:
-        self._file, self._seq_len, self._vocab_size, self._expected = file, seq_len, vocab_size, expected
+        self._file, self._expected = file, expected
+        self._seq_len, self._vocab_size = seq_len, vocab_size
         self._dtype, shape, self._start = header(file)
         self._verified: VerifiedBlocks | None = None
         if checksums is not None:
@@ -100,8 +101,9 @@ class FileSamples:
                 raise changed(file.name, "its header is")
             self._verified = VerifiedBlocks(file.name, checksums, self._read)
         is_stream = len(shape) == 1
-        self._stride = seq_len if is_stream else seq_len + 1
-        self._num_rows = max(0, shape[0] - 1) // seq_len if is_stream else shape[0]
+        self._stride, self._num_rows = seq_len + 1, shape[0]
+        if is_stream:
+            self._stride, self._num_rows = seq_len, max(0, shape[0] - 1) // seq_len
         self._version = file.version()
         self._compare()
 
@@ -122,7 +124,8 @@ class FileSamples:
             DataError: The file has changed; names the file and the row.
             StorageError: The file cannot be read; names the file and the row.
         """
-        if (version := self._file.version()) != self._version:
+        version = self._file.version()
+        if version != self._version:
             if self._verified is not None:
                 self._verified.forget()
             self._compare()
@@ -130,21 +133,21 @@ class FileSamples:
         return self._rows(indices)
 
     def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = np.empty((indices.size, self._seq_len + 1), self._dtype)
-        content = found.view(np.uint8).reshape(indices.size, -1)
-        fill = self._read if self._verified is None else self._verified.fill
-        places = (indices * (self._stride * self._dtype.itemsize)).tolist()
-        for start in places:
+        stored = np.empty((indices.size, self._seq_len + 1), self._dtype)
+        content = stored.view(np.uint8).reshape(indices.size, -1)
+        starts = (indices * (self._stride * self._dtype.itemsize)).tolist()
+        for start in starts:
             self._file.ahead(read_exactly, self._file, content.shape[1], self._start + start)
-        for place, start in enumerate(places):
-            fill(start, content[place].data)
-        rows = found.astype(np.int64)
-        # Only a file that the run has written itself has marks.
-        ids = rows if self._verified is None else rows & ID_MASK
+        fill = self._read if self._verified is None else self._verified.fill
+        for number, start in enumerate(starts):
+            fill(start, content[number].data)
+        rows = ids = stored.astype(np.int64)
+        if self._verified is not None:
+            ids = rows & ID_MASK  # only a file that the run has written itself has marks
         if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):
-            place, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
+            number, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
             raise DataError(
-                f"{self._file.name}, row {indices[place]}, column {column}: id {found[place, column]} is outside of "
+                f"{self._file.name}, row {indices[number]}, column {column}: id {stored[number, column]} is outside of "
                 f"the vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
             )
         return rows
@@ -251,12 +254,13 @@ def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[st
         )
 
     def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        places = [(start + row * width * dtype.itemsize, width * dtype.itemsize) for row in indices.tolist()]
-        for place, size in places:
-            file.ahead(read_exactly, file, size, place)
-        found = np.stack([np.frombuffer(read_exactly(file, size, place), dtype) for place, size in places])
-        _check_ids(found, indices, file.name, vocab_size)
-        return found.astype(np.int64)
+        size = width * dtype.itemsize
+        offsets = [start + row * size for row in indices.tolist()]
+        for offset in offsets:
+            file.ahead(read_exactly, file, size, offset)
+        stored = np.stack([np.frombuffer(read_exactly(file, size, offset), dtype) for offset in offsets])
+        _check_ids(stored, indices, file.name, vocab_size)
+        return stored.astype(np.int64)
 
     return file.tag, _probe(num_rows, rows)
 

@@ -74,8 +74,8 @@ class LocalFile:
 
     def version(self) -> object:
         """See `DataFile`."""
-        found = os.fstat(self._file)
-        return found.st_size, found.st_mtime_ns
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
         """Call nothing: the system reads ahead."""
@@ -128,7 +128,7 @@ class RemoteFile:
             self._object.ahead(read, *args)
 
 
-class _Stream(io.RawIOBase):
+class _RemoteStream(io.RawIOBase):
     """Binary stream of a file."""
 
     def __init__(self, file: DataFile) -> None:
@@ -150,39 +150,39 @@ class _Stream(io.RawIOBase):
         return length
 
 
-def open_stream(place: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
+def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
     """Open a file that is read once, mostly from its begin to its end; nothing of an object of S3 is kept.
 
     Args:
-        place: Path or address.
+        path: Path or address.
         buffer_bytes: Least bytes of a request to S3.
 
     Raises:
         OSError: The file of a disk is absent, not a regular file, or cannot be opened.
         DataError, StorageError: See `RemoteFile`.
     """
-    if isinstance(place, S3Path):
-        return io.BufferedReader(_Stream(RemoteFile(place, None)), buffer_bytes)
-    return open(open_regular(place), "rb", buffering=0)
+    if isinstance(path, S3Path):
+        return io.BufferedReader(_RemoteStream(RemoteFile(path, None)), buffer_bytes)
+    return open(open_regular(path), "rb", buffering=0)
 
 
-def open_file(place: Location, cache: Path | None) -> LocalFile | RemoteFile:
+def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
     """Open a file.
 
     Args:
-        place: Path or address.
+        path: Path or address.
         cache: Folder of this node for blocks of S3; None: they are not kept.
 
     Raises:
         DataError: The file is absent, is not a regular file, or may not be read.
         StorageError: The storage fails.
     """
-    if isinstance(place, S3Path):
-        return RemoteFile(place, cache)
+    if isinstance(path, S3Path):
+        return RemoteFile(path, cache)
     try:
-        return LocalFile(place)
+        return LocalFile(path)
     except OSError as error:
-        raise unreadable(f"{place}", error) from error
+        raise unreadable(f"{path}", error) from error
 
 
 def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
@@ -192,28 +192,33 @@ def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
         OSError, DataError: See `DataFile.read`.
     """
     content, done = memoryview(bytearray(size)), 0
-    while done < size and (length := file.read(content[done:], start + done)):
+    while done < size:
+        length = file.read(content[done:], start + done)
+        if not length:
+            break
         done += length
     return content[:done]
 
 
-def shards(place: Location) -> list[Location]:
+def shards(path: Location) -> list[Location]:
     """Files of a prepared corpus: the file itself, or those of a folder or a prefix, in order.
 
     Raises:
         StorageError: S3 fails.
     """
-    if isinstance(place, Path):
-        return [*sorted(place.glob(f"*{SHARD_ENDING}"))] if place.is_dir() else [place]
-    names = sorted(name for name in S3Store(place).sizes() if name.endswith(SHARD_ENDING) and "/" not in name)
-    return [place / name for name in names] or [place]
+    if isinstance(path, Path):
+        if not path.is_dir():
+            return [path]
+        return [*sorted(path.glob(f"*{SHARD_ENDING}"))]
+    names = sorted(name for name in S3Store(path).sizes() if name.endswith(SHARD_ENDING) and "/" not in name)
+    return [path / name for name in names] or [path]
 
 
-def summary_of(place: Location) -> Location:
-    """Place of the summary that a preparation writes beside its folder of shards."""
-    if isinstance(place, Path):
-        return place.with_suffix(".summary.json")
-    return S3Path(place.removesuffix(place.name) + PurePosixPath(place.name).with_suffix(".summary.json").name)
+def summary_of(path: Location) -> Location:
+    """Path of the summary that a preparation writes beside its folder of shards."""
+    if isinstance(path, Path):
+        return path.with_suffix(".summary.json")
+    return S3Path(path.removesuffix(path.name) + PurePosixPath(path.name).with_suffix(".summary.json").name)
 
 
 def cache_folder(config: Any) -> Path:

@@ -137,11 +137,11 @@ class LocalLanes:
     def rows(self, step: int) -> LaneRows:
         """Rows of each lane for the next step, and the places behind them."""
         del step  # the lanes know their places
-        return {number: self._rows_of(lane) for number, lane in self._lanes.items()}
-
-    def _rows_of(self, lane: Lane) -> tuple[NDArray[np.int32], Place]:
-        rows = np.stack([lane.row() for _ in range(self._rows_per_lane)])
-        return rows, lane.place
+        by_lane: dict[int, tuple[NDArray[np.int32], Place]] = {}
+        for number, lane in self._lanes.items():
+            rows = np.stack([lane.row() for _ in range(self._rows_per_lane)])
+            by_lane[number] = rows, lane.place
+        return by_lane
 
     def stop(self) -> None:
         """Interrupt nothing: a row takes little time."""
@@ -186,12 +186,15 @@ class StreamLoader:
         skips: Skips = (),
     ) -> None:
         assert share.global_batch % lanes == 0, share
-        self._open_lanes, self._share, self._progress = open_lanes, share, progress
-        self._end_id, self._doc_mask, self._skips = end_id, doc_mask, skips
+        self._open_lanes, self._share = open_lanes, share
+        self._end_id, self._doc_mask = end_id, doc_mask
+        self._progress, self._skips = progress, skips
         self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
         self._first = share.dp_rank * share.num_rows
         mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
-        self._places: dict[int, Place] = {lane: places[lane] if places else BEGIN for lane in mine}
+        self._places: dict[int, Place] = dict.fromkeys(mine, BEGIN)
+        if places:
+            self._places = {lane: places[lane] for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from the place of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
@@ -228,18 +231,22 @@ class StreamLoader:
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
         for _ in range(left_out(self._skips, step, step)):
             lanes.rows(step)
-        found = lanes.rows(step)
-        rows = np.concatenate([rows for rows, _ in found.values()], dtype=np.int64)
-        skipped = self._first - min(found) * self._rows_per_lane
+        by_lane = lanes.rows(step)
+        rows = np.concatenate([rows for rows, _ in by_lane.values()], dtype=np.int64)
+        skipped = self._first - min(by_lane) * self._rows_per_lane
         mine = rows[skipped : skipped + self._share.num_rows]
         batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
-        return batch, {number: place for number, (_, place) in found.items()}
+        return batch, {number: place for number, (_, place) in by_lane.items()}
 
 
 def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
     """Cursor of a run, for its checkpoint: the place of every lane, from those that the ranks know."""
-    known = {lane: place for cursor in cursors for lane, place in cursor.items()}
-    return {"places": [list(known[lane]) for lane in range(len(known))]} if known else {}
+    places: dict[int, Place] = {}
+    for cursor in cursors:
+        places.update(cursor)
+    if not places:
+        return {}
+    return {"places": [list(places[lane]) for lane in range(len(places))]}
 
 
 def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[Place]:
@@ -253,16 +260,22 @@ def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[P
     Raises:
         CheckpointError: The cursor has another number of lanes or of corpora.
     """
-    found = [tuple(map(int, place)) for place in cursor.get("places", [])]
-    if any(len(place) != (1 + 2 * corpora if corpora else len(BEGIN)) for place in found):
+    places = [tuple(map(int, place)) for place in cursor.get("places", [])]
+    length = len(BEGIN)
+    if corpora:
+        length = 1 + 2 * corpora
+    if any(len(place) != length for place in places):
+        num_saved = 1
+        if len(places[0]) % 2:
+            num_saved = len(places[0]) // 2
         raise CheckpointError(
-            f"the checkpoint's data is a mixture of {len(found[0]) // 2 if len(found[0]) % 2 else 1} corpora, and "
+            f"the checkpoint's data is a mixture of {num_saved} corpora, and "
             f"this run reads {corpora or 1}; keep data.mixture, or start a new run from the weights"
         )
-    if found and len(found) != lanes:
+    if places and len(places) != lanes:
         raise CheckpointError(
-            f"the checkpoint's data has {len(found)} lanes, and train.global_batch here makes {lanes}; "
+            f"the checkpoint's data has {len(places)} lanes, and train.global_batch here makes {lanes}; "
             "a lane is a stream of documents for some rows of every step. "
             "Keep train.global_batch, or start a new run from the weights"
         )
-    return found
+    return places

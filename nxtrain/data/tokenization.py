@@ -130,7 +130,8 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Ids of the tokens whose names are known to end a text."""
-    return frozenset(found for name in _END_NAMES if (found := tokenizer.token_to_id(name)) is not None)
+    ids = map(tokenizer.token_to_id, _END_NAMES)
+    return frozenset(number for number in ids if number is not None)
 
 
 def declared_end(file: Path) -> str:
@@ -140,8 +141,10 @@ def declared_end(file: Path) -> str:
         DataError: The configuration cannot be read.
     """
     config = file.with_name("tokenizer_config.json")
+    declared = None
     try:
-        declared = json.loads(read_bytes(config)).get("eos_token") if config.exists() else None
+        if config.exists():
+            declared = json.loads(read_bytes(config)).get("eos_token")
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
     except (RecursionError, ValueError) as error:
@@ -151,9 +154,11 @@ def declared_end(file: Path) -> str:
     return declared if isinstance(declared, str) else ""
 
 
-def _end_of(tokenizer: Tokenizer, file: Path, known: str) -> tuple[str, int]:
-    end = known or declared_end(file)
-    names = (end,) if end else _END_NAMES
+def _end_of(tokenizer: Tokenizer, file: Path, given: str) -> tuple[str, int]:
+    names: tuple[str, ...] = _END_NAMES
+    end = given or declared_end(file)
+    if end:
+        names = (end,)
     for name in names:
         end_id = tokenizer.token_to_id(name)
         if end_id is not None:

@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxtrain.common.errors import DataError, StorageError
+from nxtrain.common.errors import DataError, NxtrainError, StorageError
 from nxtrain.common.io.regular import NotRegularError, kind_of
 from nxtrain.data.files import unreadable
 
@@ -17,7 +17,7 @@ _SHOWN = 5
 
 
 @dataclass
-class Found:
+class WalkedFiles:
     """Entries of a walk.
 
     Attributes:
@@ -38,7 +38,8 @@ class Found:
                 if path.is_symlink():
                     self.skipped[path] = "a link to a folder, which is not followed"
                 return not path.is_symlink()
-            if kind := kind_of(mode):
+            kind = kind_of(mode)
+            if kind:
                 raise NotRegularError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
             self.files.append(path)
         except OSError as error:
@@ -58,33 +59,42 @@ class Found:
         if not self.failed:
             return
         shown = [f"\n    {path}: {error.strerror}" for path, error in self.failed[:_SHOWN]]
-        more = f"\n    and {len(self.failed) - _SHOWN:,} more" if len(self.failed) > _SHOWN else ""
-        kinds = {type(unreadable(what, error)) for _, error in self.failed}
-        raise (StorageError if StorageError in kinds else DataError)(
+        more = ""
+        if len(self.failed) > _SHOWN:
+            more = f"\n    and {len(self.failed) - _SHOWN:,} more"
+        kind: type[NxtrainError] = DataError
+        if any(isinstance(unreadable(what, error), StorageError) for _, error in self.failed):
+            kind = StorageError
+        raise kind(
             f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would go on without "
             f"what they hold: give the rights, remove them, or name the rest by a glob{''.join(shown)}{more}"
         )
 
 
-def walk(root: Path) -> Found:
+def walk(root: Path) -> WalkedFiles:
     """Walk a file, or all entries below a folder except hidden ones; links to files are followed, other links not."""
-    found = Found()
-    waiting = [root] if root.is_dir() or found.add(root) else []
+    walked = WalkedFiles()
+    waiting = []
+    if root.is_dir() or walked.add(root):
+        waiting.append(root)
     while waiting:
         folder = waiting.pop()
         try:
             names = [name for name in os.listdir(folder) if not name.startswith(".")]
         except OSError as error:
-            found.failed.append((folder, error))
+            walked.failed.append((folder, error))
             continue
-        waiting += [path for name in sorted(names) if found.add(path := folder / name)]
-    found.files.sort()
-    return found
+        for name in sorted(names):
+            path = folder / name
+            if walked.add(path):
+                waiting.append(path)
+    walked.files.sort()
+    return walked
 
 
-def matches(pattern: str) -> Found:
+def matches(pattern: str) -> WalkedFiles:
     """Find the files of a glob, recursive at `**`; folders on its path that cannot be read count as failed."""
-    found = Found()
+    walked = WalkedFiles()
     parts = Path(pattern).parts
     for number, part in enumerate(parts):
         for folder in _folders(parts[:number], part):
@@ -96,18 +106,23 @@ def matches(pattern: str) -> Found:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                found.failed.append((folder, error))
+                walked.failed.append((folder, error))
     for name in glob.glob(pattern, recursive=True):
         if not os.path.isdir(name):
-            found.add(Path(name))
-    found.files.sort()
-    return found
+            walked.add(Path(name))
+    walked.files.sort()
+    return walked
 
 
 def _folders(above: tuple[str, ...], part: str) -> set[Path]:
     """Folders in which a glob matches a part of its pattern: the folders above it, and for `**` all below them."""
     start = Path(*above)
-    names = glob.glob(str(start / "**") if part == "**" else str(start), recursive=True) if above else ["."]
-    if not above and part == "**":
-        names += glob.glob("**", recursive=True)
+    if not above:
+        names = ["."]
+        if part == "**":
+            names += glob.glob("**", recursive=True)
+    elif part == "**":
+        names = glob.glob(str(start / "**"), recursive=True)
+    else:
+        names = glob.glob(str(start), recursive=True)
     return {Path(name) for name in names if os.path.isdir(name)}

@@ -32,7 +32,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """Rows that a worker makes.
 
     Args:
@@ -62,7 +62,7 @@ def main() -> None:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     source = sys.stdin.buffer
-    task: Task = pickle.loads(_read(source, LENGTH.unpack(_read(source, LENGTH.size))[0]))
+    task: WorkerTask = pickle.loads(_read(source, LENGTH.unpack(_read(source, LENGTH.size))[0]))
     wanted = threading.Semaphore(0)
     threading.Thread(target=_follow, args=(source, wanted), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
@@ -73,7 +73,7 @@ def main() -> None:
         os._exit(0)
 
 
-def _work(task: Task, wanted: threading.Semaphore, answers: BinaryIO) -> None:
+def _work(task: WorkerTask, wanted: threading.Semaphore, answers: BinaryIO) -> None:
     def mark(text: str) -> None:
         os.pwrite(task.mark, text.encode()[: MARK_BYTES - 1] + b"\0", 0)
 
@@ -97,10 +97,10 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
 
 def _read(source: Any, size: int) -> bytes:
     """Next bytes of standard input; their lack is the end of the rank."""
-    found: bytes = source.read(size)
-    if len(found) < size:
+    content: bytes = source.read(size)
+    if len(content) < size:
         os._exit(0)
-    return found
+    return content
 
 
 def _follow(source: Any, wanted: threading.Semaphore) -> None:

@@ -23,7 +23,7 @@ from signal import SIGKILL, Signals
 from nxtrain.common.errors import WorkerError
 from nxtrain.common.process.console import standard_error
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, Place
-from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, Task
+from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, WorkerTask
 
 AHEAD = 4
 """Steps that a worker makes ahead of the rank."""
@@ -59,7 +59,7 @@ class _SilentError(Exception):
     """Worker that gives no answer; the text says why."""
 
 
-class Worker:
+class DataWorker:
     """A worker process, seen from its rank.
 
     Args:
@@ -92,7 +92,7 @@ class Worker:
 
             with suppress(OSError):  # the limit of pipes of this user
                 fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        task = pickle.dumps(Task(source, order, places, rows_per_lane, mark))
+        task = pickle.dumps(WorkerTask(source, order, places, rows_per_lane, mark))
         self._request(LENGTH.pack(len(task)) + task + bytes(AHEAD))
 
     @property
@@ -117,10 +117,10 @@ class Worker:
         while len(self._held) < LENGTH.size + size:
             self._receive(timeout_s)
         with memoryview(self._held) as held:  # read in place: a step of a large batch has megabytes
-            found: Answer = pickle.loads(held[LENGTH.size : LENGTH.size + size])
+            answer: Answer = pickle.loads(held[LENGTH.size : LENGTH.size + size])
         del self._held[: LENGTH.size + size]
         self._request(b"\0")
-        return found
+        return answer
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is still there."""
@@ -148,22 +148,21 @@ class Worker:
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
         mark = self.mark
-        limit = time.monotonic() + timeout_s + (0 if mark else _START_S)
+        limit = time.monotonic() + timeout_s
+        if not mark:
+            limit += _START_S
         while not poll.poll(max(1.0, 250 * timeout_s)):
             if self.mark != mark:
                 mark, limit = self.mark, time.monotonic() + timeout_s
             elif time.monotonic() > limit:
                 raise _SilentError(f"has not answered for {timeout_s:g} seconds")
-        found = os.read(self._answers.fileno(), _READ_BYTES)
-        if not found:
-            raise _SilentError(_ending(self._process.wait()))
-        self._held += found
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was ended by {Signals(-code).name}"
-    return f"ended with exit code {code}; its own last lines say why"
+        content = os.read(self._answers.fileno(), _READ_BYTES)
+        if not content:
+            code = self._process.wait()
+            if code < 0:
+                raise _SilentError(f"was ended by {Signals(-code).name}")
+            raise _SilentError(f"ended with exit code {code}; its own last lines say why")
+        self._held += content
 
 
 class Workers:
@@ -185,12 +184,16 @@ class Workers:
         places: Mapping[int, Place],
         rows_per_lane: int,
     ) -> None:
-        self._source, self._order, self._policy, self._rows_per_lane = source, order, policy, rows_per_lane
+        self._source, self._order = source, order
+        self._policy, self._rows_per_lane = policy, rows_per_lane
         number = min(policy.number, len(places))
-        self._places = [{lane: places[lane] for lane in sorted(places)[each::number]} for each in range(number)]
+        self._places: list[dict[int, Place]] = []
+        for worker in range(number):
+            lanes = sorted(places)[worker::number]
+            self._places.append({lane: places[lane] for lane in lanes})
         self._closing = threading.Lock()
         self._closed = False
-        self.members = [self._start(each) for each in range(number)]
+        self.members = [self._start(worker) for worker in range(number)]
 
     def rows(self, step: int) -> LaneRows:
         """Rows of each lane for the next step, and the places behind them.
@@ -199,10 +202,10 @@ class Workers:
             DataError, StorageError: The error of a worker.
             WorkerError: A worker dies or hangs more often than allowed.
         """
-        found: LaneRows = {}
+        by_lane: LaneRows = {}
         for number in range(len(self.members)):
-            found |= self._rows_of(number, step)
-        return dict(sorted(found.items()))
+            by_lane |= self._rows_of(number, step)
+        return dict(sorted(by_lane.items()))
 
     def stop(self) -> None:
         """End the processes, from any thread; a call of `rows` in another thread ends."""
@@ -217,8 +220,8 @@ class Workers:
         for worker in self.members:
             worker.close()
 
-    def _start(self, number: int) -> Worker:
-        return Worker(self._source, self._order, self._places[number], self._rows_per_lane)
+    def _start(self, number: int) -> DataWorker:
+        return DataWorker(self._source, self._order, self._places[number], self._rows_per_lane)
 
     def _rows_of(self, number: int, step: int) -> LaneRows:
         failures = 0
@@ -243,14 +246,19 @@ class Workers:
             WorkerError: The new one has failed as often as allowed.
         """
         old, policy = self.members[number], self._policy
-        where = old.mark
-        told = f"data worker {number} of rank {policy.rank} (process {old.pid}) {why}, before its rows of step "
-        told += f"{step + 1}; " + (f"it was reading {where}" if where else "it had read no document")
+        state = "it had read no document"
+        document = old.mark
+        if document:
+            state = f"it was reading {document}"
+        head = f"data worker {number} of rank {policy.rank} (process {old.pid}) {why}"
+        message = f"{head}, before its rows of step {step + 1}; {state}"
         with self._closing:
             if self._closed or failures > policy.restarts:
-                raise WorkerError(f"{told}. data.worker_restarts={policy.restarts} allows no further one")
+                raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further one")
             standard_error().print(
-                f"WARNING: {told}; a new one goes on behind the last row that was taken", style="yellow", markup=False
+                f"WARNING: {message}; a new one goes on behind the last row that was taken",
+                style="yellow",
+                markup=False,
             )
             old.signal(SIGKILL)
             old.close()

@@ -17,7 +17,7 @@ MOST_POINTS, EXACT_POINTS = 48, 16
 
 
 @dataclass(frozen=True)
-class Spent:
+class TimeSpent:
     """Seconds that one start has spent, up to its last progress: a finished step, evaluation or checkpoint.
 
     Args:
@@ -47,7 +47,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start of a run.
 
     Args:
@@ -65,7 +65,7 @@ class Start:
     resumed: int
     began: Instant
     seen: Instant
-    spent: Spent
+    spent: TimeSpent
     outcome: str = ""
     course: tuple[tuple[int, float], ...] = ()
     config: str = ""
@@ -75,15 +75,15 @@ class Start:
     def train_s(self, step: int) -> float:
         """Seconds of training up to a finished step; interpolated linearly between known steps."""
         # The first step counts as start.
-        known = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
-        points = sorted(known.items())
+        by_step = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
+        points = sorted(by_step.items())
         after = bisect_right([at for at, _ in points], step)
         if after == len(points):
             return self.spent.train_s
         (first, begin_s), (last, end_s) = points[after - 1], points[after]
         return begin_s + (end_s - begin_s) * (step - first) / (last - first)
 
-    def with_save(self) -> Start:
+    def with_save(self) -> RunStart:
         """Copy of the start with a save after its last step."""
         points = tuple(sorted({**dict(self.course), self.spent.step: self.spent.train_s}.items()))
         if len(points) > MOST_POINTS:  # a later start resumes near the end; of older points every second one is enough
@@ -150,41 +150,46 @@ class Goodput:
         )
 
 
-def account(starts: Sequence[Start]) -> Goodput:
+def account(starts: Sequence[RunStart]) -> Goodput:
     """Add up the time of a run's starts."""
-    found: dict[str, float] = dict.fromkeys((part for part in asdict(Goodput()) if part.endswith("_s")), 0.0)
+    seconds: dict[str, float] = dict.fromkeys((part for part in asdict(Goodput()) if part.endswith("_s")), 0.0)
     lost_steps = 0
     stands = standing(starts)
     for index, (start, stood) in enumerate(zip(starts, stands, strict=True)):
         spent, elapsed_s = start.spent, start.seen.up - start.began.up
-        begins = "restart_s" if index else "start_s"
-        found["wall_s"] += elapsed_s
-        found[begins] += spent.start_s
-        found["checkpoint_stall_s"] += spent.stall_s
-        found["eval_s"] += spent.eval_s
+        begins = "start_s"
+        if index:
+            begins = "restart_s"
+        seconds["wall_s"] += elapsed_s
+        seconds[begins] += spent.start_s
+        seconds["checkpoint_stall_s"] += spent.stall_s
+        seconds["eval_s"] += spent.eval_s
         productive_s = start.train_s(stood)
-        found["productive_s"] += productive_s
-        found["lost_s"] += spent.train_s - productive_s
+        seconds["productive_s"] += productive_s
+        seconds["lost_s"] += spent.train_s - productive_s
         lost_steps += spent.step - stood
         tail_s = elapsed_s - spent.total_s
         if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:
-            found[begins] += tail_s
+            seconds[begins] += tail_s
+        elif start.outcome in {"failed", "killed"}:
+            seconds["detect_s"] += tail_s
         else:
-            found["detect_s" if start.outcome in {"failed", "killed"} else "other_s"] += tail_s
+            seconds["other_s"] += tail_s
         if index and starts[index - 1].outcome != "done":
             gap_s = start.began.since(starts[index - 1].seen)
-            found["wall_s"] += gap_s
-            found["restart_s"] += gap_s
-    return Goodput(starts=len(starts), lost_steps=lost_steps, **found)
+            seconds["wall_s"] += gap_s
+            seconds["restart_s"] += gap_s
+    return Goodput(starts=len(starts), lost_steps=lost_steps, **seconds)
 
 
-def standing(starts: Sequence[Start]) -> list[int]:
+def standing(starts: Sequence[RunStart]) -> list[int]:
     """Last step of each start that no later start repeated."""
-    found, least = [], max((start.spent.step for start in starts), default=0)
+    least = max((start.spent.step for start in starts), default=0)
+    stands = []
     for start in reversed(starts):
-        found.append(max(start.resumed, min(start.spent.step, least)))
+        stands.append(max(start.resumed, min(start.spent.step, least)))
         least = min(least, start.resumed)
-    return found[::-1]
+    return stands[::-1]
 
 
 _SHOWN_S = 0.05

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.common.process.clock import Instant, now
-from nxtrain.metrics.goodput import Goodput, Spent, Start, account, standing
+from nxtrain.metrics.goodput import Goodput, RunStart, TimeSpent, account, standing
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
 from nxtrain.metrics.start_log import REFRESH_S, StartLog, read
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
-"""Sections of work other than training, and the field of `Spent` that counts their time."""
+"""Sections of work other than training, and the field of `TimeSpent` that counts their time."""
 
 RESTART_LINE_S = 60.0
 """Seconds after the first step of a restart until the line about it; a run that ends sooner has its last line only."""
@@ -43,8 +43,8 @@ class GoodputMeter(RunObserver):
     clock: Callable[[], Instant] = now
     config: str = ""
     _log: StartLog = field(init=False)
-    _past: list[Start] = field(default_factory=list, init=False)
-    _start: Start | None = field(default=None, init=False)
+    _past: list[RunStart] = field(default_factory=list, init=False)
+    _start: RunStart | None = field(default=None, init=False)
     _stop: str = field(default="", init=False)
     _section: str = field(default="train_s", init=False)
     _settled: float = field(default=0.0, init=False)
@@ -66,11 +66,12 @@ class GoodputMeter(RunObserver):
             if began.boot and began.boot == last.seen.boot and began.up < last.seen.up:
                 began = last.seen  # one process that started a run twice
         self._settled = began.up
-        self._start = Start(finished, began, present, Spent(finished), config=self.config)
+        self._start = RunStart(finished, began, present, TimeSpent(finished), config=self.config)
         # The last productive step of each earlier start is fixed from here on; its other points are not needed.
         stands = zip(self._past, standing([*self._past, self._start])[:-1], strict=True)
         self._past = [replace(past, course=((stood, past.train_s(stood)),)) for past, stood in stands]
-        if problem := self._log.add("start", self._start):  # only the detection of crash loops is lost
+        problem = self._log.add("start", self._start)
+        if problem:  # only the detection of crash loops is lost
             self.print_line(
                 f"warning: this start is not noted in run.dir/{self.logs.name}: {problem}; training goes on"
             )
@@ -133,16 +134,19 @@ class GoodputMeter(RunObserver):
         if outcome != "failed" and self._section in PAUSES.values():
             self._settle()
         self._start = replace(self._start, outcome=outcome, why=why, stop=self._stop, seen=self.clock())
-        found = self.read()
-        self._log.add("end", self._start, found.record())
+        goodput = self.read()
+        self._log.add("end", self._start, goodput.record())
         self._log.replace(lambda: self._start)
         if outcome != "failed":  # after a failure the next start prints the line, once it has gone on for a while
-            self.print_line(str(found))
+            self.print_line(str(goodput))
 
     def read(self) -> Goodput:
         """Goodput up to now."""
+        starts = [*self._past]
         present = self._seen() or self._start
-        return account([*self._past, *([present] if present else [])])
+        if present:
+            starts.append(present)
+        return account(starts)
 
     def _finish(self, step: int) -> None:
         """Count the time since the last progress to a finished step."""
@@ -150,7 +154,9 @@ class GoodputMeter(RunObserver):
         first = self._start.spent.step == self._start.resumed
         if step == self._start.spent.step:
             return
-        self._section = "start_s" if first else "train_s"
+        self._section = "train_s"
+        if first:
+            self._section = "start_s"
         self._spend(step=step)
         self._settle()
         # The start before has printed its own line unless it failed.
@@ -175,7 +181,9 @@ class GoodputMeter(RunObserver):
     def _write_present(self) -> None:
         self._log.replace(self._seen)
 
-    def _seen(self) -> Start | None:
+    def _seen(self) -> RunStart | None:
         """Current start up to now; None before the start and after its end."""
         start = self._start
-        return replace(start, stop=self._stop, seen=self.clock()) if start and not start.outcome else None
+        if start is None or start.outcome:
+            return None
+        return replace(start, stop=self._stop, seen=self.clock())

@@ -56,9 +56,11 @@ class ProgressBar:
         texts = f"step {total_steps}/{total_steps} {_VALUES} {_LEFT}"
         room = console.width - len(texts) - 1
         columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn()]
-        columns += [BarColumn(bar_width=min(_WIDEST_BAR, room))] if room >= _NARROWEST_BAR else []
-        columns += [TextColumn("{task.description}")]
-        columns += [TimeElapsedColumn()] if room >= _WIDEST_BAR + len(" 0:00:00") else []
+        if room >= _NARROWEST_BAR:
+            columns.append(BarColumn(bar_width=min(_WIDEST_BAR, room)))
+        columns.append(TextColumn("{task.description}"))
+        if room >= _WIDEST_BAR + len(" 0:00:00"):
+            columns.append(TimeElapsedColumn())
         self._spare = room - _WIDEST_BAR - len(" 0:00:00")
         self._progress = Progress(
             *columns,
@@ -102,7 +104,9 @@ class ProgressLines:
         if now < self._next_s and step < self._total_steps and "val_loss" not in record:
             return
         elapsed_s = self._status.pace.elapsed_s()
-        self._next_s = now + (LINE_EVERY_S if elapsed_s < LATER_S else LATER_EVERY_S)
+        self._next_s = now + LINE_EVERY_S
+        if elapsed_s >= LATER_S:
+            self._next_s = now + LATER_EVERY_S
         head, tail = f"step {step}/{self._total_steps}  {values}", f"  {duration(elapsed_s)} {left}".rstrip()
         line = head + fitting(details(record), max(LINE_COLUMNS, self._console.width) - len(head) - len(tail)) + tail
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

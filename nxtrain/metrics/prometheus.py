@@ -53,4 +53,8 @@ def text_of(record: Mapping[str, Any], run: str) -> str:
 def _number(value: float) -> str:
     if math.isfinite(value):
         return repr(value)
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    if math.isnan(value):
+        return "NaN"
+    if value > 0:
+        return "+Inf"
+    return "-Inf"

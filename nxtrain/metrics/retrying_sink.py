@@ -47,7 +47,9 @@ class RetryingSink:
         self, name: str, open_after: Callable[[int], Sink], resume_step: int, clock: Clock = time.monotonic
     ) -> None:
         self.name = name
-        self._open_after, self._last, self._clock = open_after, resume_step, clock
+        self._open_after = open_after
+        self._last = resume_step
+        self._clock = clock
         self._sink: Sink | None = None
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._num_lost = 0
@@ -68,7 +70,8 @@ class RetryingSink:
         """Try once more to write the waiting records, and close the sink."""
         if self._waiting:
             self._write()
-        if missing := len(self._waiting) + self._num_lost:
+        missing = len(self._waiting) + self._num_lost
+        if missing:
             _print_line(f"warning: {missing} records are missing in {self.name}, which could not be written")
         self._close_sink()
 

@@ -76,32 +76,35 @@ class Observers(RunObserver):
         self._observers = observers
 
     def begin(self, finished: int) -> None:
-        for each in self._observers:
-            each.begin(finished)
+        for observer in self._observers:
+            observer.begin(finished)
 
     def enter(self, step: int, work: Work) -> None:
-        for each in self._observers:
-            each.enter(step, work)
+        for observer in self._observers:
+            observer.enter(step, work)
 
     def section(self, name: Section) -> None:
-        for each in self._observers:
-            each.section(name)
+        for observer in self._observers:
+            observer.section(name)
 
     def finish(self, step: int) -> None:
-        for each in self._observers:
-            each.finish(step)
+        for observer in self._observers:
+            observer.finish(step)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        return {name: value for each in self._observers for name, value in each.measure(step).items()}
+        measured: dict[str, float] = {}
+        for observer in self._observers:
+            measured.update(observer.measure(step))
+        return measured
 
     def beat(self) -> None:
-        for each in self._observers:
-            each.beat()
+        for observer in self._observers:
+            observer.beat()
 
     def stopping(self, why: str) -> None:
-        for each in self._observers:
-            each.stopping(why)
+        for observer in self._observers:
+            observer.stopping(why)
 
     def end(self, outcome: Outcome, why: str) -> None:
-        for each in self._observers:
-            each.end(outcome, why)
+        for observer in self._observers:
+            observer.end(outcome, why)

@@ -39,7 +39,7 @@ class JsonlSink:
         OSError: The file cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
             jsonl.keep_up_to(path, "step", resume_step)
         self._path = path
@@ -52,7 +52,10 @@ class JsonlSink:
             OSError: The file cannot be written, or was deleted.
         """
         refuse_deleted(self._file.fileno(), self._path)
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+        finite = dict(record)
+        for key, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                finite[key] = None
         jsonl.write_line(self._file, json.dumps(finite, allow_nan=False))
 
     def close(self) -> None:
@@ -74,13 +77,14 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
     if not leader:
         return []
     metrics, run_dir = config.metrics, config.run.dir
-    event_sink = _event_sink() if metrics.tensorboard else None  # may raise, so before a file is open
+    event_sink = None
+    if metrics.tensorboard:
+        event_sink = _event_sink()  # may raise, so before a file is open
     trackers = _trackers(config)
-    sinks = [RetryingSink(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
+    sinks = [RetryingSink(METRICS_FILE, partial(JsonlSink, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
-        sinks.append(
-            RetryingSink(TENSORBOARD_DIR, partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR), resume_step)
-        )
+        open_events = partial(event_sink, run_dir / TENSORBOARD_DIR)
+        sinks.append(RetryingSink(TENSORBOARD_DIR, open_events, resume_step))
     if metrics.prometheus:
         path, name = run_dir / PROMETHEUS_FILE, config.run.name
         sinks.append(RetryingSink(PROMETHEUS_FILE, lambda resumed: PrometheusSink(path, name), resume_step))
@@ -92,26 +96,22 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
 
 def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
     """Functions that open the configured trackers, whose packages are installed."""
-    metrics, run_dir, name = config.metrics, config.run.dir, config.run.name
-    found: dict[str, Callable[[int], Sink]] = {}
-    mode, uri = metrics.wandb, metrics.mlflow
+    run_dir, name = config.run.dir, config.run.name
+    mode, uri = config.metrics.wandb, config.metrics.mlflow
+    trackers: dict[str, Callable[[int], Sink]] = {}
     if mode == "off" and not uri:
-        return found
+        return trackers
     from nxtrain.metrics.trackers import MlflowSink, WandbSink, require
 
     shown = values(config)
     if mode != "off":
         require("wandb", "wandb", "metrics.wandb")
         folder, records = run_dir / WANDB_DIR, run_dir / METRICS_FILE
-        found["Weights & Biases"] = lambda resumed: WandbSink(folder, name, shown, mode, records, resumed)
+        trackers["Weights & Biases"] = lambda resumed: WandbSink(folder, name, shown, mode, records, resumed)
     if uri:
         require("mlflow", "mlflow", "metrics.mlflow")
-        found["MLflow"] = lambda resumed: MlflowSink(run_dir / MLFLOW_DIR, name, shown, uri)
-    return found
-
-
-def _jsonl(path: Path, resume_step: int) -> Sink:
-    return JsonlSink(path, resume_step=resume_step)
+        trackers["MLflow"] = lambda resumed: MlflowSink(run_dir / MLFLOW_DIR, name, shown, uri)
+    return trackers
 
 
 def _event_sink() -> type[TensorBoardSink]:
@@ -122,7 +122,3 @@ def _event_sink() -> type[TensorBoardSink]:
             f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
         ) from error
     return TensorBoardSink
-
-
-def _tensorboard(kind: type[TensorBoardSink], folder: Path, resume_step: int) -> Sink:
-    return kind(folder, resume_step=resume_step)

@@ -46,13 +46,15 @@ class NormSpikes:
             return
         mean = self.mean
         if mean is not None and norm > mean + self._threshold:
-            self._first = self._first if self._length else step
+            if not self._length:
+                self._first = step
             self._length += 1
         elif self._length:
             self._ended.append((self._first, self._length))
             self._length = 0
         self._before.append(norm)
-        if (mean := self.mean) is not None:
+        mean = self.mean
+        if mean is not None:
             self._lowest = min(self._lowest, mean)
 
     def take(self) -> tuple[tuple[int, int], ...]:
@@ -74,5 +76,6 @@ class NormSpikes:
         self._before = deque(state.get("before", ()), maxlen=WINDOW)
         self._first, self._length = state.get("spike", (0, 0))
         self._ended = [(first, length) for first, length in state.get("ended", ())]
-        lowest = state.get("lowest")
-        self._lowest = math.inf if lowest is None else lowest
+        self._lowest = math.inf
+        if state.get("lowest") is not None:
+            self._lowest = state["lowest"]

@@ -45,10 +45,14 @@ class Stability:
         Values that are not finite are ignored: such steps update nothing, and are reported as skipped steps.
         """
         alarms = [self._spike("loss", loss, self._losses), self._spike("grad_norm", grad_norm, self._norms)]
-        if math.isfinite(grad_norm) and (growth := self._growth()):
-            return "diverging", growth
+        if math.isfinite(grad_norm):
+            growth = self._growth()
+            if growth:
+                return "diverging", growth
         spikes = "; ".join(filter(None, alarms))
-        return ("spike", spikes) if spikes else ("", "")
+        if spikes:
+            return "spike", spikes
+        return "", ""
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values; floats survive exactly."""
@@ -59,8 +63,9 @@ class Stability:
         """Restore a result of `state`; an empty one starts from scratch."""
         self._losses = deque(state.get("losses", ()), maxlen=WINDOW)
         self._norms = deque(state.get("norms", ()), maxlen=WINDOW)
-        lowest = state.get("lowest")
-        self._lowest = math.inf if lowest is None else lowest
+        self._lowest = math.inf
+        if state.get("lowest") is not None:
+            self._lowest = state["lowest"]
         self._grown = state.get("grown", 0)
 
     @staticmethod
@@ -78,7 +83,9 @@ class Stability:
             return ""
         smoothed = median(list(self._norms)[-SMOOTHED:])
         self._lowest = min(self._lowest, smoothed)
-        self._grown = self._grown + 1 if smoothed > GROWTH * self._lowest else 0
+        self._grown += 1
+        if smoothed <= GROWTH * self._lowest:
+            self._grown = 0
         if self._grown != SUSTAINED:
             return ""
         return (

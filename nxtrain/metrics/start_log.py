@@ -21,7 +21,7 @@ from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.io.regular import read_text
 from nxtrain.common.process.clock import Instant
 from nxtrain.common.run_folder import START_FILE, STARTS_FILE
-from nxtrain.metrics.goodput import Spent, Start
+from nxtrain.metrics.goodput import RunStart, TimeSpent
 from nxtrain.metrics.run_observer import Outcome, RunObserver
 
 REFRESH_S = 1.0
@@ -43,18 +43,21 @@ class StartLog:
         self._starts = JsonlLog(logs / STARTS_FILE)
         self._writing = Lock()
 
-    def add(self, event: str, start: Start, more: Mapping[str, float] | None = None) -> str:
+    def add(self, event: str, start: RunStart, more: Mapping[str, float] | None = None) -> str:
         """Append the begin or the end of a start; return the error that keeps the line waiting, or an empty string."""
         with self._writing:
             return self._starts.add({"event": event, **_line(start), **(more or {})})
 
-    def replace(self, current: Callable[[], Start | None]) -> None:
+    def replace(self, current: Callable[[], RunStart | None]) -> None:
         """Replace `start.json` by the current start, if there is one; from any thread.
 
         The file still describes the previous start until that start's end is in `starts.jsonl`.
         """
         with self._writing, suppress(OSError):
-            if not self._starts.write() and (start := current()):
+            if self._starts.write():
+                return
+            start = current()
+            if start:
                 _replace(self._current, {"event": "beat", **_line(start)})
 
 
@@ -92,19 +95,19 @@ class StepFile(RunObserver):
                 self._written = self._finished
 
 
-def read(logs: Path) -> list[Start]:
+def read(logs: Path) -> list[RunStart]:
     """Read the starts of a folder; a last start without an end is known up to its last record.
 
     Args:
         logs: Folder of the files.
     """
-    found: list[Start] = []
-    known: set[tuple[str, float]] = set()
+    starts: list[RunStart] = []
+    moments: set[tuple[str, float]] = set()
     for name in (STARTS_FILE, START_FILE):
         with suppress(OSError):
             for line in jsonl.each(logs / name):
-                _take(found, known, line)
-    return found
+                _take(starts, moments, line)
+    return starts
 
 
 def last_step(logs: Path) -> int:
@@ -120,7 +123,7 @@ def _replace(path: Path, content: Mapping[str, Any]) -> None:
     replace_text(path, json.dumps(content) + "\n", durable=False)
 
 
-def _line(start: Start) -> dict[str, Any]:
+def _line(start: RunStart) -> dict[str, Any]:
     spent = {key: round(value, 6) for key, value in asdict(start.spent).items()}
     began, seen = start.began, start.seen
     line: dict[str, Any] = {"boot": began.boot, "began": began.up, "began_wall": began.wall, "resumed": start.resumed}
@@ -130,31 +133,32 @@ def _line(start: Start) -> dict[str, Any]:
     return line | {key: value for key, value in ends.items() if value}
 
 
-def _take(found: list[Start], known: set[tuple[str, float]], line: Any) -> None:
+def _take(starts: list[RunStart], moments: set[tuple[str, float]], line: Any) -> None:
     """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored.
 
     Args:
-        found: The starts, changed in place.
-        known: Boot and begin of each, changed in place.
+        starts: The starts, changed in place.
+        moments: Boot and begin of each start, changed in place.
         line: The line.
     """
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        spent = Spent(**{key: line[key] for key in _SPENT})
-        seen, began = (
-            Instant(line["boot"], line["up"], line["wall"]),
-            Instant(line["boot"], line["began"], line["began_wall"]),
-        )
+        spent = TimeSpent(**{key: line[key] for key in _SPENT})
+        seen = Instant(line["boot"], line["up"], line["wall"])
+        began = Instant(line["boot"], line["began"], line["began_wall"])
         course = tuple((step, train_s) for step, train_s in line["course"])
         ends = {key: str(line.get(key, "")) for key in ("outcome", "why", "stop")}
-        start = Start(int(line["resumed"]), began, seen, spent, course=course, config=str(line["config"]), **ends)
-        last, moment = found[-1] if found else None, (began.boot, began.up)
-        if moment not in known:
-            known.add(moment)
+        start = RunStart(int(line["resumed"]), began, seen, spent, course=course, config=str(line["config"]), **ends)
+        last = None
+        if starts:
+            last = starts[-1]
+        moment = (began.boot, began.up)
+        if moment not in moments:
+            moments.add(moment)
             if last and not last.outcome:
-                found[-1] = replace(last, outcome="killed")
-            found.append(start)
+                starts[-1] = replace(last, outcome="killed")
+            starts.append(start)
         elif last and moment == (last.began.boot, last.began.up) and not last.outcome and seen.up >= last.seen.up:
-            found[-1] = replace(start, began=last.began, resumed=last.resumed)
+            starts[-1] = replace(start, began=last.began, resumed=last.resumed)
 
 
-_SPENT = tuple(asdict(Spent(0)))
+_SPENT = tuple(asdict(TimeSpent(0)))

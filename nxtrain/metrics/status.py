@@ -36,31 +36,35 @@ class Status:
         if self._val_loss is not None:
             values += f"  val {self._val_loss:.4f}"
         values += f"  {short(record['tokens_per_s'] or 0.0)} tokens/s"
+        left = ""
         eta_s = self.pace.eta_s(step)
-        return step, values, "" if eta_s is None else f"{duration(eta_s)} left"
+        if eta_s is not None:
+            left = f"{duration(eta_s)} left"
+        return step, values, left
 
 
 def details(record: Mapping[str, Any]) -> list[str]:
     """Further numbers of a record, the most important first; those that the record lacks are left out."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     spent_s = sum(numbers.get(key, 0.0) for key in KINDS_S)
-    found = []
+    texts = []
     if "mfu" in numbers:
-        found.append(f"MFU {numbers['mfu']:.1%}")
+        texts.append(f"MFU {numbers['mfu']:.1%}")
     if "grad_norm" in numbers:
-        found.append(f"grad norm {numbers['grad_norm']:.3g}")
-    shares = _shares(numbers, spent_s) if spent_s > 0 else {}
-    if shares:
-        found.append(f"data {shares.pop('data')}%")
+        texts.append(f"grad norm {numbers['grad_norm']:.3g}")
+    shares = {}
+    if spent_s > 0:
+        shares = _shares(numbers, spent_s)
+        texts.append(f"data {shares.pop('data')}%")
     if "peak_memory_bytes" in numbers:
-        found.append(f"{numbers['peak_memory_bytes'] / (1 << 30):.1f} GiB")
+        texts.append(f"{numbers['peak_memory_bytes'] / (1 << 30):.1f} GiB")
     if "saved_step" in numbers:
-        found.append(f"saved {numbers['saved_step']:.0f}")
+        texts.append(f"saved {numbers['saved_step']:.0f}")
     if "goodput" in numbers:
-        found.append(f"goodput {numbers['goodput']:.0%}")
+        texts.append(f"goodput {numbers['goodput']:.0%}")
     if spent_s > 0 and any(key in numbers for key in SECTIONS_S):
-        found.append(" ".join(f"{name} {share}%" for name, share in shares.items()))
-    return found
+        texts.append(" ".join(f"{name} {share}%" for name, share in shares.items()))
+    return texts
 
 
 def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
@@ -68,18 +72,20 @@ def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
     seconds = {"data": numbers.get("data_s", 0.0)}
     seconds |= {key[:-2]: numbers[key] for key in SECTIONS_S if key in numbers}
     seconds["waiting for ranks"] = numbers.get("waiting_s", 0.0)
-    found, total_s, whole = dict[str, int](), 0.0, 0
-    for name, own_s in seconds.items():
-        total_s += own_s
-        found[name] = round(100 * total_s / spent_s) - whole
-        whole += found[name]
-    return {**found, "other work": 100 - whole}
+    shares: dict[str, int] = {}
+    total_s = 0.0
+    whole = 0
+    for name, kind_s in seconds.items():
+        total_s += kind_s
+        shares[name] = round(100 * total_s / spent_s) - whole
+        whole += shares[name]
+    return {**shares, "other work": 100 - whole}
 
 
-def fitting(found: Iterable[str], columns: int) -> str:
+def fitting(texts: Iterable[str], columns: int) -> str:
     """The first details that fit into so many columns, each after two blanks."""
     text = ""
-    for detail in found:
+    for detail in texts:
         if len(text) + 2 + len(detail) > columns:
             break
         text += f"  {detail}"

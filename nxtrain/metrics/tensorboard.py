@@ -24,7 +24,7 @@ _PREFIX = "events.out.tfevents."
 
 def _crc32c_of(byte: int) -> int:
     for _ in range(8):
-        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial
+        byte = (byte >> 1) ^ (0x82F63B78 * (byte & 1))  # Castagnoli's polynomial
     return byte
 
 
@@ -42,7 +42,7 @@ class TensorBoardSink:
         OSError: The folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{_PREFIX}{_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name

@@ -112,8 +112,8 @@ class MlflowSink:
 
             def begun() -> str:
                 experiment = self._client.get_experiment_by_name(PROJECT)
-                where = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
-                run: str = self._client.create_run(where, run_name=name).info.run_id
+                experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+                run: str = self._client.create_run(experiment_id, run_name=name).info.run_id
                 params = [Param(key, str(value)[:500]) for key, value in config.items()]
                 for at in range(0, len(params), 100):  # MLflow takes no more at once
                     self._client.log_batch(run, params=params[at : at + 100])
@@ -159,9 +159,9 @@ def identity(folder: Path, begin: Callable[[], str]) -> str:
     file = folder / IDENTITY
     if file.exists():
         return read_text(file).strip()
-    found = begin()
-    replace_text(file, f"{found}\n", durable=True)
-    return found
+    begun = begin()
+    replace_text(file, f"{begun}\n", durable=True)
+    return begun
 
 
 def require(package: str, extra: str, key: str) -> None:

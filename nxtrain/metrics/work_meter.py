@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import get_args
 
 from nxtrain.metrics.run_observer import RunObserver, Section, Work
-from nxtrain.metrics.work_timeline import WAITING, HostTimeline, Timeline
+from nxtrain.metrics.work_timeline import WAITING, HostTimeline, WorkTimeline
 
 KINDS = ("data", "training", "vote", "log", "evaluation", "checkpoint")
 """Kinds of work of a step; each has a key in the records, with `_s` behind."""
@@ -31,7 +31,7 @@ class WorkMeter(RunObserver):
         peak_memory_bytes: Returns the peak memory of this rank; 0 if unknown.
     """
 
-    def __init__(self, timeline: Timeline | None = None, peak_memory_bytes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, timeline: WorkTimeline | None = None, peak_memory_bytes: Callable[[], int] = lambda: 0) -> None:
         self._timeline, self._peak_memory_bytes = timeline or HostTimeline(), peak_memory_bytes
         self._recorded: dict[str, float] = {}
 
@@ -54,10 +54,11 @@ class WorkMeter(RunObserver):
         spent = self.spent()
         since = {kind: total_s - self._recorded.get(kind, 0.0) for kind, total_s in spent.items()}
         self._recorded = spent
-        found = {f"{kind}_s": since.get(kind, 0.0) for kind in (*KINDS, WAITING)}
+        measured = {f"{kind}_s": since.get(kind, 0.0) for kind in (*KINDS, WAITING)}
         # Time before the first kind of work, and of kinds that no record has, is part of training.
-        found["training_s"] += sum(s for kind, s in since.items() if kind not in (*KINDS, WAITING))
-        found |= {f"{name}_s": since[name] for name in SECTIONS if name in since}
-        if peak := self._peak_memory_bytes():
-            found["peak_memory_bytes"] = peak
-        return found
+        measured["training_s"] += sum(s for kind, s in since.items() if kind not in (*KINDS, WAITING))
+        measured |= {f"{name}_s": since[name] for name in SECTIONS if name in since}
+        peak = self._peak_memory_bytes()
+        if peak:
+            measured["peak_memory_bytes"] = peak
+        return measured

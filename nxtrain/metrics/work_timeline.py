@@ -19,7 +19,7 @@ WAITING = "waiting"
 """Waiting for other ranks, which counts for no other kind."""
 
 
-class Timeline(Protocol):
+class WorkTimeline(Protocol):
     """Seconds by kind of work.
 
     Attributes:
@@ -88,7 +88,9 @@ class EventTimeline:
         """Begin or end a wait for other ranks; the piece around it goes on."""
         if begins:
             self._around = self._pieces[-1][0]
-        self.enter(WAITING if begins else self._around)
+            self.enter(WAITING)
+        else:
+            self.enter(self._around)
 
     def settle(self) -> None:
         self.enter(self._pieces[-1][0])

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxtrain.metrics.goodput import Start
+from nxtrain.metrics.goodput import RunStart
 
 ASSUMED_MTBF_S = 86_400.0
 """One failure a day, where a run has not shown another rate."""
@@ -132,7 +132,7 @@ class Failures:
         return max(1, math.ceil(self.write_s / step_s), round(self.best_interval_s() / step_s))
 
 
-def advice(starts: Sequence[Start], every: int) -> str:
+def advice(starts: Sequence[RunStart], every: int) -> str:
     """Advice on `checkpoint.every` in one line; empty if the gain is small or the run is short.
 
     Args:

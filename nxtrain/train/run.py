@@ -30,7 +30,7 @@ from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, Timeline
+from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, WorkTimeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.adapters import base_fingerprint, save_adapter
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
@@ -249,7 +249,7 @@ def _profiler(context: RunContext) -> RunObserver:
     return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line, context.backend)
 
 
-def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[Timeline, bool]:
+def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[WorkTimeline, bool]:
     """Timeline of this rank's work, and True if it divides the step into sections."""
     if not backend.is_asynchronous:
         return HostTimeline(backend.waited_s), wanted != "off"

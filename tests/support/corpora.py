@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY
-from nxtrain.data.arrow.preparation import Outcome, Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.tokenization import train_bpe
 
@@ -98,8 +98,8 @@ def write_corpus(folder: Path, name: str, texts: Sequence[str], row_group_size: 
     return path
 
 
-def prepare(*sources: Location, out: Path, watcher: Watcher | None = None, **options: Any) -> Outcome:
-    return prepare_corpus(Request(sources, out, **options), watcher or Watcher())
+def prepare(*sources: Location, out: Path, watcher: Watcher | None = None, **options: Any) -> PreparationOutcome:
+    return prepare_corpus(PreparationRequest(sources, out, **options), watcher or Watcher())
 
 
 def texts_of(path: Path) -> list[str]:

@@ -29,7 +29,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/inspection.py": {
         "Lengths.add: self._counts[:found.size] +=": "host: the histogram that this very method counts",
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
-        "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
+        "_of_sources.documents: skipped[row.reason] +=": "host: dictionary",
         "verify_corpus.add: done +=": "host: number",
     },
     "nxtrain/common/io/cached_object.py": {
@@ -243,7 +243,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",
     },
     "nxtrain/data/samples.py": {
-        "FileSamples._rows: content[place].data": "fresh: rows of this function, into which a file is read",
+        "FileSamples._rows: content[number].data": "fresh: rows of this function, into which a file is read",
         "check_table: chunk.data": "read: bytes for a digest",
     },
     "nxtrain/launch/torchrun.py": {

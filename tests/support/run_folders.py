@@ -12,7 +12,7 @@ from typing import Any
 from nxtrain.common.process.clock import Instant
 from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 from nxtrain.config.tables import toml_key, toml_value
-from nxtrain.metrics.goodput import Spent, Start
+from nxtrain.metrics.goodput import RunStart, TimeSpent
 from nxtrain.metrics.start_log import StartLog
 
 
@@ -27,16 +27,16 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def start(resumed: int, last: int, *, began: float, outcome: str = "done", why: str = "") -> Start:
+def start(resumed: int, last: int, *, began: float, outcome: str = "done", why: str = "") -> RunStart:
     """A start whose steps take a tenth of a second."""
-    spent = Spent(last, start_s=2.0, train_s=0.1 * (last - resumed), eval_s=0.5, stall_s=0.25)
+    spent = TimeSpent(last, start_s=2.0, train_s=0.1 * (last - resumed), eval_s=0.5, stall_s=0.25)
     seen = Instant("boot", began + spent.total_s + 0.5, 1.7e9 + began + spent.total_s + 0.5)
-    return Start(
+    return RunStart(
         resumed, Instant("boot", began, 1.7e9 + began), seen, spent, outcome, ((last, spent.train_s),), why=why
     )
 
 
-def restarted(steps: int, why: str = "rank 1 was killed") -> list[Start]:
+def restarted(steps: int, why: str = "rank 1 was killed") -> list[RunStart]:
     """Two starts, the first of which fails after half of the steps and loses ten."""
     half = steps // 2
     first = start(0, half, began=100.0, outcome="failed", why=why)
@@ -49,7 +49,7 @@ def write_run(
     name: str = "run",
     steps: int = 60,
     records: Sequence[Mapping[str, Any]] | None = None,
-    starts: Sequence[Start] | None = None,
+    starts: Sequence[RunStart] | None = None,
     environment: Mapping[str, Any] | None = None,
     **config: Mapping[str, Any],
 ) -> Path:
@@ -73,7 +73,7 @@ def write_run(
     (folder / LOGS_DIR / STARTS_FILE).unlink(missing_ok=True)
     log = StartLog(folder / LOGS_DIR)
     for each in restarted(steps) if starts is None else starts:
-        log.add("start", replace(each, outcome="", why="", spent=Spent(each.resumed), seen=each.began, course=()))
+        log.add("start", replace(each, outcome="", why="", spent=TimeSpent(each.resumed), seen=each.began, course=()))
         log.add("end", each)
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment or {"torch": "2.9.0"}), encoding="utf-8")
     (folder / SUMMARY_FILE).write_text(json.dumps({"bits_per_byte": 1.5}), encoding="utf-8")

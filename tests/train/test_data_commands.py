@@ -108,7 +108,7 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 from nxtrain.data.arrow.inspection import inspect_corpus
-from nxtrain.data.arrow.preparation import Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
 import pyarrow.parquet, pyarrow as pa
 command, source, out = sys.argv[1], *map(Path, sys.argv[2:])
 def held():
@@ -122,7 +122,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 if command == "prepare":
-    prepare_corpus(Request([source], out), Watcher())
+    prepare_corpus(PreparationRequest([source], out), Watcher())
 else:
     inspect_corpus(out, seq_len=2048)
 ended.set()

@@ -24,7 +24,7 @@ from nxtrain.common.io.regular import NotRegularError, open_regular, read_bytes,
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
-from nxtrain.data.arrow.preparation import Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.files import read_array, read_checksums
 from nxtrain.data.prepare import prepare
 from nxtrain.data.samples import FileSamples
@@ -76,7 +76,7 @@ def _text(path: Path) -> object:
 
 
 def _arrow(path: Path) -> object:
-    return prepare_corpus(Request([path], path.parent / "o.arrow"), Watcher())
+    return prepare_corpus(PreparationRequest([path], path.parent / "o.arrow"), Watcher())
 
 
 def _hf(path: Path) -> object:

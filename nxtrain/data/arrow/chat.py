@@ -108,7 +108,8 @@ class ChatTemplate:
                 detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
                 raise BadRowError(BAD_CONVERSATION, detail)
             bare = answer.rstrip()
-            answer = bare.removesuffix(self._end) if bare.endswith(self._end) else answer
+            if bare.endswith(self._end):
+                answer = bare.removesuffix(self._end)
             document = (prompt + answer).encode()
             if len(document) > MAX_DOCUMENT_BYTES:
                 raise BadRowError(TOO_LONG, f"{len(document):,} bytes with the template; shorten the conversation")
@@ -130,8 +131,9 @@ class ChatTemplate:
         if self._special is None:
             return
         for number, turn in enumerate(turns, 1):
-            if found := self._special.search(turn["content"]):
-                raise BadRowError(SPECIAL_TOKEN, f"turn {number} spells the special token {found[0]!r}; remove it")
+            spelled = self._special.search(turn["content"])
+            if spelled:
+                raise BadRowError(SPECIAL_TOKEN, f"turn {number} spells the special token {spelled[0]!r}; remove it")
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
@@ -142,8 +144,10 @@ def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
 
 
 def _config(file: Path) -> dict[str, Any]:
+    config: object = {}
     try:
-        config = json.loads(read_bytes(file)) if file.exists() else {}
+        if file.exists():
+            config = json.loads(read_bytes(file))
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"--chat: {file} cannot be read: {cause_of(error)}") from error
     return config if isinstance(config, dict) else {}
@@ -151,21 +155,22 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
     """Text of the template; a file of its own goes before the entry of the configuration."""
-    file, found = tokenizer.with_name(TEMPLATE_FILE), config.get("chat_template")
+    file = tokenizer.with_name(TEMPLATE_FILE)
     if file.exists():
         try:
             return read_bytes(file).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat: {file} cannot be read: {cause_of(error)}") from error
-    if isinstance(found, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    if not isinstance(found, str):
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
         raise ConfigError(
             f"--chat: {tokenizer.parent} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
             f"{CONFIG_FILE}; give --tokenizer the folder of a model that was tuned on conversations"
         )
-    return found
+    return template
 
 
 def _compiled(text: str, folder: Path) -> Template:
@@ -198,7 +203,9 @@ def _token(declared: object) -> str:
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    return re.compile("|".join(map(re.escape, names))) if names else None
+    if not names:
+        return None
+    return re.compile("|".join(map(re.escape, names)))
 
 
 def _checked(messages: object) -> list[Message]:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +17,21 @@ from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 
-FORMAT_KEY, SOURCES_KEY, SETTINGS_KEY = b"nxtrain.format", b"nxtrain.sources", b"nxtrain.settings"
-TOKENIZER_KEY, END_KEY, END_ID_KEY = b"nxtrain.tokenizer", b"nxtrain.end_of_text", b"nxtrain.end_id"
-SHARD_KEY, CHECKSUMS_KEY = b"nxtrain.shard", b"nxtrain.checksums"
+FORMAT_KEY = b"nxtrain.format"
+SOURCES_KEY = b"nxtrain.sources"
+SETTINGS_KEY = b"nxtrain.settings"
+TOKENIZER_KEY = b"nxtrain.tokenizer"
+END_KEY = b"nxtrain.end_of_text"
+END_ID_KEY = b"nxtrain.end_id"
+SHARD_KEY = b"nxtrain.shard"
+CHECKSUMS_KEY = b"nxtrain.checksums"
 
 CHECKSUMS = "xxh3-64"
 """Checksums that a file has by the entry `CHECKSUMS_KEY`; files of earlier releases have neither."""
 
-TEXT, IDS, PROMPT = "text", "ids", "prompt"
+TEXT = "text"
+IDS = "ids"
+PROMPT = "prompt"
 """Names of the columns; the last one, if it is there, has the length of each document's prompt, in bytes or tokens."""
 
 SECTION_CHARS = 1 << 20
@@ -135,14 +142,16 @@ class IdsColumn:
 
     def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
         """Column of documents, each with the end of text behind it, and the lengths of their prompts."""
-        found = list(encode_prompted(self._tokenizer, texts, prompts))
-        documents = [ids for ids, _ in found]
+        encoded = list(encode_prompted(self._tokenizer, texts, prompts))
+        documents = [ids for ids, _ in encoded]
         ends = np.zeros(len(documents) + 1, np.int64)
         np.cumsum([ids.size for ids in documents], out=ends[1:])
-        values = np.concatenate(documents, dtype=self._dtype, casting="same_kind") if documents else np.empty(0)
+        values: np.ndarray[tuple[int], np.dtype[Any]] = np.empty(0)
+        if documents:
+            values = np.concatenate(documents, dtype=self._dtype, casting="same_kind")
         items = pa.array(values, pa.from_numpy_dtype(self._dtype))
         array = pa.LargeListArray.from_arrays(pa.array(ends), items, type=self.field.type)
-        return array, [num_tokens for _, num_tokens in found]
+        return array, [num_tokens for _, num_tokens in encoded]
 
 
 def encode_prompted(
@@ -157,14 +166,11 @@ def encode_prompted(
         texts: Documents in UTF-8.
         prompts: Bytes of each document's prompt.
     """
-    has_prompt = any(prompts)
-    begins = (
-        encode(tokenizer, [text[:length] for text, length in zip(texts, prompts, strict=True)]) if has_prompt else ()
-    )
     answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)])
-    if not has_prompt:
+    if not any(prompts):
         yield from ((ids, 0) for ids in answers)
         return
+    begins = encode(tokenizer, [text[:length] for text, length in zip(texts, prompts, strict=True)])
     for begin, answer in zip(begins, answers, strict=True):
         yield np.concatenate([begin[:-1], answer]), begin.size - 1
 
@@ -203,7 +209,7 @@ def _sections(text: str) -> Iterator[tuple[str, bool]]:
         end = text.rfind("\n", start, start + SECTION_CHARS) + 1 or start + SECTION_CHARS
         yield text[start:end], False
         start = end
-    yield text[start:] if start else text, True
+    yield text[start:], True
 
 
 def open_tokenizer(folder: Path) -> TextTokenizer:
@@ -232,5 +238,7 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
         CHECKSUMS_KEY: CHECKSUMS.encode(),
         **column.metadata,
     }
-    prompt = [pa.field(PROMPT, pa.int64(), nullable=False)] if settings.prompt or settings.chat else []
-    return pa.schema([column.field, *prompt], metadata=metadata)
+    fields = [column.field]
+    if settings.prompt or settings.chat:
+        fields.append(pa.field(PROMPT, pa.int64(), nullable=False))
+    return pa.schema(fields, metadata=metadata)

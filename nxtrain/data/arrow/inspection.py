@@ -43,14 +43,17 @@ class Lengths:
     def __init__(self) -> None:
         self._counts = np.zeros(_EXACT, np.int64)
         self._long: Counter[int] = Counter()
-        self.number, self.total, self.shortest, self.longest = 0, 0, 0, 0
+        self.number, self.total = 0, 0
+        self.shortest, self.longest = 0, 0
 
     def add(self, lengths: NDArray[np.int64]) -> None:
         """Count lengths."""
         if not lengths.size:
             return
         low, high = int(lengths.min()), int(lengths.max())
-        self.shortest = min(low, self.shortest) if self.number else low
+        if not self.number:
+            self.shortest = low
+        self.shortest = min(low, self.shortest)
         self.longest = max(high, self.longest)
         self.number += lengths.size
         self.total += int(lengths.sum())
@@ -110,9 +113,13 @@ class PackingWaste:
     def to_json(self) -> dict[str, Any]:
         """Waste as a share, rows, and number of cut documents of each way."""
         rows = max(0, self._total - 1) // self._seq_len
-        wasted = 1 - rows * self._seq_len / (self._total - 1) if self._total > 1 else float(self._total)
+        wasted = float(self._total)
+        if self._total > 1:
+            wasted = 1 - rows * self._seq_len / (self._total - 1)
         num_fit = self._num_whole + best_fit_rows(self._rests, self._capacity)
-        free = 1 - self._total / (num_fit * self._capacity) if num_fit else 0.0
+        free = 0.0
+        if num_fit:
+            free = 1 - self._total / (num_fit * self._capacity)
         return {
             "waste": {"concat": wasted, "best_fit": free},
             "rows": {"concat": rows, "best_fit": num_fit},
@@ -122,7 +129,7 @@ class PackingWaste:
 
 # 8 arguments: the options of the command
 def inspect_corpus(
-    place: Location,
+    path: Location,
     *,
     seq_len: int,
     tokenizer: Path | None = None,
@@ -135,7 +142,7 @@ def inspect_corpus(
     """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
 
     Args:
-        place: The file, folder, object or prefix.
+        path: The file, folder, object or prefix.
         seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
         field: Field or column that holds the documents; of sources.
@@ -149,36 +156,36 @@ def inspect_corpus(
         DataError: A damaged file, an unknown format, or a tokenizer that did not make the ids.
         StorageError: The storage fails.
     """
-    if isinstance(place, Path) and not place.exists():
-        raise ConfigError(f"{place} does not exist; give a prepared corpus, or files that data prepare reads")
-    known = open_tokenizer(tokenizer) if tokenizer else None
-    if is_prepared(place):
-        return _of_prepared(PreparedCorpus(place, cache), seq_len, known)
-    return _of_sources(place, find_sources([place], only, mixed), seq_len, known, field, lines)
+    if isinstance(path, Path) and not path.exists():
+        raise ConfigError(f"{path} does not exist; give a prepared corpus, or files that data prepare reads")
+    loaded = open_tokenizer(tokenizer) if tokenizer else None
+    if is_prepared(path):
+        return _of_prepared(PreparedCorpus(path, cache), seq_len, loaded)
+    return _of_sources(path, find_sources([path], only, mixed), seq_len, loaded, field, lines)
 
 
-def refuse_incomplete(found: dict[str, Any]) -> None:
+def refuse_incomplete(statistics: dict[str, Any]) -> None:
     """Refuse statistics of files that are damaged or hold no document.
 
     Raises:
         DataError: A file is truncated or damaged, or there is no document.
     """
-    path, skipped = found["path"], found["skipped"]
+    path, skipped = statistics["path"], statistics["skipped"]
     if DAMAGED in skipped:
         raise DataError(
             f"{path} is {DAMAGED}, and the statistics are those of the rest: {skipped[DAMAGED]:,} bad rows stand for "
             "what cannot be read; bring the file again"
         )
-    if not found["documents"]:
+    if not statistics["documents"]:
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in skipped.items()) or "all rows are empty"
         raise DataError(f"{path} holds no document ({reasons}); look at the files and at --field")
 
 
-def verify_corpus(place: Location, cache: Path, progress: Callable[[int, int], None]) -> None:
+def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], None]) -> None:
     """Compare every byte of a prepared corpus with its checksums.
 
     Args:
-        place: The file, folder, object or prefix.
+        path: The file, folder, object or prefix.
         cache: Folder of this node for blocks of S3.
         progress: Gets the verified bytes, and those of all files.
 
@@ -187,9 +194,9 @@ def verify_corpus(place: Location, cache: Path, progress: Callable[[int, int], N
         DataError: Bytes are damaged, or the corpus has no checksums.
         StorageError: The storage fails.
     """
-    if isinstance(place, Path) and not place.exists():
-        raise ConfigError(f"{place} does not exist; give a prepared corpus")
-    corpus = PreparedCorpus(place, cache)
+    if isinstance(path, Path) and not path.exists():
+        raise ConfigError(f"{path} does not exist; give a prepared corpus")
+    corpus = PreparedCorpus(path, cache)
     if not corpus.has_checksums:
         raise DataError(
             f"{corpus.path} has no checksums to compare, since an earlier release prepared it; prepare it again with "
@@ -205,31 +212,34 @@ def verify_corpus(place: Location, cache: Path, progress: Callable[[int, int], N
     corpus.verify(add)
 
 
-def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | None) -> dict[str, Any]:
-    if corpus.is_ids and known and known.digest != corpus.tokenizer:
-        raise DataError(f"--tokenizer {known.path} did not make the ids of {corpus.path}; give the one that did")
-    lengths, packing, num_bytes = Lengths(), PackingWaste(seq_len), 0
+def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer | None) -> dict[str, Any]:
+    if corpus.is_ids and tokenizer and tokenizer.digest != corpus.tokenizer:
+        raise DataError(f"--tokenizer {tokenizer.path} did not make the ids of {corpus.path}; give the one that did")
+    lengths, packing = Lengths(), PackingWaste(seq_len)
     if corpus.is_ids:
-        for found in corpus.lengths():
-            lengths.add(found)
-            packing.add(found)
-        width = corpus.ids(0).dtype.itemsize if len(corpus) else 0
-        num_bytes = lengths.total * width
+        kind = "prepared ids"
+        for of_batch in corpus.lengths():
+            lengths.add(of_batch)
+            packing.add(of_batch)
+        num_bytes = lengths.total * corpus.dtype.itemsize
     else:
-        num_bytes = _add_documents(_contents(corpus), known, lengths, packing)
-    places = sorted({0, len(corpus) // 2, len(corpus) - 1}) if len(corpus) else []
+        kind = "prepared text"
+        num_bytes = _add_documents(_contents(corpus), tokenizer, lengths, packing)
+    sampled = []
+    if len(corpus):
+        sampled = sorted({0, len(corpus) // 2, len(corpus) - 1})
     head: dict[str, Any] = {
         "path": str(corpus.path),
-        "format": "prepared ids" if corpus.is_ids else "prepared text",
+        "format": kind,
         "files": len(corpus.files),
         "file_bytes": corpus.num_bytes,
         "skipped": {},
         "checksums": corpus.has_checksums,
         "verified": False,
     }
-    return _result(head, lengths, packing, num_bytes, corpus.is_ids or known is not None, seq_len) | {
-        "samples": [{"document": place, "begins": _sample(corpus, place, known)} for place in places]
-    }
+    result = _result(head, lengths, packing, num_bytes, corpus.is_ids or tokenizer is not None, seq_len)
+    samples = [{"document": number, "begins": _sample(corpus, number, tokenizer)} for number in sampled]
+    return result | {"samples": samples}
 
 
 def _contents(corpus: PreparedCorpus) -> Iterator[bytes]:
@@ -240,33 +250,36 @@ def _contents(corpus: PreparedCorpus) -> Iterator[bytes]:
         yield from map(corpus.content, documents)
 
 
-def _sample(corpus: PreparedCorpus, document: int, known: TextTokenizer | None) -> str | list[int]:
+def _sample(corpus: PreparedCorpus, document: int, tokenizer: TextTokenizer | None) -> str | list[int]:
     if not corpus.is_ids:
         return corpus.text(document)[:_SAMPLE_CHARS]
-    ids: list[int] = corpus.ids(document)[: _SAMPLE_CHARS if known else _SAMPLE_IDS].tolist()
-    return known.tokenizer.decode(ids)[:_SAMPLE_CHARS] if known else ids
+    ids: list[int] = corpus.ids(document)[:_SAMPLE_CHARS].tolist()
+    if tokenizer is None:
+        return ids[:_SAMPLE_IDS]
+    text: str = tokenizer.tokenizer.decode(ids)
+    return text[:_SAMPLE_CHARS]
 
 
 def _of_sources(
-    place: Location, sources: Sequence[Source], seq_len: int, known: TextTokenizer | None, field: str, lines: bool
+    path: Location, sources: Sequence[Source], seq_len: int, tokenizer: TextTokenizer | None, field: str, lines: bool
 ) -> dict[str, Any]:
     lengths, packing = Lengths(), PackingWaste(seq_len)
     skipped: Counter[str] = Counter()
     samples: list[dict[str, Any]] = []
 
     def documents() -> Iterator[bytes]:
-        for _, _, found in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
-            if isinstance(found, BadRow):
-                skipped[found.reason] += found.num_rows
-            elif not is_blank(found.text):
+        for _, _, row in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
+            if isinstance(row, BadRow):
+                skipped[row.reason] += row.num_rows
+            elif not is_blank(row.text):
                 if len(samples) < _SAMPLES:
-                    begins = found.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
+                    begins = row.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
                     samples.append({"document": len(samples), "begins": begins})
-                yield found.text
+                yield row.text
 
-    num_bytes = _add_documents(documents(), known, lengths, packing)
+    num_bytes = _add_documents(documents(), tokenizer, lengths, packing)
     head: dict[str, Any] = {
-        "path": str(place),
+        "path": str(path),
         "format": summary(sources),
         "files": len(sources),
         "file_bytes": sum(source.size for source in sources),
@@ -274,11 +287,11 @@ def _of_sources(
         "checksums": None,
         "verified": False,
     }
-    return _result(head, lengths, packing, num_bytes, known is not None, seq_len) | {"samples": samples}
+    return _result(head, lengths, packing, num_bytes, tokenizer is not None, seq_len) | {"samples": samples}
 
 
 def _add_documents(
-    documents: Iterable[bytes], known: TextTokenizer | None, lengths: Lengths, packing: PackingWaste
+    documents: Iterable[bytes], tokenizer: TextTokenizer | None, lengths: Lengths, packing: PackingWaste
 ) -> int:
     """Count documents in groups of bounded size; returns their bytes."""
     texts: list[bytes] = []
@@ -287,39 +300,46 @@ def _add_documents(
         texts.append(text)
         held += len(text)
         if held >= _BATCH_BYTES or len(texts) >= _BATCH_DOCUMENTS:
-            _add_texts(texts, known, lengths, packing)
+            _add_texts(texts, tokenizer, lengths, packing)
             num_bytes, held = num_bytes + held, 0
             texts.clear()
-    _add_texts(texts, known, lengths, packing)
+    _add_texts(texts, tokenizer, lengths, packing)
     return num_bytes + held
 
 
-def _add_texts(texts: list[bytes], known: TextTokenizer | None, lengths: Lengths, packing: PackingWaste) -> None:
-    if known:
-        found = np.array([ids.size for ids in encode(known, texts)], np.int64)
-        packing.add(found)
+def _add_texts(texts: list[bytes], tokenizer: TextTokenizer | None, lengths: Lengths, packing: PackingWaste) -> None:
+    if tokenizer:
+        sizes = np.array([ids.size for ids in encode(tokenizer, texts)], np.int64)
+        packing.add(sizes)
     else:
-        found = np.array([len(text) for text in texts], np.int64)
-    lengths.add(found)
+        sizes = np.array([len(text) for text in texts], np.int64)
+    lengths.add(sizes)
 
 
 def _result(
     head: dict[str, Any], lengths: Lengths, packing: PackingWaste, num_bytes: int, has_tokens: bool, seq_len: int
 ) -> dict[str, Any]:
-    unknown = {key: {"concat": None, "best_fit": None} for key in ("waste", "rows", "cut")}
+    tokens, unit = None, "bytes"
+    packed: dict[str, Any] = {key: {"concat": None, "best_fit": None} for key in ("waste", "rows", "cut")}
+    if has_tokens:
+        tokens, unit = lengths.total, "tokens"
+        packed = packing.to_json()
+    mean = 0.0
+    if lengths.number:
+        mean = lengths.total / lengths.number
     return {
         **head,
         "documents": lengths.number,
-        "tokens": lengths.total if has_tokens else None,
+        "tokens": tokens,
         "bytes": num_bytes,
-        "unit": "tokens" if has_tokens else "bytes",
+        "unit": unit,
         "lengths": {
             "min": lengths.shortest,
             "median": lengths.quantile(0.5),
             "p99": lengths.quantile(0.99),
             "max": lengths.longest,
-            "mean": lengths.total / lengths.number if lengths.number else 0.0,
+            "mean": mean,
         },
         "seq_len": seq_len,
-        **(packing.to_json() if has_tokens else unknown),
+        **packed,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -38,15 +39,19 @@ class MixedLane:
     def __init__(
         self, mixture: Mixture, open_part: Callable[[int, Place], Lane], order: LaneOrder, lane: int, place: Place
     ) -> None:
-        self._mixture, self._order, self._lane, self._given = mixture, order, lane, place[0]
-        numbers = len(mixture.shares)
-        own = [*place[1:], *(0 for _ in range(2 * numbers))]
-        self._parts = [open_part(corpus, (own[2 * corpus], own[2 * corpus + 1])) for corpus in range(numbers)]
+        self._mixture = mixture
+        self._order, self._lane = order, lane
+        self._given = place[0]
+        num_corpora = len(mixture.shares)
+        numbers = [*place[1:], *[0] * (2 * num_corpora)]
+        self._parts = [
+            open_part(corpus, (numbers[2 * corpus], numbers[2 * corpus + 1])) for corpus in range(num_corpora)
+        ]
 
     @property
     def place(self) -> Place:
         """Place of the next row."""
-        return self._given, *(number for part in self._parts for number in part.place)
+        return self._given, *chain.from_iterable(part.place for part in self._parts)
 
     def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
@@ -119,8 +124,8 @@ class CorpusLanes:
 
         def open_mixed(order: LaneOrder, lane: int, place: Place) -> Lane:
             def open_part(corpus: int, place: Place) -> Lane:
-                own = replace(order, seed=mixture.seed(order.seed, corpus))
-                return open_lane(documents[corpus], self.packing, self.seq_len, own, lane, place)
+                part_order = replace(order, seed=mixture.seed(order.seed, corpus))
+                return open_lane(documents[corpus], self.packing, self.seq_len, part_order, lane, place)
 
             return MixedLane(mixture, open_part, order, lane, place)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +27,11 @@ from nxtrain.data.arrow.columns import (
     TextColumn,
     open_tokenizer,
 )
-from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, is_blank, text_rows
+from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, FileProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
-from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
+from nxtrain.data.arrow.work import Counts, Outputs, Position, PreparationWork, read_summary, refuse, shard_name
 from nxtrain.data.storage import open_file
-from nxtrain.data.tokenization import TextTokenizer
 
 BATCH_BYTES = 8 << 20
 """Bytes of text after which a batch ends."""
@@ -54,7 +53,7 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparationRequest:
     """Arguments of a preparation.
 
     Args:
@@ -104,7 +103,7 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PreparationOutcome:
     """Result of a preparation.
 
     Args:
@@ -118,7 +117,7 @@ class Outcome:
     is_new: bool
 
 
-def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
+def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> PreparationOutcome:
     """Prepare a corpus; a killed preparation of the same request goes on and gives the same bytes.
 
     Raises:
@@ -133,30 +132,30 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
         outputs.clear()
     sources = find_sources(request.sources, request.only, request.mixed)
     _check_fields(request, sources)
-    tokenizer = open_tokenizer(request.tokenizer) if request.tokenizer else None
-    chat = ChatTemplate(tokenizer) if tokenizer and request.chat else None
-    column = _column_of(tokenizer, chat)
-    settings = Settings(
-        request.field,
-        request.lines,
-        tokenizer.digest if tokenizer else "",
-        request.shard_bytes,
-        request.prompt,
-        chat.digest if chat else "",
-    )
+    fields = Fields(request.field, request.prompt)
+    settings = Settings(request.field, request.lines, "", request.shard_bytes, request.prompt)
+    column: Column = TextColumn()
+    if request.tokenizer:
+        tokenizer = open_tokenizer(request.tokenizer)
+        settings = replace(settings, tokenizer=tokenizer.digest)
+        if request.chat:
+            chat = ChatTemplate(tokenizer)
+            fields = replace(fields, chat=chat.documents)
+            settings = replace(settings, chat=chat.digest)
+            tokenizer = with_special_tokens(tokenizer)
+        column = IdsColumn(tokenizer)
     identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
     if outputs.out.exists():
         _compare_finished(outputs, identity)
-        return Outcome(outputs, read_summary(outputs.summary), is_new=False)
+        return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=False)
     watcher.begin(summary(sources), sum(source.size for source in sources))
     begun = {**identity, "versions": versions(sources), "checksums": CHECKSUMS}
-    work = Work(outputs, begun, column, settings)
+    work = PreparationWork(outputs, begun, column, settings)
     try:
         if work.is_complete:
             work.publish()
         else:
             work.open()
-            fields = Fields(request.field, request.prompt, chat.documents if chat else None)
             _copy(request, sources, fields, column, work, watcher)
             work.finish({"format": FORMAT_VERSION, **_summary_of(work.counts), **identity})
     except BaseException:
@@ -166,7 +165,7 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
         raise
     finally:
         work.close()
-    return Outcome(outputs, read_summary(outputs.summary), is_new=True)
+    return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=True)
 
 
 def source_rows(
@@ -175,7 +174,7 @@ def source_rows(
     lines: bool,
     position: Position,
     progress: Callable[[int], None],
-) -> Iterator[tuple[int, Source, Row | BadRow]]:
+) -> Iterator[tuple[int, Source, SourceRow | BadRow]]:
     """Rows of all sources behind a position, each with the number of its source.
 
     Args:
@@ -191,21 +190,28 @@ def source_rows(
     passed = sum(source.size for source in sources[: position.source])
     row, offset = position.row, position.offset
     for number, source in islice(enumerate(sources), position.source, None):
-        at = Progress()
+        at = FileProgress()
         if source.kind in {"text", "jsonl"}:
-            found = text_rows(source, fields, lines, (row, offset), at)
+            rows = text_rows(source, fields, lines, (row, offset), at)
         else:
-            found = table_rows(source, fields, row, at)
-        for each in found:
+            rows = table_rows(source, fields, row, at)
+        for document in rows:
             progress(passed + at.num_bytes)
-            yield number, source, each
+            yield number, source, document
         row = offset = 0
         passed += source.size
-        _refuse_changed(source)
+        if open_file(source.path, None).version() != source.version:
+            reason = "changed while it was read; begin again with --restart when nobody writes to it"
+            raise DataError(f"{source.path} {reason}")
 
 
 def _copy(
-    request: Request, sources: Sequence[Source], fields: Fields, column: Column, work: Work, watcher: Watcher
+    request: PreparationRequest,
+    sources: Sequence[Source],
+    fields: Fields,
+    column: Column,
+    work: PreparationWork,
+    watcher: Watcher,
 ) -> None:
     """Write the documents of all sources behind the position of the work."""
     has_prompts = bool(fields.prompt) or fields.chat is not None
@@ -224,44 +230,50 @@ def _copy(
         array, lengths = column.array(texts, prompts)
         counts.documents += len(texts)
         counts.num_bytes += num_bytes
-        counts.tokens += len(array.values) if pa.types.is_large_list(array.type) else 0
-        work.add_batch([array, pa.array(lengths, pa.int64())] if has_prompts else [array], position)
+        if pa.types.is_large_list(array.type):
+            counts.tokens += len(array.values)
+        arrays = [array]
+        if has_prompts:
+            arrays.append(pa.array(lengths, pa.int64()))
+        work.add_batch(arrays, position)
         texts.clear()
         prompts.clear()
         num_bytes = 0
         watcher.advance(num_read, counts)
-        if name := watcher.asked_to_stop():
+        name = watcher.asked_to_stop()
+        if name:
             raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
 
-    for number, source, found in source_rows(sources, fields, request.lines, position, progress):
-        if isinstance(found, BadRow):
-            _bad_row(request, source, found, work, watcher)
+    for number, source, row in source_rows(sources, fields, request.lines, position, progress):
+        if isinstance(row, BadRow):
+            _bad_row(request, source, row, work, watcher)
             continue
-        counts.rows += found.is_last
-        answer = found.text[found.prompt :] if found.prompt else found.text
-        if is_blank(answer):
+        counts.rows += row.is_last
+        if is_blank(row.text[row.prompt :]):
             counts.empty += 1
             continue
-        texts.append(found.text)
-        prompts.append(found.prompt)
-        num_bytes += len(found.text)
+        texts.append(row.text)
+        prompts.append(row.prompt)
+        num_bytes += len(row.text)
         # A place is behind a whole row: all documents of a conversation go into one batch.
-        if found.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
-            position = Position(number, found.row, found.offset)
+        if row.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
+            position = Position(number, row.row, row.offset)
             write()
     if texts:
         # Bad and empty rows may follow the last document: the position behind all sources counts them too.
         position = Position(len(sources))
         write()
     if not counts.documents:
-        skipped = f", {sum(counts.skipped.values()):,} bad rows: {dict(counts.skipped)}" if counts.skipped else ""
+        skipped = ""
+        if counts.skipped:
+            skipped = f", {sum(counts.skipped.values()):,} bad rows: {dict(counts.skipped)}"
         raise DataError(
             f"the sources hold no document: {counts.rows:,} rows, {counts.empty:,} of them empty{skipped}; "
             "look at the files and at --field"
         )
 
 
-def _bad_row(request: Request, source: Source, bad: BadRow, work: Work, watcher: Watcher) -> None:
+def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: PreparationWork, watcher: Watcher) -> None:
     """Skip bad rows, counted and recorded; or stop.
 
     Raises:
@@ -284,13 +296,7 @@ def _bad_row(request: Request, source: Source, bad: BadRow, work: Work, watcher:
         watcher.bad(text)
 
 
-def _refuse_changed(source: Source) -> None:
-    """Refuse a file that changed while it was read."""
-    if open_file(source.path, None).version() != source.version:
-        raise DataError(f"{source.path} changed while it was read; begin again with --restart when nobody writes to it")
-
-
-def _check(request: Request) -> None:
+def _check(request: PreparationRequest) -> None:
     """Refuse arguments that cannot be.
 
     Raises:
@@ -301,7 +307,9 @@ def _check(request: Request) -> None:
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:
         raise ConfigError(f"--shard-bytes {request.shard_bytes} is below {MIN_SHARD_BYTES:,}; give more")
     out = Path(os.path.realpath(request.out))
-    for source in (each for each in request.sources if isinstance(each, Path)):
+    for source in request.sources:
+        if not isinstance(source, Path):
+            continue
         real = Path(os.path.realpath(source))  # `Path.resolve` fails for a link to itself
         if out == real or (source.is_dir() and out.is_relative_to(real)):
             raise ConfigError(
@@ -309,13 +317,7 @@ def _check(request: Request) -> None:
             )
 
 
-def _column_of(tokenizer: TextTokenizer | None, chat: ChatTemplate | None) -> Column:
-    if tokenizer is None:
-        return TextColumn()
-    return IdsColumn(with_special_tokens(tokenizer) if chat else tokenizer)
-
-
-def _check_fields(request: Request, sources: Sequence[Source]) -> None:
+def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
     """Refuse sources without fields for prompts and conversations.
 
     Raises:
@@ -329,10 +331,13 @@ def _check_fields(request: Request, sources: Sequence[Source]) -> None:
         )
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
-    for source in sources if request.prompt or request.chat else ():
+    if not (request.prompt or request.chat):
+        return
+    option = "--chat" if request.chat else "--prompt"
+    for source in sources:
         if source.kind == "text":
             raise ConfigError(
-                f"{'--chat' if request.chat else '--prompt'} names a field, and {source.path} is text without fields; "
+                f"{option} names a field, and {source.path} is text without fields; "
                 f"give JSON lines such as {_EXAMPLES[request.chat]}, Parquet or Arrow"
             )
 
@@ -352,9 +357,9 @@ def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
     if FORMAT_KEY not in metadata:
         raise DataError(f"{outputs.out} is no prepared corpus; choose another --out, or delete it with --restart")
     keys = {"sources": SOURCES_KEY, "settings": SETTINGS_KEY}
-    found = {name: metadata.get(key, b"").decode(errors="replace") for name, key in keys.items()}
-    if found != identity:
-        refuse(f"{outputs.out} is finished, and", found, identity)
+    written = {name: metadata.get(key, b"").decode(errors="replace") for name, key in keys.items()}
+    if written != identity:
+        refuse(f"{outputs.out} is finished, and", written, identity)
     outputs.clear_work()
 
 

@@ -77,7 +77,10 @@ class _Batch(NamedTuple):
     @property
     def stop(self) -> int:
         """Offset after the last byte of the buffers."""
-        return max(self.values + self.size, self.prompts + 8 * self.rows if self.prompts else 0)
+        stop = self.values + self.size
+        if self.prompts:
+            stop = max(stop, self.prompts + 8 * self.rows)
+        return stop
 
 
 class PreparedCorpus:
@@ -102,7 +105,7 @@ class PreparedCorpus:
 
     def __init__(self, path: Location, cache: Path = Path()) -> None:
         self.path = path
-        self.files: list[DataFile] = [open_file(place, cache) for place in shards(path)]
+        self.files: list[DataFile] = [open_file(shard, cache) for shard in shards(path)]
         if not self.files:
             raise DataError(
                 f"{path} holds no shard such as {shard_name(0)}; prepare a corpus with nxtrain data prepare"
@@ -110,7 +113,8 @@ class PreparedCorpus:
         self._batches: list[_Batch] = []
         schemas = []
         for number, file in enumerate(self.files):
-            schema, batches, self.files[number] = _opened(file, number)
+            schema, batches, opened = _opened(file, number)
+            self.files[number] = opened
             schemas.append(schema)
             self._batches += batches
         self._begins = np.cumsum([0, *(batch.rows for batch in self._batches)]).tolist()
@@ -119,7 +123,9 @@ class PreparedCorpus:
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
-        self.dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
+        if self.is_ids:
+            self.dtype = np.dtype(kind.value_type.to_pandas_dtype())
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -195,12 +201,12 @@ class PreparedCorpus:
             DataError: The text is damaged; names the file and the document.
             StorageError: The storage fails.
         """
-        found = self._read(document)
+        content = self._read(document)
         try:
-            found.decode()
+            content.decode()
         except UnicodeDecodeError as error:
             self._damaged(document, f"its text is no UTF-8: {error}")
-        return found
+        return content
 
     def text(self, document: int) -> str:
         """Text of a document."""
@@ -213,7 +219,9 @@ class PreparedCorpus:
             DataError: A batch is damaged.
         """
         for batch, begin in zip(self._batches, self._begins, strict=False):
-            raw = self._pread(batch.file, batch.offsets, 8 * (batch.rows + 1), begin) if batch.rows else bytes(8)
+            raw = bytes(8)
+            if batch.rows:
+                raw = self._pread(batch.file, batch.offsets, 8 * (batch.rows + 1), begin)
             offsets = np.frombuffer(raw, np.int64)
             lengths = np.diff(offsets)
             if offsets[0] < 0 or (lengths < 0).any() or offsets[-1] > batch.size // self.dtype.itemsize:
@@ -234,14 +242,14 @@ class PreparedCorpus:
 
     def _pread(self, file: int, start: int, size: int, document: int) -> bytes:
         try:
-            found = read_exactly(self.files[file], size, start)
+            content = read_exactly(self.files[file], size, start)
         except OSError as error:
             raise unreadable(f"{self.files[file].name}, document {document:,},", error) from error
         except DamagedBlockError as error:
             raise DataError(f"{self._description(file, error.args[0])}; prepare it again") from error
-        if len(found) < size:
+        if len(content) < size:
             self._damaged(document, "the file is shorter than when it was opened")
-        return bytes(found)
+        return bytes(content)
 
     def verify(self, progress: Callable[[int], None]) -> None:
         """Compare every byte of the files with the checksums.
@@ -262,7 +270,9 @@ class PreparedCorpus:
                 raise unreadable(f"{file.name}", error) from error
         if damages:
             shown = "\n    ".join(damages[:_SHOWN])
-            more = f"\n    and {len(damages) - _SHOWN:,} more blocks" if len(damages) > _SHOWN else ""
+            more = ""
+            if len(damages) > _SHOWN:
+                more = f"\n    and {len(damages) - _SHOWN:,} more blocks"
             raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:\n    {shown}{more}")
 
     def _description(self, file: int, damage: Damage) -> str:
@@ -295,20 +305,20 @@ class PreparedCorpus:
         """Refuse shards of several corpora, and a folder without some of its shards."""
         if self.files[0].name == self.path:
             return
-        found = [(schema.metadata.get(SOURCES_KEY), schema.metadata.get(SHARD_KEY)) for schema in schemas]
-        wanted = [(found[0][0], str(number).encode()) for number in range(len(found))]
-        expected = read_summary(summary_of(self.path)).get("shards", len(found))
-        if found != wanted or expected != len(found):
+        present = [(schema.metadata.get(SOURCES_KEY), schema.metadata.get(SHARD_KEY)) for schema in schemas]
+        wanted = [(present[0][0], str(number).encode()) for number in range(len(present))]
+        expected = read_summary(summary_of(self.path)).get("shards", len(present))
+        if present != wanted or expected != len(present):
             raise DataError(
-                f"{self.path} holds {len(found)} shards of {expected}, or shards of several corpora; "
+                f"{self.path} holds {len(present)} shards of {expected}, or shards of several corpora; "
                 "bring all shards of one preparation, or prepare it again"
             )
 
 
-def is_prepared(place: Location) -> bool:
-    """True if a place is a prepared file, or a folder or prefix whose first shard is there."""
+def is_prepared(path: Location) -> bool:
+    """True if a path is a prepared file, or a folder or prefix whose first shard is there."""
     try:
-        for first in shards(place)[:1]:
+        for first in shards(path)[:1]:
             with open_stream(first, _METADATA_BYTES) as file:
                 metadata = pa.ipc.open_file(pa.PythonFile(file, mode="r")).schema.metadata or {}
                 return any(key.startswith(b"nxtrain.") for key in metadata)  # one key may be damaged
@@ -333,7 +343,9 @@ def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
             _check_schema(schema, file.name)
             if verified is None and CHECKSUMS_KEY in schema.metadata:
                 raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
-            batches = [_place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)]
+            batches = []
+            for index in range(reader.num_record_batches):
+                batches.append(_place(reader.get_batch(index), number, bodiless))
             return schema, batches, verified or file
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -357,7 +369,9 @@ class _Bodiless(io.RawIOBase):
         self._file, self._position = file, 0
         self._num_bytes = file.num_bytes
         tail = read_exactly(file, _TAIL.size, max(0, self._num_bytes - _TAIL.size))
-        footer_bytes = max(0, *_TAIL.unpack(tail)[:1]) if len(tail) == _TAIL.size else 0
+        footer_bytes = 0
+        if len(tail) == _TAIL.size:
+            footer_bytes = max(0, _TAIL.unpack(tail)[0])
         self.footer = self._num_bytes - _TAIL.size - footer_bytes
         self.begin = self.base = self.size = 0
 
@@ -384,12 +398,16 @@ class _Bodiless(io.RawIOBase):
     def read(self, size: int = -1) -> Any:
         """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
         left = max(0, self._num_bytes - self._position)
-        size = left if size < 0 else min(size, left)
-        wanted = size if self._position >= self.footer else min(size, _METADATA_BYTES)
+        if size < 0:
+            size = left
+        wanted = size = min(size, left)
+        if self._position < self.footer:
+            wanted = min(size, _METADATA_BYTES)
         content = read_exactly(self._file, wanted, self._position)
         found = np.zeros(size, np.uint8)
         found[: len(content)] = np.frombuffer(content, np.uint8)
-        self.begin, self.base, self.size = self._position, found.ctypes.data, found.size
+        self.begin = self._position
+        self.base, self.size = found.ctypes.data, found.size
         self._position += found.size
         return found
 
@@ -406,7 +424,7 @@ def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
     rows = len(column)
     if not rows:
         return _Batch(file, 0, 0, 0, 0)
-    needed = [(offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)]
+    needed = [(offsets, 8 * (rows + 1)), (values, 0)]
     if batch.num_columns > 1:
         needed.append((batch.column(1).buffers()[1], 8 * rows))
     for buffer, least in needed:
@@ -424,18 +442,20 @@ def _check_schema(schema: pa.Schema, file: Location) -> None:
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
     if version != str(FORMAT_VERSION):
-        what = f"has format {version}, and this release reads {FORMAT_VERSION}" if version else "is no prepared corpus"
+        what = "is no prepared corpus"
+        if version:
+            what = f"has format {version}, and this release reads {FORMAT_VERSION}"
         raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
     kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
-    found = {name: schema.field(name).type for name in schema.names}
+    columns = {name: schema.field(name).type for name in schema.names}
     first, *others = schema.names or [""]
-    is_known = any(_is_alike(kind, found.get(first)) for kind in kinds.get(first, ()))
-    if not is_known or (others and (others != [PROMPT] or found[PROMPT] != pa.int64())):
-        raise DataError(f"{file} has columns {found}, not {IDS} or {TEXT}; prepare it again")
+    holds_documents = any(_is_alike(kind, columns.get(first)) for kind in kinds.get(first, ()))
+    if not holds_documents or (others and (others != [PROMPT] or columns[PROMPT] != pa.int64())):
+        raise DataError(f"{file} has columns {columns}, not {IDS} or {TEXT}; prepare it again")
 
 
-def _is_alike(wanted: Any, found: Any) -> bool:
+def _is_alike(wanted: Any, kind: Any) -> bool:
     """True for equal types, whatever the name of a list's items."""
-    if found is None or not pa.types.is_large_list(wanted):
-        return bool(found == wanted)
-    return bool(pa.types.is_large_list(found) and found.value_type == wanted.value_type)
+    if kind is None or not pa.types.is_large_list(wanted):
+        return bool(kind == wanted)
+    return bool(pa.types.is_large_list(kind) and kind.value_type == wanted.value_type)

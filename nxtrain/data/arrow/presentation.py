@@ -13,7 +13,7 @@ from rich.table import Table
 
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.signals import Signals
-from nxtrain.data.arrow.preparation import Outcome, Watcher
+from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher
 from nxtrain.data.arrow.work import Counts
 
 _LINE_SECONDS = 10.0
@@ -71,18 +71,20 @@ class ConsoleWatcher(Watcher):
         """Name of the first signal."""
         return self._signals.asked
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: PreparationOutcome) -> None:
         """Print the counts of the result."""
-        found, outputs = outcome.summary, outcome.outputs
+        counts, outputs = outcome.summary, outcome.outputs
         if not outcome.is_new:
             self._console.print(f"nothing to do: {outputs.out} holds these sources already", markup=False)
-        if not found:
+        if not counts:
             return
-        tokens = f", {found['tokens']:,} tokens" if found["tokens"] else ""
-        line = f"{outputs.out}: {found['documents']:,} documents, {size(found['bytes'])} of text{tokens}"
-        self._console.print(f"{line}; {found['rows']:,} rows read, {found['empty']:,} of them empty", markup=False)
-        if found["skipped"]:
-            listed = ", ".join(f"{reason} {number:,}" for reason, number in found["skipped"].items())
+        tokens = ""
+        if counts["tokens"]:
+            tokens = f", {counts['tokens']:,} tokens"
+        line = f"{outputs.out}: {counts['documents']:,} documents, {size(counts['bytes'])} of text{tokens}"
+        self._console.print(f"{line}; {counts['rows']:,} rows read, {counts['empty']:,} of them empty", markup=False)
+        if counts["skipped"]:
+            listed = ", ".join(f"{reason} {number:,}" for reason, number in counts["skipped"].items())
             self._console.print(f"skipped: {listed}; see {outputs.bad}", markup=False)
 
 
@@ -100,8 +102,11 @@ class VerificationLines:
 
 
 def _rows(counts: Counts) -> str:
+    text = f"{counts.documents:,} documents"
     num_skipped = sum(counts.skipped.values())
-    return f"{counts.documents:,} documents" + (f", {num_skipped:,} rows skipped" if num_skipped else "")
+    if num_skipped:
+        text += f", {num_skipped:,} rows skipped"
+    return text
 
 
 def size(num_bytes: int) -> str:
@@ -114,34 +119,41 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _checksums(found: dict[str, Any]) -> str:
+def _checksums(statistics: dict[str, Any]) -> str:
     """State of the checksums of a prepared corpus in words."""
-    if not found["checksums"]:
+    if not statistics["checksums"]:
         return "none, since an earlier release prepared it: damage may stay unnoticed; prepare it again with --restart"
-    return "every byte is as it was written" if found["verified"] else "of every block; --verify compares all"
+    if statistics["verified"]:
+        return "every byte is as it was written"
+    return "of every block; --verify compares all"
 
 
-def present_inspection(found: dict[str, Any], console: Console) -> None:
+def present_inspection(statistics: dict[str, Any], console: Console) -> None:
     """Print statistics as tables."""
-    unit = found["unit"]
+    unit = statistics["unit"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    table.add_row("corpus", f"{found['path']} ({found['format']}, {size(found['file_bytes'])} on the disk)")
-    table.add_row("documents", f"{found['documents']:,}")
-    table.add_row("tokens", "unknown; give --tokenizer" if found["tokens"] is None else f"{found['tokens']:,}")
-    table.add_row("bytes", size(found["bytes"]))
-    if found["checksums"] is not None:
-        table.add_row("checksums", _checksums(found))
-    lengths = ", ".join(f"{name} {value:,.0f}" for name, value in found["lengths"].items())
+    table.add_row(
+        "corpus", f"{statistics['path']} ({statistics['format']}, {size(statistics['file_bytes'])} on the disk)"
+    )
+    table.add_row("documents", f"{statistics['documents']:,}")
+    tokens = "unknown; give --tokenizer"
+    if statistics["tokens"] is not None:
+        tokens = f"{statistics['tokens']:,}"
+    table.add_row("tokens", tokens)
+    table.add_row("bytes", size(statistics["bytes"]))
+    if statistics["checksums"] is not None:
+        table.add_row("checksums", _checksums(statistics))
+    lengths = ", ".join(f"{name} {value:,.0f}" for name, value in statistics["lengths"].items())
     table.add_row(f"lengths in {unit}", lengths)
-    for reason, number in found["skipped"].items():
+    for reason, number in statistics["skipped"].items():
         table.add_row("bad rows", f"{reason}: {number:,}")
     console.print(table)
-    if found["tokens"] is not None:
+    if statistics["tokens"] is not None:
         packing = Table("packing", "rows", "waste", "cut documents", box=box.SIMPLE_HEAD)
         for way in ("concat", "best_fit"):
-            row = (f"{found['rows'][way]:,}", f"{found['waste'][way]:.3%}", f"{found['cut'][way]:,}")
+            row = (f"{statistics['rows'][way]:,}", f"{statistics['waste'][way]:.3%}", f"{statistics['cut'][way]:,}")
             packing.add_row(way, *row)
-        console.print(f"rows of {found['seq_len']:,} targets:")
+        console.print(f"rows of {statistics['seq_len']:,} targets:")
         console.print(packing)
-    for sample in found["samples"]:
+    for sample in statistics["samples"]:
         console.print(f"document {sample['document']:,}: {sample['begins']!r}", soft_wrap=True)

@@ -30,7 +30,7 @@ BINARY = "binary"
 DAMAGED = "truncated or damaged"
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """A document.
 
     Args:
@@ -67,7 +67,7 @@ class BadRow(NamedTuple):
 
 
 @dataclass
-class Progress:
+class FileProgress:
     """Position of a reader in a file as it lies on the disk.
 
     Attributes:
@@ -104,7 +104,7 @@ class Fields:
         """Names of the fields, in the order of the document."""
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
-    def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[Row]:
+    def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
         """Documents of one row.
 
         Args:
@@ -115,11 +115,14 @@ class Fields:
             BadRowError: The values are no conversation.
         """
         if self.chat is None:
-            yield Row(b"".join(values), row, offset, len(values[0]) if self.prompt else 0)
+            num_prompt = 0
+            if self.prompt:
+                num_prompt = len(values[0])
+            yield SourceRow(b"".join(values), row, offset, num_prompt)
             return
-        found = list(self.chat(values[0])) or [(b"", 0)]
-        for number, (text, prompt) in enumerate(found, 1):
-            yield Row(text, row, offset, prompt, is_last=number == len(found))
+        documents = list(self.chat(values[0])) or [(b"", 0)]
+        for number, (text, prompt) in enumerate(documents, 1):
+            yield SourceRow(text, row, offset, prompt, is_last=number == len(documents))
 
 
 DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
@@ -132,8 +135,8 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: Progress
-) -> Iterator[Row | BadRow]:
+    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
+) -> Iterator[SourceRow | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, behind a place.
 
     A text file is one row, or, with `lines`, each of its lines that is not blank. Blank lines of JSON lines are no
@@ -163,11 +166,16 @@ def text_rows(
                 try:
                     if line is None:
                         raise BadRowError(TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
-                    content = line if begin else line.removeprefix(b"\xef\xbb\xbf")
+                    content = line
+                    if not begin:
+                        content = line.removeprefix(b"\xef\xbb\xbf")
                     if not content.strip():
                         continue
                     row += 1
-                    values = [_plain_line(content)] if source.kind == "text" else _json_values(content, fields)
+                    if source.kind == "text":
+                        values = [valid_utf8(content.removesuffix(b"\r"))]
+                    else:
+                        values = _json_values(content, fields)
                     yield from fields.rows(values, row, offset)
                 except BadRowError as error:
                     row += line is None
@@ -225,7 +233,10 @@ def split_lines(
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False
-    while chunk := file.read(chunk_bytes):
+    while True:
+        chunk = file.read(chunk_bytes)
+        if not chunk:
+            break
         first, *others = bytes(chunk).split(b"\n")
         num_held += len(first)
         is_long = is_long or num_held > limit
@@ -240,15 +251,19 @@ def split_lines(
         for line in others[:-1]:
             offset += len(line) + 1
             yield (line if len(line) <= limit else None), offset
-        held, num_held, is_long = [others[-1]], len(others[-1]), len(others[-1]) > limit
+        held, num_held = [others[-1]], len(others[-1])
+        is_long = num_held > limit
     if num_held:
         yield None if is_long else b"".join(held), offset + num_held
 
 
-def _whole(file: Any) -> Row | BadRow:
+def _whole(file: Any) -> SourceRow | BadRow:
     """Row of a text file that is one document."""
     pieces, num_bytes = [], 0
-    while chunk := file.read(CHUNK_BYTES):
+    while True:
+        chunk = file.read(CHUNK_BYTES)
+        if not chunk:
+            break
         pieces.append(bytes(chunk))
         num_bytes += len(chunk)
         if num_bytes > MAX_DOCUMENT_BYTES:
@@ -258,7 +273,7 @@ def _whole(file: Any) -> Row | BadRow:
     if b"\0" in content:
         return BadRow(1, num_bytes, BINARY, "the file holds a NUL byte, so it is no text; remove it from the sources")
     try:
-        return Row(valid_utf8(content), 1, num_bytes)
+        return SourceRow(valid_utf8(content), 1, num_bytes)
     except BadRowError as error:
         return BadRow(1, num_bytes, *error.args)
 
@@ -289,10 +304,6 @@ def bad_utf8(content: bytes) -> str:
     return ""
 
 
-def _plain_line(line: bytes) -> bytes:
-    return valid_utf8(line.removesuffix(b"\r"))
-
-
 def _json_values(line: bytes, fields: Fields) -> list[Any]:
     """Values of fields of a line of JSON: texts in UTF-8, or a conversation."""
     try:
@@ -305,7 +316,9 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
         raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
-    return [record.get(fields.text)] if fields.chat else [_json_text(record, field) for field in fields.names]
+    if fields.chat:
+        return [record.get(fields.text)]
+    return [_json_text(record, field) for field in fields.names]
 
 
 def _json_text(record: dict[str, Any], field: str) -> bytes:

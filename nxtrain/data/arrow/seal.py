@@ -113,14 +113,14 @@ class CheckedFile:
         Args:
             progress: Gets the number of bytes of each block after its verification.
         """
-        found = []
+        damages = []
         for block in range(len(self._is_verified)):
             try:
                 self._verify(block)
             except DamagedBlockError as error:
-                found.append(error.args[0])
+                damages.append(error.args[0])
             progress(min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES))
-        return found
+        return damages
 
     def version(self) -> object:
         """See `DataFile`."""

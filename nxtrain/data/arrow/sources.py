@@ -101,10 +101,10 @@ def find_sources(arguments: Sequence[Location], only: str = "", mixed: bool = Fa
         if names is None:
             sources.append(_recognise(argument, argument.name))
             continue
-        found = [_recognise(argument / name, name) for name in _chosen(argument, names, only)]
+        of_folder = [_recognise(argument / name, name) for name in _chosen(argument, names, only)]
         if not mixed:
-            _refuse_mixture(argument, found)
-        sources += found
+            _refuse_mixture(argument, of_folder)
+        sources += of_folder
     return sources
 
 
@@ -123,7 +123,12 @@ def versions(sources: Sequence[Source]) -> str:
 
 def summary(sources: Sequence[Source]) -> str:
     """Number of files of each format, in words."""
-    kinds = Counter(f"{_WORDS[s.kind]}{f' ({s.compression})' if s.compression else ''}" for s in sources)
+    kinds: Counter[str] = Counter()
+    for source in sources:
+        kind = _WORDS[source.kind]
+        if source.compression:
+            kind += f" ({source.compression})"
+        kinds[kind] += 1
     return ", ".join(f"{number:,} {kind}" for kind, number in sorted(kinds.items()))
 
 
@@ -134,9 +139,9 @@ def _listed(argument: Location) -> list[PurePosixPath] | None:
             raise ConfigError(f"{argument} does not exist; give {FORMATS}")
         if not argument.is_dir():
             return None
-        found = walk(argument)
-        found.refuse_failed(f"{argument}")
-        return [PurePosixPath(path.relative_to(argument).as_posix()) for path in found.files]
+        walked = walk(argument)
+        walked.refuse_failed(f"{argument}")
+        return [PurePosixPath(path.relative_to(argument).as_posix()) for path in walked.files]
     if split(argument)[1] and argument.is_file():
         return None
     keys = [key for key in S3Store(argument).sizes() if key and not key.endswith("/")]  # such objects stand for folders
@@ -178,13 +183,13 @@ def _is_dataset(state: Location, folder: Location) -> bool:
     return True
 
 
-def _refuse_mixture(folder: Location, found: Sequence[Source]) -> None:
+def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
     """Refuse text beside tables and JSON lines, which is mostly a README and no document."""
-    texts = [source for source in found if source.kind == "text"]
-    if texts and len(texts) < len(found):
-        other = next(source for source in found if source.kind != "text")
+    texts = [source for source in sources if source.kind == "text"]
+    if texts and len(texts) < len(sources):
+        other = next(source for source in sources if source.kind != "text")
         raise DataError(
-            f"{folder} holds {summary(found)}: {texts[0].name} would be a document beside the rows of {other.name}; "
+            f"{folder} holds {summary(sources)}: {texts[0].name} would be a document beside the rows of {other.name}; "
             f"choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', give them by name, "
             "or take all of them with --mixed"
         )
@@ -201,17 +206,22 @@ def _recognise(path: Location, name: str) -> Source:
     try:
         head = bytes(read_exactly(file, _LOOK_BYTES, 0))
         digest = hashlib.blake2b(head[:_SAMPLE_BYTES], digest_size=16)
-        for place in (file.num_bytes // 2, file.num_bytes - _SAMPLE_BYTES):
-            if place >= _LOOK_BYTES:
-                digest.update(read_exactly(file, _SAMPLE_BYTES, place))
-            elif place >= 0:
-                digest.update(head[place : place + _SAMPLE_BYTES])
+        for offset in (file.num_bytes // 2, file.num_bytes - _SAMPLE_BYTES):
+            if offset >= _LOOK_BYTES:
+                digest.update(read_exactly(file, _SAMPLE_BYTES, offset))
+            elif offset >= 0:
+                digest.update(head[offset : offset + _SAMPLE_BYTES])
     except OSError as error:
         raise unreadable(f"{path}", error) from error
     compression = next((codec for magic, codec in _COMPRESSIONS.items() if head.startswith(magic)), "")
-    plain, by_name = PurePosixPath(name), _COMPRESSED_NAMES.get(PurePosixPath(name).suffix.lower(), "")
-    compression, suffix = compression or by_name, (plain.with_suffix("") if by_name else plain).suffix
-    kind = _kind(path, suffix.lower(), _uncompressed(path, compression) if compression else head)
+    plain = PurePosixPath(name)
+    by_name = _COMPRESSED_NAMES.get(plain.suffix.lower(), "")
+    if by_name:
+        plain = plain.with_suffix("")
+        compression = compression or by_name
+    if compression:
+        head = _uncompressed(path, compression)
+    kind = _kind(path, plain.suffix.lower(), head)
     if compression and kind not in {"text", "jsonl"}:
         raise DataError(
             f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it has compression inside"
@@ -238,13 +248,13 @@ def _kind(path: Location, suffix: str, head: bytes) -> Kind:
         return "arrow"
     if head.startswith(b"\xff\xff\xff\xff"):
         return "arrow stream"
-    known = _NAMES.get(suffix)
-    if known in {"parquet", "arrow", "jsonl"}:  # an empty or damaged one is reported when it is read
-        assert known is not None
-        return known
+    by_name = _NAMES.get(suffix)
+    if by_name in {"parquet", "arrow", "jsonl"}:  # an empty or damaged one is reported when it is read
+        assert by_name is not None
+        return by_name
     if _looks_like_json_lines(head):
         return "jsonl"
-    if known == "text":
+    if by_name == "text":
         return "text"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if suffix == ".json" and text[:1] in {b"[", b"{"}:

@@ -100,9 +100,11 @@ class Documents:
         for begin in count(start, _PERMUTED):
             ordinals = np.arange(begin, begin + _PERMUTED)
             positions = lane + ordinals * order.lanes
-            found = (shuffled(positions, total, order.seed) if order.shuffle else positions % total).tolist()
-            self.corpus.expect(found)
-            yield from zip(ordinals.tolist(), found, strict=True)
+            documents = positions % total
+            if order.shuffle:
+                documents = shuffled(positions, total, order.seed)
+            self.corpus.expect(documents.tolist())
+            yield from zip(ordinals.tolist(), documents.tolist(), strict=True)
 
     def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
         """Ids of documents, each with the end of text behind it; those of prompts with `PROMPT_BIT`.
@@ -119,13 +121,13 @@ class Documents:
                 yield _marked(ids, num_tokens)
             return
         for content, num_tokens in zip(contents, prompts, strict=True):
-            found = np.frombuffer(content, self.corpus.dtype)
-            if found.size and int(found.max()) >= self.vocab_size:
+            ids = np.frombuffer(content, self.corpus.dtype)
+            if ids.size and int(ids.max()) >= self.vocab_size:
                 raise DataError(
-                    f"{self.corpus.path} has the id {int(found.max())}, outside of the vocabulary, 0 to "
+                    f"{self.corpus.path} has the id {int(ids.max())}, outside of the vocabulary, 0 to "
                     f"{self.vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the ids"
                 )
-            yield _marked(found, num_tokens)
+            yield _marked(ids, num_tokens)
 
     def is_held_out(self, content: bytes) -> bool:
         """True for a document of the held-out share; equal documents are on one side, in every order."""
@@ -153,7 +155,8 @@ class ConcatLane:
     """
 
     def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place) -> None:
-        self._documents, self._seq_len, self._place = documents, seq_len, place
+        self._documents, self._seq_len = documents, seq_len
+        self._place = place
         self._held: deque[tuple[int, Ids]] = deque()
 
     @property
@@ -195,7 +198,8 @@ class BestFitLane:
     """
 
     def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place, seed: int | None) -> None:
-        self._documents, self._capacity, self._seed = documents, seq_len + 1, seed
+        self._documents, self._capacity = documents, seq_len + 1
+        self._seed = seed
         self._begin, self._given = place
         self._next = self._begin
         self._rows: NDArray[np.int32] = np.empty((0, seq_len + 1), np.int32)
@@ -212,7 +216,8 @@ class BestFitLane:
         row: NDArray[np.int32] = self._rows[self._given]
         self._given += 1
         if self._given == len(self._rows):
-            self._begin, self._given, self._rows = self._next, 0, self._rows[:0]
+            self._begin, self._given = self._next, 0
+            self._rows = self._rows[:0]
         return row
 
     def _fill(self) -> None:
@@ -231,8 +236,8 @@ class BestFitLane:
         table = np.full((packing.num_rows, self._capacity), IGNORE_INDEX, np.int32)
         flat, begins = table.reshape(-1), places[packing.rows] * self._capacity + packing.begins
         # One copy for each piece: an index for each token would take longer than the copies.
-        pieces = zip(*(x.tolist() for x in (packing.documents, packing.starts, packing.lengths, begins)), strict=True)
-        for document, start, length, begin in pieces:
+        pieces = np.stack([packing.documents, packing.starts, packing.lengths, begins], axis=1)
+        for document, start, length, begin in pieces.tolist():
             ids = window[document]
             flat[begin : begin + length] = ids[start : start + length]
             if start + length == ids.size:
@@ -258,7 +263,10 @@ def open_lane(
         lane: Number of the lane.
         place: Place of the first row.
     """
-    found = documents.lane(order, lane, place[0])
+    of_lane = documents.lane(order, lane, place[0])
     if packing == "concat":
-        return ConcatLane(found, seq_len, place)
-    return BestFitLane(found, seq_len, place, order.seed + lane if order.shuffle else None)
+        return ConcatLane(of_lane, seq_len, place)
+    seed = None
+    if order.shuffle:
+        seed = order.seed + lane
+    return BestFitLane(of_lane, seq_len, place, seed)

@@ -22,8 +22,8 @@ from nxtrain.data.arrow.rows import (
     BadRow,
     BadRowError,
     Fields,
-    Progress,
-    Row,
+    FileProgress,
+    SourceRow,
     bad_utf8,
     is_damage,
 )
@@ -41,7 +41,7 @@ _PARQUET_BYTES = 1 << 16
 _READ_AGAIN = "fetch or write the file again"
 
 
-def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def table_rows(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet or Arrow file behind a row.
 
     Args:
@@ -58,9 +58,9 @@ def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -
         if isinstance(source.path, Path):
             require_regular(source.path)
         read = _parquet if source.kind == "parquet" else _arrow
-        for found in read(source, fields, start, progress):
-            row = found.row
-            yield found
+        for document in read(source, fields, start, progress):
+            row = document.row
+            yield document
     except DEFECTS as error:
         if not is_damage(error):
             assert isinstance(error, OSError)
@@ -69,12 +69,13 @@ def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -
     progress.num_bytes = source.size
 
 
-def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _parquet(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
-    place = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
-    with pq.ParquetFile(place, pre_buffer=False, buffer_size=1 << 20) as file:
+    opened = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
+    with pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
-        if defect := _field_defect(file.schema_arrow, fields):
+        defect = _field_defect(file.schema_arrow, fields)
+        if defect:
             if start < total:
                 yield BadRow(total, 0, *defect, num_rows=total - start)
             return
@@ -97,7 +98,7 @@ def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> 
             begin = end
 
 
-def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _arrow(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
     A file of a disk is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
@@ -127,8 +128,8 @@ def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> It
             progress.num_bytes = min(source.size, mapped.tell())
 
 
-def _mapped(place: Location) -> Any:
-    return pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), mode="r")
+def _mapped(path: Location) -> Any:
+    return pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(open_stream(path), mode="r")
 
 
 def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
@@ -146,7 +147,11 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
     """Reason and detail that make every row bad: a column is absent or holds no text or no conversations."""
     is_chat = fields.chat is not None
-    return next((defect for field in fields.names if (defect := _column_defect(schema, field, is_chat))), None)
+    for field in fields.names:
+        defect = _column_defect(schema, field, is_chat)
+        if defect:
+            return defect
+    return None
 
 
 def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, str] | None:
@@ -165,23 +170,23 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
     return None
 
 
-def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
+def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of the columns that begins behind row `begin`; those up to `start` are left out."""
     if fields.chat is not None:
         yield from _conversations(columns[0], begin, start, fields)
         return
     texts = zip(*(document_bytes(column, MAX_DOCUMENT_BYTES) for column in columns), strict=True)
-    for row, found in enumerate(texts, begin + 1):
+    for row, values in enumerate(texts, begin + 1):
         if row <= start:
             continue
-        defects = (_defect(text, field) for text, field in zip(found, fields.names, strict=True))
-        if defect := next(filter(None, defects), None):
+        defect = next(filter(None, map(_defect, values, fields.names)), None)
+        if defect:
             yield BadRow(row, 0, *defect)
         else:
-            yield from fields.rows(found, row, 0)
+            yield from fields.rows(values, row, 0)
 
 
-def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
+def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of a column of conversations, as in `_documents`."""
     column.validate(full=True)  # pyarrow believes a file's offsets when it makes Python objects
     for row, messages in enumerate(column, begin + 1):
@@ -207,4 +212,7 @@ def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
         return MISSING_FIELD, f'"{field}" is null'
     if isinstance(text, int):
         return TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document"
-    return (INVALID_UTF8, defect) if (defect := bad_utf8(text)) else None
+    detail = bad_utf8(text)
+    if detail:
+        return INVALID_UTF8, detail
+    return None

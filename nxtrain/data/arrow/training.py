@@ -75,12 +75,16 @@ def prepare_streams(
     """
     clear_drafts(workdir)
     mixture, corpora = _corpora(config)
-    known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
+    given = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
     made = {corpus.tokenizer for corpus in corpora if corpus.is_ids}
-    trained = known is None and not made
+    trained = given is None and not made
     if trained:
-        known = KnownTokenizer(_train_tokenizer(corpora, mixture, config, vocab_size, workdir))
-    tokenizer = load_tokenizer(known.path, vocab_size, known.end) if known else None
+        given = KnownTokenizer(_train_tokenizer(corpora, mixture, config, vocab_size, workdir))
+    tokenizer: TextTokenizer | None = None
+    origin = ""
+    if given:
+        tokenizer = load_tokenizer(given.path, vocab_size, given.end)
+        origin = given.origin
     if tokenizer is None and len({corpus.tokenizer for corpus in corpora}) > 1:
         raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
     for corpus in corpora:
@@ -90,20 +94,30 @@ def prepare_streams(
                 "prepare the corpus without --tokenizer"
             )
     first = corpora[0]
-    identity = tokenizer.digest if tokenizer else first.tokenizer
+    path: Path | None = None
+    if tokenizer:
+        path, identity = tokenizer.path, tokenizer.digest
+        end, end_id = tokenizer.end, tokenizer.end_id
+    else:
+        identity = first.tokenizer
+        end = first.metadata.get(END_KEY, b"").decode(errors="replace")
+        end_id = int(first.metadata[END_ID_KEY])
     validation = _validation(config, held_out, (mixture, corpora), tokenizer, identity, vocab_size, workdir)
+    validation_probe = ""
+    if validation:
+        validation_probe = probe(concat(read_array(validation), held_out.seq_len))
     return Prepared(
         train=str(first.path),
         validation=validation,
-        tokenizer=tokenizer.path if tokenizer else None,
-        tokenizer_origin=known.origin if known else "",
-        end_of_text=tokenizer.end if tokenizer else first.metadata.get(END_KEY, b"").decode(errors="replace"),
-        end_id=tokenizer.end_id if tokenizer else int(first.metadata[END_ID_KEY]),
+        tokenizer=path,
+        tokenizer_origin=origin,
+        end_of_text=end,
+        end_id=end_id,
         trained=trained,
         fingerprint=digest(_contents(mixture, corpora), identity, config.packing, config.validation_fraction),
         has_checksums=True,
         probe=" ".join(corpus.identity for corpus in corpora),
-        validation_probe=probe(concat(read_array(validation), held_out.seq_len)) if validation else "",
+        validation_probe=validation_probe,
     )
 
 
@@ -114,11 +128,14 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         DataError: A corpus differs from that which was checked.
     """
     mixture, corpora = _corpora(config)
+    tokenizer = prepared.tokenizer
+    if all(corpus.is_ids for corpus in corpora):
+        tokenizer = None
     source = CorpusLanes(
         paths=tuple(corpus.path for corpus in corpora),
         identities=tuple(prepared.probe.split()),
         mixture=mixture,
-        tokenizer=None if all(corpus.is_ids for corpus in corpora) else prepared.tokenizer,
+        tokenizer=tokenizer,
         end_of_text=prepared.end_of_text,
         vocab_size=vocab_size,
         held_out=config.validation_fraction,
@@ -126,7 +143,7 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         seq_len=seq_len,
         cache=cache_folder(config),
     )
-    return Streams(source, tuple(len(each.corpus) for each in source.documents()), mixture)
+    return Streams(source, tuple(len(documents.corpus) for documents in source.documents()), mixture)
 
 
 def _corpora(config: DataConfig) -> tuple[Mixture | None, list[PreparedCorpus]]:
@@ -138,7 +155,9 @@ def _corpora(config: DataConfig) -> tuple[Mixture | None, list[PreparedCorpus]]:
 
 def _contents(mixture: Mixture | None, corpora: Sequence[PreparedCorpus]) -> object:
     """Identity of the corpora and of their shares."""
-    return (tuple(corpus.identity for corpus in corpora), mixture.shares) if mixture else corpora[0].identity
+    if mixture is None:
+        return corpora[0].identity
+    return tuple(corpus.identity for corpus in corpora), mixture.shares
 
 
 def _open(config: DataConfig, name: str, key: str) -> PreparedCorpus:
@@ -157,8 +176,9 @@ def _open(config: DataConfig, name: str, key: str) -> PreparedCorpus:
 
 def _parts(mixture: Mixture | None, total: int) -> list[int]:
     """Parts of a number by the shares of the corpora; their sum is not less."""
-    shares = mixture.shares if mixture else (1,)
-    return [-(-total * share // sum(shares)) for share in shares]
+    if mixture is None:
+        return [total]
+    return [-(-total * share // mixture.period) for share in mixture.shares]
 
 
 def _train_tokenizer(
@@ -210,10 +230,10 @@ def _validation(  # 7 arguments: each is of another part of the preparation, and
     name = digest(_contents(mixture, corpora), identity, config.validation_fraction, held_out.num_tokens)
     validation = workdir / f"validation-marked-{name}.npy"
     if not is_whole(validation):
-        documents = [open_documents(each, tokenizer, config.validation_fraction, vocab_size) for each in corpora]
         with Progress("tokenizing held-out documents"), writing_tokens(validation, MARKED) as append:
-            for each, wanted in zip(documents, _parts(mixture, held_out.num_tokens), strict=True):
-                _append_held_out(each, append, wanted)
+            for corpus, wanted in zip(corpora, _parts(mixture, held_out.num_tokens), strict=True):
+                documents = open_documents(corpus, tokenizer, config.validation_fraction, vocab_size)
+                _append_held_out(documents, append, wanted)
     return validation
 
 

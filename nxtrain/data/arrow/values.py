@@ -42,7 +42,8 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
     Raises:
         ArrowInvalid: A buffer is too short, or a number points outside of its buffer.
     """
-    kind, buffers, start, number = column.type, column.buffers(), column.offset, len(column)
+    kind, buffers = column.type, column.buffers()
+    start, number = column.offset, len(column)
     if not number:
         return
     valid = _valid(buffers[0], start, number)
@@ -52,11 +53,17 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
         yield from _of_views(buffers, start, valid, limit)
     else:
         is_large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-        offsets = _numbers(buffers[1], np.int64 if is_large else np.int32, start, number + 1).tolist()
+        dtype = np.int64 if is_large else np.int32
+        offsets = _numbers(buffers[1], dtype, start, number + 1).tolist()
         content = memoryview(buffers[2] or b"")
         _check_order(offsets, len(content))
         for (begin, end), is_valid in zip(pairwise(offsets), valid, strict=True):
-            yield (bytes(content[begin:end]) if end - begin <= limit else end - begin) if is_valid else None
+            if not is_valid:
+                yield None
+            elif end - begin <= limit:
+                yield bytes(content[begin:end])
+            else:
+                yield end - begin
 
 
 def _of_dictionary(column: pa.Array, valid: Sequence[bool], limit: int) -> Iterator[bytes | int | None]:
@@ -83,8 +90,10 @@ def _of_views(buffers: Sequence[Any], start: int, valid: Sequence[bool], limit: 
             yield views[begin : begin + length].tobytes()
         elif length < 0 or not 0 <= buffer < len(contents) or not 0 <= offset <= len(contents[buffer]) - length:
             raise pa.ArrowInvalid(f"a view of {length} bytes at byte {offset} of buffer {buffer} is outside of it")
+        elif length <= limit:
+            yield bytes(contents[buffer][offset : offset + length])
         else:
-            yield bytes(contents[buffer][offset : offset + length]) if length <= limit else length
+            yield length
 
 
 def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[Any]:
@@ -102,8 +111,8 @@ def _valid(buffer: Any, start: int, number: int) -> Sequence[bool]:
         return [True] * number
     first, last = start // 8, -(-(start + number) // 8)
     bits = np.unpackbits(_numbers(buffer, np.uint8, first, last - first), bitorder="little")
-    found: Sequence[bool] = bits[start - 8 * first :][:number].astype(bool).tolist()
-    return found
+    valid: Sequence[bool] = bits[start - 8 * first :][:number].astype(bool).tolist()
+    return valid
 
 
 def _check_order(offsets: Sequence[int], size: int) -> None:

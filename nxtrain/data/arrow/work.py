@@ -30,7 +30,10 @@ from nxtrain.data.arrow.ipc import Block
 from nxtrain.data.arrow.seal import ENTRY_BYTES, Sealing
 from nxtrain.data.checksums import BLOCK_BYTES
 
-_JOURNAL, _BAD, _SUMMARY, _SHARDS = "journal.jsonl", "bad.jsonl", "summary.json", "shards"
+_JOURNAL = "journal.jsonl"
+_BAD = "bad.jsonl"
+_SUMMARY = "summary.json"
+_SHARDS = "shards"
 
 
 @dataclass
@@ -113,7 +116,7 @@ def shard_name(number: int) -> str:
     return f"{number:05}.arrow"
 
 
-class Work:
+class PreparationWork:
     """Files of an unfinished preparation, open for writing.
 
     Args:
@@ -127,13 +130,15 @@ class Work:
     """
 
     def __init__(self, outputs: Outputs, identity: Mapping[str, str], column: Column, settings: Settings) -> None:
-        self._outputs, self._column, self._settings = outputs, column, settings
+        self._outputs = outputs
+        self._column, self._settings = column, settings
         self._sources = identity["sources"]
         self.counts, self.position = Counts(), Position()
         self._blocks: list[Block] = []
         self._metadata: list[int] = []  # checksums of the metadata of the batches that an earlier start has written
         self._rest = 0  # checksum of that shard's bytes after its last whole block
-        self._shard, self._size, self._num_bad_bytes = 0, 0, 0
+        self._shard, self._size = 0, 0
+        self._num_bad_bytes = 0
         self._sealing = Sealing()
         self._files = ExitStack()
         self._file = self._bad = self._checksums = cast("BinaryIO", None)  # until `open`
@@ -143,7 +148,11 @@ class Work:
         try:
             lines = read(folder / _JOURNAL)
             if lines:
-                _refuse_other(outputs, lines[0].get("identity"), dict(identity))
+                written = lines[0].get("identity")
+                if not isinstance(written, dict):
+                    written = {}
+                if written != identity:
+                    refuse(f"{outputs.work} holds the begin of {outputs.out}", written, identity)
             else:
                 append(folder / _JOURNAL, json.dumps({"identity": dict(identity)}))
             self._restore(lines[1:])
@@ -182,7 +191,8 @@ class Work:
         limit = self._settings.shard_bytes
         if limit and self._blocks and self._size + content.size > limit:
             self._end_shard()
-            self._shard, self._blocks, self._size = self._shard + 1, [], 0
+            self._shard += 1
+            self._blocks, self._size = [], 0
             self._file = self._open_shard()
             content, block = ipc.message(pa.record_batch(arrays, schema=self._schema()), self._size)
         self._file.write(content)
@@ -225,7 +235,10 @@ class Work:
         shards = folder / _SHARDS
         if shards.exists():
             sync_folder(shards)
-            (shards if self._settings.shard_bytes else shards / shard_name(0)).replace(outputs.out)
+            written = shards
+            if not self._settings.shard_bytes:
+                written = shards / shard_name(0)
+            written.replace(outputs.out)
         sync_folder(outputs.out.parent)
         shutil.rmtree(folder)
 
@@ -304,10 +317,10 @@ def _cut(path: Path, size: int) -> BinaryIO:
         DataError: The file is shorter, so that bytes that were on the disk are lost.
     """
     file = path.open("ab")
-    found = os.fstat(file.fileno()).st_size
-    if found < size:
+    present = os.fstat(file.fileno()).st_size
+    if present < size:
         file.close()
-        raise DataError(f"{path} has {found:,} bytes of {size:,} that were written; begin again with --restart")
+        raise DataError(f"{path} has {present:,} bytes of {size:,} that were written; begin again with --restart")
     file.truncate(size)
     file.seek(size)  # the position was that of the old end
     return file
@@ -330,14 +343,7 @@ def _locked(folder: Path) -> BinaryIO:
     return file
 
 
-def _refuse_other(outputs: Outputs, found: object, wanted: dict[str, str]) -> None:
-    if found == wanted:
-        return
-    known = found if isinstance(found, dict) else {}
-    refuse(f"{outputs.work} holds the begin of {outputs.out}", known, wanted)
-
-
-def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Refuse results of other sources or settings.
 
     Raises:
@@ -351,25 +357,24 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
     }
     lines = []
     for key, name in names.items():
-        if key not in wanted or found.get(key) == wanted[key]:
+        if key not in wanted or written.get(key) == wanted[key]:
             continue
-        if key == "settings" and found.get(key):
-            old, new = _object(found[key]), _object(wanted[key])
-            lines += [
-                f"{each}: {old.get(each, '')!r} there, {new.get(each, '')!r} here"
-                for each in {**new, **old}
-                if old.get(each, "") != new.get(each, "")
-            ]
+        if key == "settings" and written.get(key):
+            old, new = _object(written[key]), _object(wanted[key])
+            for setting in {**new, **old}:
+                there, here = old.get(setting, ""), new.get(setting, "")
+                if there != here:
+                    lines.append(f"{setting}: {there!r} there, {here!r} here")
         else:
             lines.append(f"{name} differ")
     listed = "".join(f"\n    {line}" for line in lines)
     raise DataError(f"{what} from other input; choose another --out, or begin again with --restart{listed}")
 
 
-def read_summary(place: Location) -> dict[str, Any]:
+def read_summary(path: Location) -> dict[str, Any]:
     """Summary of a finished preparation; empty if there is none."""
     try:
-        return _object(content_of(place))
+        return _object(content_of(path))
     except OSError:
         return {}
 

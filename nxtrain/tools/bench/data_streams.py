@@ -23,7 +23,7 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
 from nxtrain.data.arrow.lanes import CorpusLanes
-from nxtrain.data.arrow.preparation import BATCH_BYTES, Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import BATCH_BYTES, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS
@@ -73,7 +73,7 @@ def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLan
     texts = list(stdlib_corpus(num_bytes))
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
-    prepare_corpus(Request([folder / "text.jsonl"], folder / "text.arrow"), Watcher())
+    prepare_corpus(PreparationRequest([folder / "text.jsonl"], folder / "text.arrow"), Watcher())
     sample, num_chars = list[str](), 0
     for text in texts:
         sample.append(text)
@@ -160,7 +160,9 @@ def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) 
 def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
     """Lanes of the measured text, and of its ids."""
     tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
-    prepare_corpus(Request([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher())
+    prepare_corpus(
+        PreparationRequest([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher()
+    )
 
     def lanes(name: str, of_text: Path | None) -> CorpusLanes:
         path = folder / name

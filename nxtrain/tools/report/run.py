@@ -15,7 +15,7 @@ from nxtrain.common.errors import ConfigError, cause_of
 from nxtrain.common.io.regular import read_text
 from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 from nxtrain.config.tables import flatten, toml_value
-from nxtrain.metrics.goodput import Goodput, Start, account
+from nxtrain.metrics.goodput import Goodput, RunStart, account
 from nxtrain.metrics.start_log import read as read_starts
 from nxtrain.tools.report.columns import Columns, read_columns
 
@@ -50,7 +50,7 @@ class Run:
     folder: Path
     name: str
     columns: Columns = field(default_factory=Columns)
-    starts: Sequence[Start] = ()
+    starts: Sequence[RunStart] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def _reason(error: Exception) -> str:
     return shortened(getattr(error, "strerror", None) or cause_of(error), 200)
 
 
-def _state(starts: Sequence[Start]) -> str:
+def _state(starts: Sequence[RunStart]) -> str:
     if not starts:
         return "unknown"
     last = starts[-1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nxtrain.metrics.goodput import Start, standing
+from nxtrain.metrics.goodput import RunStart, standing
 from nxtrain.tools.report.chart import WIDTH
 from nxtrain.tools.report.run import shortened
 
@@ -111,7 +111,7 @@ class RunTimeline:
     added_up: bool
 
 
-def timeline(starts: Sequence[Start]) -> RunTimeline | None:
+def timeline(starts: Sequence[RunStart]) -> RunTimeline | None:
     """Draw the starts of a run; None if there are none, or if they took no time."""
     spans = list(spans_of(starts))
     total_s = max((span.end_s for span in spans), default=0.0)
@@ -135,7 +135,7 @@ def timeline(starts: Sequence[Start]) -> RunTimeline | None:
     )
 
 
-def spans_of(starts: Sequence[Start]) -> Iterator[UseSpan]:
+def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
     """Spans of all starts, without a hole between them.
 
     The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
@@ -167,7 +167,7 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.2g} ms"
 
 
-def _parts(start: Start, stood: int) -> list[tuple[str, float]]:
+def _parts(start: RunStart, stood: int) -> list[tuple[str, float]]:
     spent, elapsed_s = start.spent, start.seen.up - start.began.up
     productive_s = start.train_s(stood)
     tail_s = max(0.0, elapsed_s - spent.total_s)
@@ -211,7 +211,7 @@ def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
                 yield UseBox(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
 
 
-def _rows(starts: Sequence[Start]) -> Iterator[StartRow]:
+def _rows(starts: Sequence[RunStart]) -> Iterator[StartRow]:
     half = MOST_ROWS // 2
     hidden = range(half, len(starts) - half)  # empty for few starts
     stands = standing(starts)

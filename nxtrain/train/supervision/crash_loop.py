@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nxtrain.common.errors import CrashLoopError
 from nxtrain.common.run_folder import STARTS_FILE
-from nxtrain.metrics.goodput import Start
+from nxtrain.metrics.goodput import RunStart
 from nxtrain.metrics.start_log import read
 
 
@@ -41,9 +41,9 @@ def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
     )
 
 
-def failures(starts: Sequence[Start]) -> list[Start]:
+def failures(starts: Sequence[RunStart]) -> list[RunStart]:
     """Starts since the last one that ended with `done` or was asked to stop."""
-    found: list[Start] = []
+    found: list[RunStart] = []
     for start in starts:
         if start.stop or start.outcome in {"done", "stopped"}:
             found.clear()

@@ -18,7 +18,7 @@ from nxtrain.data import Data, Samples, open_data
 from nxtrain.data import prepare as prepare_module
 from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
-from nxtrain.data.prepare import Survey, sections
+from nxtrain.data.prepare import CorpusSurvey, sections
 from tests.unit.data.conftest import OpenAlone
 
 
@@ -95,7 +95,7 @@ def test_split_ignores_the_order_of_the_corpus(folder_of_text: Path) -> None:
     documents = [path.read_text() for path in sorted(folder_of_text.iterdir())]
 
     def held(corpus: list[str]) -> set[str]:
-        mask, _ = Survey.of(corpus).split(0.3)
+        mask, _ = CorpusSurvey.of(corpus).split(0.3)
         return {text for text, is_held in zip(corpus, mask, strict=True) if is_held}
 
     assert held(documents) == held(documents[::-1])
@@ -104,20 +104,20 @@ def test_split_ignores_the_order_of_the_corpus(folder_of_text: Path) -> None:
 
 
 def test_document_that_the_split_cuts_ends_on_both_sides() -> None:
-    survey = Survey(np.arange(5, dtype=np.uint64), np.full(5, 10), np.array([0, 0, 0, 0, 1]))
+    survey = CorpusSurvey(np.arange(5, dtype=np.uint64), np.full(5, 10), np.array([0, 0, 0, 0, 1]))
     held = np.array([False, True, True, False, False])
     assert survey.ends(held).tolist() == [True, False, True, True, True]
 
 
 def test_the_tokenizer_does_not_learn_from_what_is_held_out() -> None:
     documents = [f"document {i} " * 20 for i in range(50)]
-    held, sampled = Survey.of(documents).split(0.2)
+    held, sampled = CorpusSurvey.of(documents).split(0.2)
     np.testing.assert_array_equal(sampled, ~held)
 
 
 def test_the_tokenizer_learns_from_a_sample_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "_TOKENIZER_CHARS", 100)
-    held, sampled = Survey.of([f"{i:010}" for i in range(50)]).split(0.2)
+    held, sampled = CorpusSurvey.of([f"{i:010}" for i in range(50)]).split(0.2)
     assert (held.sum(), sampled.sum(), (held & sampled).sum()) == (10, 10, 0)
 
 

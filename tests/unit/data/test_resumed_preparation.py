@@ -108,7 +108,7 @@ def test_an_end_between_any_two_renames_gives_the_same_bytes(
     (tmp_path / "whole").mkdir()
     prepare(*sources, out=tmp_path / "whole" / "o.arrow", on_bad="skip", **options)
     steps: list[tuple[Any, str]] = [
-        (work.Work, "_end_shard"),
+        (work.PreparationWork, "_end_shard"),
         (work, "replace_text"),
         (Path, "replace"),
         (work, "replace_bytes"),

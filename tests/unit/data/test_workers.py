@@ -124,7 +124,7 @@ def test_three_epochs_have_one_order_for_every_number_of_ranks_and_workers(
     corpus: CorpusLanes, packing: Literal["concat", "best_fit"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From every step on, with the ranks and workers of the next place of the grid, each row exactly once."""
-    monkeypatch.setattr(data_workers, "Worker", LocalWorker)
+    monkeypatch.setattr(data_workers, "DataWorker", LocalWorker)
     monkeypatch.setattr(streams, "WINDOW_ROWS", 3)
     source = CorpusLanes(**{**vars(corpus), "packing": packing})
     straight, cursors = taken(source, 0, (0, 1), THREE_EPOCHS)

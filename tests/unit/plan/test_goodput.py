@@ -15,7 +15,7 @@ import pytest
 
 from nxtrain.common.process.clock import Instant
 from nxtrain.config.schema import CheckpointConfig
-from nxtrain.metrics.goodput import Spent, Start
+from nxtrain.metrics.goodput import RunStart, TimeSpent
 from nxtrain.plan.goodput import Failures, advice
 from tests.support.failures import Job, memoryless, nodes
 
@@ -209,10 +209,10 @@ def test_the_default_stays_above_the_figure_up_to_a_stated_response() -> None:
             assert (costs.shares(every * STEP_S).goodput >= AUTOMATIC) is holds, (every, response)
 
 
-def start(steps: int, step_s: float, stall_s: float, saves: int) -> Start:
-    spent = Spent(steps + 1, 10.0, steps * step_s, 0.0, saves * stall_s, saves, saves * stall_s, saves * 1.0)
+def start(steps: int, step_s: float, stall_s: float, saves: int) -> RunStart:
+    spent = TimeSpent(steps + 1, 10.0, steps * step_s, 0.0, saves * stall_s, saves, saves * stall_s, saves * 1.0)
     moment = Instant("a", 0.0, 0.0)
-    return Start(0, moment, moment, spent, "done")
+    return RunStart(0, moment, moment, spent, "done")
 
 
 def test_advice_is_given_only_where_it_is_worth_it() -> None:

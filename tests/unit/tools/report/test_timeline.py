@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.common.process.clock import Instant
-from nxtrain.metrics.goodput import Spent, Start, account
+from nxtrain.metrics.goodput import RunStart, TimeSpent, account
 from nxtrain.tools.report.chart import WIDTH
 from nxtrain.tools.report.timeline import MOST_ROWS, duration, spans_of, timeline
 from tests.support.run_folders import restarted, start
@@ -19,24 +19,24 @@ SECONDS = st.sampled_from([0.0, 0.25, 1.0, 7.5, 3600.0])
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Start]:
+def histories(draw: st.DrawFn) -> list[RunStart]:
     """Starts one after the other on one machine, each of which resumes at or before the end of the one before."""
-    starts: list[Start] = []
+    starts: list[RunStart] = []
     at, reached = 50.0, 0
     for _ in range(draw(st.integers(1, 6))):
         resumed = draw(st.integers(0, reached))
         steps = draw(st.integers(0, 5))
         parts = [draw(SECONDS) for _ in range(4)] if steps else [0.0] * 4
-        spent = Spent(resumed + steps, start_s=parts[0], train_s=parts[1], eval_s=parts[2], stall_s=parts[3])
+        spent = TimeSpent(resumed + steps, start_s=parts[0], train_s=parts[1], eval_s=parts[2], stall_s=parts[3])
         up = at + spent.total_s + draw(SECONDS)
         outcome = draw(st.sampled_from(["done", "stopped", "failed", "killed"]))
-        starts.append(Start(resumed, Instant("b", at, at), Instant("b", up, up), spent, outcome))
+        starts.append(RunStart(resumed, Instant("b", at, at), Instant("b", up, up), spent, outcome))
         at, reached = up + draw(SECONDS), resumed + steps
     return starts
 
 
 @given(histories())
-def test_spans_have_no_hole_and_add_up_to_the_account_of_goodput(starts: list[Start]) -> None:
+def test_spans_have_no_hole_and_add_up_to_the_account_of_goodput(starts: list[RunStart]) -> None:
     spans, found = list(spans_of(starts)), account(starts)
     sums = {
         use: math.fsum(s.end_s - s.begin_s for s in spans if s.use == use) for use in ("productive", "lost", "pause")
@@ -49,7 +49,7 @@ def test_spans_have_no_hole_and_add_up_to_the_account_of_goodput(starts: list[St
 
 
 @given(histories())
-def test_boxes_fill_the_timeline(starts: list[Start]) -> None:
+def test_boxes_fill_the_timeline(starts: list[RunStart]) -> None:
     drawn = timeline(starts)
     if drawn is None:
         assert account(starts).wall_s == 0
