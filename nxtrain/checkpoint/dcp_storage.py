@@ -23,7 +23,16 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
+from nxtrain.checkpoint.manifest import (
+    CODES,
+    Box,
+    CheckpointManifest,
+    FileEntry,
+    StoredShard,
+    TensorEntry,
+    file_of,
+    header,
+)
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
@@ -68,7 +77,7 @@ class FileWriter(StorageWriter):
         self._items: list[WriteItem] = []
         self._header = b""
         self.stored: dict[str, FileDigest] = {}
-        self.manifest: Manifest | None = None
+        self.manifest: CheckpointManifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: each writer writes one checkpoint."""
@@ -126,7 +135,7 @@ class FileWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest of the files of all ranks."""
         files = {result.index.fqn: FileEntry.of(result.storage_data) for written in results for result in written}
-        self.manifest = Manifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
+        self.manifest = CheckpointManifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -148,7 +157,11 @@ class FileReader(StorageReader):
     """
 
     def __init__(
-        self, folder: Location, manifest: Manifest, wanted: Iterable[TensorShard], fallbacks: Sequence[Location] = ()
+        self,
+        folder: Location,
+        manifest: CheckpointManifest,
+        wanted: Iterable[TensorShard],
+        fallbacks: Sequence[Location] = (),
     ) -> None:
         self._places = (folder, *fallbacks)
         self.damage: list[DamagedError] = []

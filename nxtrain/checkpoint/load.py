@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.directory import MANIFEST
-from nxtrain.checkpoint.manifest import Manifest, read_manifest
+from nxtrain.checkpoint.manifest import CheckpointManifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
 from nxtrain.common.distributed.agreement import Ranks, collective
@@ -22,7 +22,7 @@ from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.sharding import Layout
 
 
-def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
+def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
     """Read a checkpoint's metadata and manifest.
 
     Raises:

@@ -175,7 +175,7 @@ class TensorEntry(BaseModel):
             yield box, file_of(self.ranks[index]), int(starts[index])
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """All files and tensors of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -220,7 +220,7 @@ def _column(numbers: Sequence[int]) -> Column:
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-def read_manifest(path: Location) -> Manifest:
+def read_manifest(path: Location) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -229,7 +229,7 @@ def read_manifest(path: Location) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        return Manifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
+        return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
     except OSError as error:
         found = damage(file, error)
         raise found if found is not error else CheckpointError(f"cannot read {file}: {error.strerror}") from error

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from nxtrain.checkpoint import directory, mirror, resume_plan
 from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.resume_plan import Request, Start, named, plan_resume
-from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
+from nxtrain.checkpoint.resume_plan import ResumeRequest, ResumeStart, named, plan_resume
+from nxtrain.checkpoint.resume_survey import Holding, Located, LocationSurvey, ResumeSurvey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Rewind, read_records, write_records
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, DamagedError
@@ -30,7 +30,7 @@ LOOKING = "cannot look for checkpoints"
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumeSource:
     """The checkpoint to resume from.
 
     Args:
@@ -69,20 +69,20 @@ class ResumePlanner:
         self._folder, self._ranks, self._print_line = config.run.dir / CHECKPOINTS_DIR, ranks, print_line
         self._there = mirrored.mirror if mirrored else None
         self._scope = mirrored.scope.over(ranks) if mirrored else StorageScope(ranks)
-        self._manifests: dict[Version, Manifest] = {}
+        self._manifests: dict[Version, CheckpointManifest] = {}
         # One restarted rank is enough: an agent that replaces another one has made no earlier start itself.
         answers = ranks.gather((restarted, job))
         resume = config.checkpoint.resume
-        self._request = Request(
+        self._request = ResumeRequest(
             resume,
             is_restart=any(again for again, _ in answers),
             job=answers[0][1],
             aims_at_mirror=ranks.on_leader(lambda: self._aims_at_mirror(resume), LOOKING),
         )
         records = read_records(self._folder, self._there, self._scope)
-        self._survey = Survey(self._folder, str(self._there or ""), records, self._scope.number == 1)
-        self._start = Start(own=False, abandon=resume_plan.Abandon({}), history=records.newest)
-        self._chosen: Found | None = None
+        self._survey = ResumeSurvey(self._folder, str(self._there or ""), records, self._scope.number == 1)
+        self._start = ResumeStart(own=False, abandon=resume_plan.Abandon({}), history=records.newest)
+        self._chosen: ResumeSource | None = None
 
     @property
     def own(self) -> bool:
@@ -109,7 +109,7 @@ class ResumePlanner:
         records = write_records(records, history, self._folder, self._there, self._scope)
         self._survey = replace(self._survey, records=records)
 
-    def choose(self) -> Found | None:
+    def choose(self) -> ResumeSource | None:
         """Choose the checkpoint to resume from; None: start from scratch.
 
         Raises:
@@ -118,14 +118,14 @@ class ResumePlanner:
         """
         while True:
             plan = plan_resume(self._survey, self._request)
-            for line in plan.lines if isinstance(plan, resume_plan.Look | resume_plan.Locate | Start) else ():
+            for line in plan.lines if isinstance(plan, resume_plan.Look | resume_plan.Locate | ResumeStart) else ():
                 self._print_line(line)
-            if isinstance(plan, Start):
+            if isinstance(plan, ResumeStart):
                 self._start, self._chosen = plan, self._found(plan)
                 return self._chosen
             self._survey = self._carry_out(plan)
 
-    def quarantine(self, found: Found, error: DamagedError) -> str:
+    def quarantine(self, found: ResumeSource, error: DamagedError) -> str:
         """Quarantine a damaged checkpoint, and return a description for people.
 
         A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
@@ -161,16 +161,16 @@ class ResumePlanner:
         place, root = place_of(resume), self._there.store.root
         return mirror.is_same(place, root) or mirror.step_in(root, place) is not None
 
-    def _found(self, start: Start) -> Found | None:
+    def _found(self, start: ResumeStart) -> ResumeSource | None:
         if start.own and start.step is not None:
             step, there = start.step, self._there
             places = {"disk": directory.step_path(self._folder, step), "mirror": there and there.place(step)}
             place, *fallbacks = [found for each in start.sources[self._scope.leader] if (found := places[each])]
-            return Found(place, tuple(fallbacks))
+            return ResumeSource(place, tuple(fallbacks))
         located = None if start.own else self._survey.located
-        return Found(located.place) if located else None
+        return ResumeSource(located.place) if located else None
 
-    def _carry_out(self, plan: resume_plan.Plan) -> Survey:
+    def _carry_out(self, plan: resume_plan.Plan) -> ResumeSurvey:
         """Carry out a plan, and return the survey that it leads to."""
         survey = self._survey
         if isinstance(plan, resume_plan.Refuse):
@@ -204,7 +204,7 @@ class ResumePlanner:
             results[MIRROR] = self._ranks.on_leader(lambda: in_mirror(there), f"{failure} in {there}")
         return results
 
-    def _look(self) -> Survey:
+    def _look(self) -> ResumeSurvey:
         is_mirrored = self._there is not None
         places = self._on_places(lambda: _list_disk(self._folder, is_mirrored=is_mirrored), _list_mirror, LOOKING)
         return replace(self._survey, places=places)
@@ -220,11 +220,11 @@ class ResumePlanner:
             steps = named(sorted(gone))
             self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {steps}")
 
-    def _write_records(self, plan: resume_plan.Repeat | Start, known: int = 0) -> Survey:
+    def _write_records(self, plan: resume_plan.Repeat | ResumeStart, known: int = 0) -> ResumeSurvey:
         records = write_records(self._survey.records, plan.history, self._folder, self._there, self._scope, known=known)
         return replace(self._survey, records=records)
 
-    def _quarantine(self, plan: resume_plan.Quarantine) -> Survey:
+    def _quarantine(self, plan: resume_plan.Quarantine) -> ResumeSurvey:
         folder, mine = self._folder, plan.damaged.get(self._scope.leader, {})
         names = self._on_places(
             lambda: _put_aside(mine, lambda step: directory.quarantine(directory.step_path(folder, step)).name),
@@ -249,7 +249,7 @@ class ResumePlanner:
         sizes = {name: (path / name).stat().st_size for name in files if (path / name).is_file()}
         return Holding(tuple(files), tuple(name for name, each in files.items() if sizes.get(name) == each.num_bytes))
 
-    def _upload(self, plan: resume_plan.Upload) -> Survey:
+    def _upload(self, plan: resume_plan.Upload) -> ResumeSurvey:
         there, scope, step = self._there, self._scope, plan.version[0]
         assert there is not None
         path = directory.step_path(self._folder, step)
@@ -292,7 +292,7 @@ def _put_aside(damaged: Mapping[int, DamagedError], rename: Callable[[int], str]
     return names
 
 
-def _list_disk(folder: Path, *, is_mirrored: bool) -> Held:
+def _list_disk(folder: Path, *, is_mirrored: bool) -> LocationSurvey:
     """Checkpoints of a disk. A run without mirror reads the metadata of the one checkpoint that it loads."""
     places = {directory.step_of(path): path for path in directory.list_checkpoints(folder)}
     seals, damaged = _read_seals(places) if is_mirrored else (dict.fromkeys(places, 0), {})
@@ -300,13 +300,13 @@ def _list_disk(folder: Path, *, is_mirrored: bool) -> Held:
         reason = "the file is gone, and a checkpoint without it is not complete"
         damaged[directory.step_of(path)] = DamagedError(path / directory.META, reason)
     names = {path.name: directory.step_of(path) for path in directory.quarantined(folder)}
-    return Held(seals, damaged, quarantined=names, remnants=tuple(directory.remnants(folder)))
+    return LocationSurvey(seals, damaged, quarantined=names, remnants=tuple(directory.remnants(folder)))
 
 
-def _list_mirror(there: mirror.Mirror) -> Held:
+def _list_mirror(there: mirror.Mirror) -> LocationSurvey:
     seals, damaged = _read_seals({step: there.place(step) for step in there.steps()})
     names = {place: directory.step_of(place_of(place)) for place in there.spoilt()}
-    return Held(seals, damaged, quarantined=names, remnants=tuple(there.remnants()))
+    return LocationSurvey(seals, damaged, quarantined=names, remnants=tuple(there.remnants()))
 
 
 def _read_seals(places: Mapping[int, Location]) -> tuple[dict[int, int], dict[int, DamagedError]]:

@@ -1,8 +1,9 @@
 """Decision which checkpoint a run resumes from: a pure function from a survey of all locations to the next plan.
 
 The survey grows while plans are carried out: manifests are read of one checkpoint at a time, the newest first. Reading
-all of them would cost a restart minutes on a slow mirror. Each plan but `Refuse` and `Start` thus changes the survey,
-by the methods of `Survey`, and the function is asked again. All ranks hold the same survey, so their plans are equal.
+all of them would cost a restart minutes on a slow mirror. Each plan but `Refuse` and `ResumeStart` thus changes the
+survey, by the methods of `ResumeSurvey`, and the function is asked again. All ranks hold the same survey, so their
+plans are equal.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from nxtrain.checkpoint.directory import step_path
-from nxtrain.checkpoint.resume_survey import Held, Located, Survey, Version
+from nxtrain.checkpoint.resume_survey import Located, LocationSurvey, ResumeSurvey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Rewind, RunHistory
 from nxtrain.common.errors import DamagedError
 
 
 @dataclass(frozen=True)
-class Request:
+class ResumeRequest:
     """Request of a start.
 
     Args:
@@ -115,7 +116,7 @@ class Locate:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumeStart:
     """Start from a checkpoint, or from scratch.
 
     Args:
@@ -134,10 +135,10 @@ class Start:
     lines: tuple[str, ...] = ()
 
 
-Plan = Refuse | Repeat | Look | Abandon | Quarantine | Inspect | PassOver | Upload | Locate | Start
+Plan = Refuse | Repeat | Look | Abandon | Quarantine | Inspect | PassOver | Upload | Locate | ResumeStart
 
 
-def plan_resume(survey: Survey, request: Request) -> Plan:
+def plan_resume(survey: ResumeSurvey, request: ResumeRequest) -> Plan:
     """Plan the next action of a start, equal on all ranks."""
     records, resume = survey.records, request.resume
     if problem := records.conflict(survey.folder, survey.mirror, takes_over=request.aims_at_mirror):
@@ -163,7 +164,7 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
         if problem := _scratch_problem(survey, resume):
             return Refuse(problem)
         if resume == "auto":
-            return Start(own=True, abandon=_everywhere(survey, 0), history=newest)
+            return ResumeStart(own=True, abandon=_everywhere(survey, 0), history=newest)
         lines = (f"nothing that the run reached since is left: it goes back to {resume} again",)
     elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
         return Repeat(_with(newest, Rewind(told="", job=request.job)), known=len(newest.returns))
@@ -172,19 +173,19 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
     return _rewind(survey, request, survey.located, ()) if survey.located else Locate(lines)
 
 
-def _catch_up(survey: Survey) -> Abandon | None:
+def _catch_up(survey: ResumeSurvey) -> Abandon | None:
     """Abandon the checkpoints of rewinds that a location has missed."""
     missed = {where: survey.records.missed(where) for where in survey.records.places}
     after = {where: last for where, last in missed.items() if last is not None and survey.listed[where].last > last}
     return Abandon(after) if after else None
 
 
-def _quarantine(survey: Survey) -> Quarantine | None:
+def _quarantine(survey: ResumeSurvey) -> Quarantine | None:
     damaged = {where: held.damaged for where, held in survey.listed.items() if held.damaged}
     return Quarantine(damaged) if damaged else None
 
 
-def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload | Start | None:
+def _newest_own(survey: ResumeSurvey, request: ResumeRequest) -> Inspect | PassOver | Upload | ResumeStart | None:
     """Plan for the newest version that may be complete; None: the run has none."""
     versions = {version for held in survey.listed.values() for version in held.seals.items()}
     candidates = [
@@ -207,10 +208,10 @@ def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload
     for leader in survey.listed.keys() - {MIRROR}:
         on_disk: tuple[Literal["disk"], ...] = ("disk",) if survey.listed[leader].seals.get(step) == seal else ()
         sources[leader] = (*on_disk, "mirror") if not only_here and survey.mirror else on_disk
-    return Start(True, _everywhere(survey, step), survey.records.newest, step, sources)
+    return ResumeStart(True, _everywhere(survey, step), survey.records.newest, step, sources)
 
 
-def _complete(survey: Survey, version: Version) -> PassOver | Upload | None:
+def _complete(survey: ResumeSurvey, version: Version) -> PassOver | Upload | None:
     """Plan for a version that the mirror lacks; None: all ranks can read the disk that holds it."""
     holdings = sorted(survey.holdings[version].items())
     holders = {name: leader for leader, holding in reversed(holdings) for name in holding.present}
@@ -226,7 +227,9 @@ def _complete(survey: Survey, version: Version) -> PassOver | Upload | None:
     return Upload(version, senders, sealers[0])
 
 
-def _rewind(survey: Survey, request: Request, located: Located | None, lines: tuple[str, ...]) -> Start:
+def _rewind(
+    survey: ResumeSurvey, request: ResumeRequest, located: Located | None, lines: tuple[str, ...]
+) -> ResumeStart:
     """Plan a start from scratch or from a requested checkpoint.
 
     A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
@@ -240,14 +243,14 @@ def _rewind(survey: Survey, request: Request, located: Located | None, lines: tu
         holds_it = (in_mirror if where == MIRROR else on_disk) is not None
         after[where] = keeps if holds_it or missed is None else min(keeps, missed)
     history = _with(records.newest, Rewind(told=request.resume, job=request.job, keeps=keeps))
-    return Start(own=False, abandon=Abandon(after), history=history, lines=lines)
+    return ResumeStart(own=False, abandon=Abandon(after), history=history, lines=lines)
 
 
-def _everywhere(survey: Survey, last: int) -> Abandon:
+def _everywhere(survey: ResumeSurvey, last: int) -> Abandon:
     return Abandon(dict.fromkeys(survey.records.places, last), damaged=False)
 
 
-def _scratch_problem(survey: Survey, resume: str) -> str:
+def _scratch_problem(survey: ResumeSurvey, resume: str) -> str:
     """Error that keeps a run with damaged or lost checkpoints from a start from scratch; empty if there is none."""
     if unread := sorted(survey.unread.union(*(held.unread for held in survey.listed.values()))):
         return (
@@ -255,7 +258,7 @@ def _scratch_problem(survey: Survey, resume: str) -> str:
             "storage is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
         )
     on_disks = {name for where, held in survey.listed.items() if where != MIRROR for name in held.quarantined}
-    damaged = [*sorted(on_disks), *survey.listed.get(MIRROR, Held()).quarantined]
+    damaged = [*sorted(on_disks), *survey.listed.get(MIRROR, LocationSurvey()).quarantined]
     if damaged and resume in {"auto", "never"}:
         return (
             f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "

@@ -25,7 +25,7 @@ from nxtrain.checkpoint.convert.streamed import write_streamed
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import DTYPES, Manifest
+from nxtrain.checkpoint.manifest import DTYPES, CheckpointManifest
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
@@ -196,7 +196,7 @@ def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, m
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _weights_of(manifest: Manifest) -> list[TensorShard]:
+def _weights_of(manifest: CheckpointManifest) -> list[TensorShard]:
     """The weights of a checkpoint, whole."""
     tensors = ((*key.partition("/"), stored) for key, stored in manifest.tensors.items())
     return [
@@ -217,7 +217,7 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
     yield file
 
 
-def _read_checkpoint(checkpoint: Location, manifest: Manifest, targets: Mapping[TensorShard, Tensor]) -> None:
+def _read_checkpoint(checkpoint: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
     with collective(f"cannot read {checkpoint}"):
         reader = FileReader(checkpoint, manifest, targets)
         dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)

@@ -32,7 +32,7 @@ from nxtrain.checkpoint.convert.nxd_read import FAMILY, OURS
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.shards import MODEL, TensorShard
@@ -46,7 +46,7 @@ _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
 
 @dataclass(frozen=True)
-class Target:
+class NxdTarget:
     """Layout of the ranks that will read the files.
 
     Args:
@@ -79,7 +79,7 @@ class OptimizerSettings:
     lr: float
 
 
-def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: OptimizerSettings | None) -> Path:
+def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
     """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
 
     Args:
@@ -141,7 +141,7 @@ class _Writer:
 
     src: Location
     meta: Meta
-    manifest: Manifest
+    manifest: CheckpointManifest
     layout: NxdLayout
     dp: int
     zero1: bool

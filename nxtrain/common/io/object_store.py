@@ -290,7 +290,7 @@ class S3Store:
         target = self.root / name
         bucket, key = split(target)
         with ChecksummedReader(file, stored) as reader, explained(self.root):
-            body = _Stream(reader.blocks(range(len(stored.checksums))))
+            body = _UploadStream(reader.blocks(range(len(stored.checksums))))
             self._client.upload_fileobj(
                 body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
             )
@@ -315,7 +315,7 @@ class S3Store:
                     raise CheckpointError(f"{self.root}: cannot delete {failed['Key']}: {failed['Message']}")
 
 
-class _Stream(io.RawIOBase):
+class _UploadStream(io.RawIOBase):
     """Readable stream of a file's verified blocks, for boto3."""
 
     def __init__(self, blocks: Iterator[tuple[int, memoryview]]) -> None:
