@@ -127,20 +127,24 @@ class ResumeSurvey:
 
     def abandoned(self, after: Mapping[int, int], *, damaged: bool) -> ResumeSurvey:
         """The survey after the checkpoints behind a step of each location are abandoned."""
-        kept = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
-        return replace(self, places={**self.listed, **kept})
+        shortened = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
+        return replace(self, places={**self.listed, **shortened})
 
     def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> ResumeSurvey:
         """The survey after a quarantine: the new name of each step in each location; no name: it is unread."""
-        return replace(self, places={where: each.without(names.get(where, {})) for where, each in self.listed.items()})
+        places = {where: location.without(names.get(where, {})) for where, location in self.listed.items()}
+        return replace(self, places=places)
 
-    def inspected(self, version: Version, found: Mapping[int, Holding | DamagedError]) -> ResumeSurvey:
+    def inspected(self, version: Version, results: Mapping[int, Holding | DamagedError]) -> ResumeSurvey:
         """The survey after the manifests of a version are read."""
         step, places = version[0], dict(self.listed)
-        for leader, each in found.items():
-            if isinstance(each, DamagedError):
-                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: each})
-        holdings = {leader: each if isinstance(each, Holding) else Holding() for leader, each in found.items()}
+        holdings: dict[int, Holding] = {}
+        for leader, result in results.items():
+            if isinstance(result, DamagedError):
+                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: result})
+                holdings[leader] = Holding()
+            else:
+                holdings[leader] = result
         return replace(self, places=places, holdings={**self.holdings, version: holdings})
 
     def with_upload(self, version: Version) -> ResumeSurvey:
@@ -154,7 +158,7 @@ class ResumeSurvey:
 
     def given_up(self, step: int) -> ResumeSurvey:
         """The survey after all versions of a step are damaged."""
-        versions = {each for each in self.holdings if each[0] == step}
+        versions = {version for version in self.holdings if version[0] == step}
         return replace(self, rejected=self.rejected | versions, uploaded=None)
 
 

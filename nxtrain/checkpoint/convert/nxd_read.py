@@ -67,33 +67,22 @@ def nxd_to_nxtrain(
         states = NxdStates.open(source, tag / OPTIM_DIR)
     saved = _saved_metadata(tag / USER_CONTENT)
     if run is not None and states is not None and not saved:
-        samples = states.step * run.train.global_batch
-        saved = {
-            "samples": samples,
-            "tokens": samples * run.train.seq_len,
-            "seed": run.run.seed,
-            "global_batch": run.train.global_batch,
-        }
-    chunks = source.chunks(MODEL, source.dtype)
-    kinds: tuple[str, ...] = (MODEL,)
+        saved = _metadata_of(run, states.step)
+    types = {MODEL: source.dtype}
     step = samples = tokens = 0
-    state_dtype = torch.float32
     mesh = {"pp": source.grid.pp, "dp": 1, "tp": source.grid.tp}
     if states is not None:
-        kinds = (MODEL, *MEANS)
-        for kind in MEANS:
-            chunks += source.chunks(kind, states.dtype)
-        has_master = states.has_master
-        if "kinds" in saved:
-            has_master = MASTER in saved["kinds"]
+        types |= dict.fromkeys(MEANS, states.dtype)
+        has_master = MASTER in saved["kinds"] if "kinds" in saved else states.has_master
         if has_master:
-            kinds = (*kinds, MASTER)
-            chunks += source.chunks(MASTER, torch.float32)
+            types[MASTER] = torch.float32
         step = states.step
         samples = saved.get("samples", 0)
         tokens = saved.get("tokens", 0)
-        state_dtype = states.dtype
         mesh["dp"] = states.grid.dp
+    chunks: list[TensorShard] = []
+    for kind, dtype in types.items():
+        chunks += source.chunks(kind, dtype)
     meta = Meta(
         step=step,
         samples=samples,
@@ -103,12 +92,12 @@ def nxd_to_nxtrain(
         family=family.name,
         config=model.model_dump(mode="json"),
         dtype=dtype_name(source.dtype),
-        state_dtype=dtype_name(state_dtype),
+        state_dtype=dtype_name(types.get(MEANS[0], torch.float32)),
         data_fingerprint=saved.get("data_fingerprint", ""),
         tokenizer_fingerprint=saved.get("tokenizer_fingerprint", ""),
         config_fingerprint=saved.get("config_fingerprint", ""),
         mesh=mesh,
-        kinds=kinds,
+        kinds=tuple(types),
     )
 
     def read(chunk: TensorShard) -> Tensor:
@@ -130,6 +119,17 @@ def _saved_metadata(file: Path) -> Mapping[str, Any]:
     except CheckpointError:  # absent, or arbitrary content of a user's script
         return {}
     return saved
+
+
+def _metadata_of(run: RunConfig, step: int) -> Mapping[str, Any]:
+    """Metadata of a run after a step, whose position in the data follows from its configuration."""
+    samples = step * run.train.global_batch
+    return {
+        "samples": samples,
+        "tokens": samples * run.train.seq_len,
+        "seed": run.run.seed,
+        "global_batch": run.train.global_batch,
+    }
 
 
 def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:

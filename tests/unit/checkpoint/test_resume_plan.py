@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class DrawnLocations:
+class Locations:
     """True content of all locations.
 
     Args:
@@ -95,7 +95,7 @@ def names(damaged: Mapping[int, DamagedError], where: object) -> dict[int, str]:
     return {step: "" if each.unread else f"step-{step:08d}.corrupt@{where}" for step, each in damaged.items()}
 
 
-def carry_out(world: DrawnLocations, survey: ResumeSurvey, plan: Plan) -> ResumeSurvey:
+def carry_out(world: Locations, survey: ResumeSurvey, plan: Plan) -> ResumeSurvey:
     """Survey after a plan is carried out on the drawn locations."""
     if isinstance(plan, Look):
         mirrored = world.mirror is not None
@@ -120,7 +120,7 @@ def carry_out(world: DrawnLocations, survey: ResumeSurvey, plan: Plan) -> Resume
         records = survey.records
 
         def due(each: Record) -> Record:
-            return plan.history if isinstance(each, RunHistory) and len(each.returns) >= plan.known else each
+            return plan.history if isinstance(each, RunHistory) and len(each.returns) >= plan.num_seen else each
 
         return replace(survey, records=replace(records, places={n: due(each) for n, each in records.places.items()}))
     assert isinstance(plan, Locate)
@@ -144,7 +144,7 @@ def turned(mapping: Mapping[K, V]) -> dict[K, V]:
 
 
 def decide(
-    world: DrawnLocations, request: ResumeRequest, survey: ResumeSurvey | None = None
+    world: Locations, request: ResumeRequest, survey: ResumeSurvey | None = None
 ) -> tuple[ResumeSurvey, ResumeStart | Refuse, list[Plan]]:
     """The end of a start, and all plans before it; every plan is the same on every rank."""
     survey, plans = survey or world.survey, list[Plan]()
@@ -165,7 +165,7 @@ REWINDS = st.lists(st.builds(Rewind, told=st.just("never"), keeps=st.none() | st
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> DrawnLocations:
+def worlds(draw: st.DrawFn) -> Locations:
     leaders = range(draw(st.integers(1, 3)))
     mirrored = len(leaders) > 1 or draw(st.booleans())
     returns = tuple(draw(REWINDS))
@@ -183,7 +183,7 @@ def worlds(draw: st.DrawFn) -> DrawnLocations:
     places = {leader: record() for leader in leaders} | ({MIRROR: whole} if mirrored else {})
     if draw(st.booleans()):
         places |= {leaders[-1]: whole} | ({MIRROR: record()} if mirrored else {})
-    return DrawnLocations(
+    return Locations(
         {leader: draw(st.dictionaries(STEPS, STORED, max_size=3)) for leader in leaders},
         draw(st.dictionaries(STEPS, STORED, max_size=3)) if mirrored else None,
         {where: aside(where) if draw(st.booleans()) else {} for where in (MIRROR, *leaders)},
@@ -199,13 +199,13 @@ REQUESTS = st.builds(
 drawn = settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
 
 
-def stays(world: DrawnLocations, where: int) -> int:
+def stays(world: Locations, where: int) -> int:
     """Last step of a location that no missed rewind abandoned."""
     missed = world.records.missed(where)
     return 99 if missed is None else missed
 
 
-def expected(world: DrawnLocations, request: ResumeRequest, unread: frozenset[int] = frozenset()) -> Version | None:
+def expected(world: Locations, request: ResumeRequest, unread: frozenset[int] = frozenset()) -> Version | None:
     """The newest complete version, by looking at everything at once."""
     copies = {
         step: each.seal
@@ -233,7 +233,7 @@ def expected(world: DrawnLocations, request: ResumeRequest, unread: frozenset[in
     return (max(complete)[0], max(complete)[2]) if complete else None
 
 
-def own_start(world: DrawnLocations, request: ResumeRequest) -> bool:
+def own_start(world: Locations, request: ResumeRequest) -> bool:
     last = world.records.newest.returns[-1:]
     has_returned = bool(last) and (last[0].told, last[0].job) == (request.resume, request.job)
     return request.resume == "auto" or (request.is_restart and has_returned)
@@ -241,9 +241,7 @@ def own_start(world: DrawnLocations, request: ResumeRequest) -> bool:
 
 @drawn
 @given(worlds(), REQUESTS, st.frozensets(STEPS, max_size=1))
-def test_the_newest_complete_checkpoint_wins(
-    world: DrawnLocations, request: ResumeRequest, unread: frozenset[int]
-) -> None:
+def test_the_newest_complete_checkpoint_wins(world: Locations, request: ResumeRequest, unread: frozenset[int]) -> None:
     assume(own_start(world, request))
     _, end, _ = decide(world, request, replace(world.survey, unread=unread))
     wanted = expected(world, request, unread)
@@ -267,7 +265,7 @@ def test_the_newest_complete_checkpoint_wins(
 
 @drawn
 @given(worlds(), REQUESTS)
-def test_nothing_that_was_abandoned_or_put_aside_is_read(world: DrawnLocations, request: ResumeRequest) -> None:
+def test_nothing_that_was_abandoned_or_put_aside_is_read(world: Locations, request: ResumeRequest) -> None:
     survey, end, plans = decide(world, request)
     if not isinstance(end, ResumeStart) or end.step is None:
         return
@@ -288,7 +286,7 @@ def test_nothing_that_was_abandoned_or_put_aside_is_read(world: DrawnLocations, 
 @drawn
 @given(worlds(), REQUESTS, st.frozensets(STEPS, max_size=1))
 def test_no_start_from_scratch_while_checkpoints_are_damaged_or_unread(
-    world: DrawnLocations, request: ResumeRequest, unread: frozenset[int]
+    world: Locations, request: ResumeRequest, unread: frozenset[int]
 ) -> None:
     assume(own_start(world, request) and request.resume in {"auto", "never"})
     survey, end, _ = decide(world, request, replace(world.survey, unread=unread))
@@ -305,7 +303,7 @@ def test_no_start_from_scratch_while_checkpoints_are_damaged_or_unread(
 @drawn
 @given(worlds(), REQUESTS)
 def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(
-    world: DrawnLocations, request: ResumeRequest
+    world: Locations, request: ResumeRequest
 ) -> None:
     assume(not own_start(world, request))
     survey, end, plans = decide(world, request)
@@ -325,7 +323,7 @@ def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(
 
 @drawn
 @given(worlds(), REQUESTS)
-def test_a_resume_abandons_what_is_later_and_adds_no_rewind(world: DrawnLocations, request: ResumeRequest) -> None:
+def test_a_resume_abandons_what_is_later_and_adds_no_rewind(world: Locations, request: ResumeRequest) -> None:
     _, end, _ = decide(world, request)
     assume(isinstance(end, ResumeStart) and end.own)
     assert isinstance(end, ResumeStart)
@@ -359,9 +357,9 @@ def replace_returns(history: RunHistory) -> RunHistory:
 
 def two_disks(
     first: Mapping[int, Stored], second: Mapping[int, Stored], mirror: Mapping[int, Stored], records: Records
-) -> DrawnLocations:
+) -> Locations:
     quarantined: dict[int, dict[str, int]] = {MIRROR: {}, 0: {}, 1: {}}
-    return DrawnLocations({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
+    return Locations({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
 
 
 @pytest.mark.parametrize("behind", ["a disk", "the mirror"])
@@ -400,9 +398,7 @@ def test_of_two_versions_of_a_step_on_disks_that_share_nothing_one_is_copied_and
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_conversion_is_no_start_from_scratch(resume: str) -> None:
     history = FRESH.model_copy(update={"returns": (Rewind(told="never", keeps=0),)})
-    world = DrawnLocations(
-        {0: {0: Stored(1)}}, None, {0: {}}, Records({0: history}, FRESH), frozenset(), is_shared=True
-    )
+    world = Locations({0: {0: Stored(1)}}, None, {0: {}}, Records({0: history}, FRESH), frozenset(), is_shared=True)
     _, end, _ = decide(world, ResumeRequest(resume, is_restart=True))
     assert isinstance(end, ResumeStart)
     assert (end.own, end.step) == ((True, 0) if resume == "auto" else (False, None))
@@ -410,9 +406,7 @@ def test_a_conversion_is_no_start_from_scratch(resume: str) -> None:
 
 def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
     records = Records({0: FRESH, MIRROR: FRESH}, FRESH)
-    world = DrawnLocations(
-        {0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}, MIRROR: {}}, records, frozenset(), is_shared=True
-    )
+    world = Locations({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}, MIRROR: {}}, records, frozenset(), is_shared=True)
     _, end, _ = decide(world, ResumeRequest("auto"))
     assert isinstance(end, ResumeStart)
     assert (end.step, end.sources) == (4, {0: ("disk",)})
