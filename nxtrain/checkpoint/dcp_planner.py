@@ -92,29 +92,30 @@ class ChunkLoadPlanner(LoadPlanner):
     ) -> None:
         """Take the checkpoint's list of tensors."""
         assert metadata is not None
-        self._stored = _tensors(metadata)
+        stored = metadata.state_dict_metadata
+        self._stored = {key: tensor for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads, and list the type and shape of each tensor that it expects."""
-        items = [
-            item
-            for chunk in self._chunks
-            if chunk.key in self._stored
-            for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box])
-        ]
+        items: list[ReadItem] = []
+        for chunk in self._chunks:
+            if chunk.key in self._stored:
+                items.extend(create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box]))
         self._items = items  # kept here: the coordinator would otherwise receive the reads of all ranks
         wanted = {chunk.key: describe(chunk.shape, chunk.dtype) for chunk in self._chunks}
         return LoadPlan([], planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse a checkpoint whose tensors the ranks do not expect, before any is read."""
-        wanted = {key: expected for plan in global_plan for key, expected in plan.planner_data.items()}
-        found = {
+        wanted: dict[str, str] = {}
+        for plan in global_plan:
+            wanted.update(plan.planner_data)
+        stored = {
             key: describe(tensor.size, tensor.properties.dtype)
             for key, tensor in self._stored.items()
             if key in wanted or key.partition("/")[0] in self._complete
         }
-        problems = mismatches(wanted, found)
+        problems = mismatches(wanted, stored)
         if problems:
             kinds = ", ".join(sorted({key.partition("/")[0] for key in self._stored}))
             raise CheckpointError("\n".join(["it does not fit the model", *problems, f"it holds: {kinds}"]))
@@ -142,8 +143,3 @@ class ChunkLoadPlanner(LoadPlanner):
 def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Text for a tensor's type and shape, such as `bfloat16 (512, 64)`."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
-def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    stored = metadata.state_dict_metadata
-    return {key: tensor for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +23,16 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
+from nxtrain.checkpoint.manifest import (
+    CODES,
+    Box,
+    CheckpointManifest,
+    FileEntry,
+    StoredShard,
+    TensorEntry,
+    file_of,
+    header,
+)
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
@@ -63,12 +72,14 @@ class FileWriter(StorageWriter):
 
     def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: SharedPlan | None = None) -> None:
         self._folder, self._name = folder, file_of(rank)
-        self._memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+        if memory is None:
+            memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = memory
         self._joint = joint or SharedPlan()
         self._items: list[WriteItem] = []
         self._header = b""
         self.stored: dict[str, FileDigest] = {}
-        self.manifest: Manifest | None = None
+        self.manifest: CheckpointManifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: each writer writes one checkpoint."""
@@ -94,8 +105,11 @@ class FileWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
+        results: list[WriteResult] = []
+        if self._items:
+            results = self._write(planner)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(planner) if self._items else [])
+        done.set_result(results)
         return done
 
     def _write(self, planner: SavePlanner) -> list[WriteResult]:
@@ -121,12 +135,14 @@ class FileWriter(StorageWriter):
         """Offset of a tensor in `memory`; None if it is elsewhere or not contiguous."""
         offset = tensor.data_ptr() - self._memory.data_ptr()
         within = 0 <= offset <= self._memory.nbytes - tensor.nbytes
-        return offset if within and tensor.is_contiguous() and tensor.is_cpu else None
+        if within and tensor.is_contiguous() and tensor.is_cpu:
+            return offset
+        return None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest of the files of all ranks."""
-        files = {result.index.fqn: FileEntry.of(result.storage_data) for written in results for result in written}
-        self.manifest = Manifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
+        files = {result.index.fqn: FileEntry.of(result.storage_data) for result in chain.from_iterable(results)}
+        self.manifest = CheckpointManifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -148,9 +164,13 @@ class FileReader(StorageReader):
     """
 
     def __init__(
-        self, folder: Location, manifest: Manifest, wanted: Iterable[TensorShard], fallbacks: Sequence[Location] = ()
+        self,
+        folder: Location,
+        manifest: CheckpointManifest,
+        wanted: Iterable[TensorShard],
+        fallbacks: Sequence[Location] = (),
     ) -> None:
-        self._places = (folder, *fallbacks)
+        self._folders = (folder, *fallbacks)
         self.damage: list[DamagedError] = []
         self._manifest = manifest
         boxes: dict[str, list[Box]] = defaultdict(list)
@@ -184,7 +204,7 @@ class FileReader(StorageReader):
             wanted[file] += self._pieces(item, start, planner)
         for file, pieces in sorted(wanted.items()):
             entry = self._manifest.files[file]
-            copies = [partial(open_source, place / file) for place in self._places]
+            copies = [partial(open_source, folder / file) for folder in self._folders]
             with ChecksummedReader(copies, entry.stored) as reader:
                 _fill(reader, sorted(pieces, key=lambda piece: piece.start), entry.block_bytes)
                 self.damage += reader.damage
@@ -242,7 +262,9 @@ class _Piece:
         """Copy the bytes of the rows from a block of the file; called with every block of the rows, in order."""
         if where <= self.start:
             fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
-            self._rows = self.target if fits and self.target.is_cpu else torch.empty(self.shape, dtype=self.dtype)
+            self._rows = self.target
+            if not fits or not self.target.is_cpu:
+                self._rows = torch.empty(self.shape, dtype=self.dtype)
             self._into = bytes_of(self._rows)
         low, high = max(self.start, where), min(self.stop, where + len(content))
         self._into[low - self.start : high - self.start] = content[low - where : high - where]
@@ -256,7 +278,9 @@ class _Piece:
 
 def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
     """Give every needed block to the pieces inside it; pieces are sorted by start, and may share rows."""
-    needed = {index for piece in pieces for index in range(piece.start // block_bytes, -(-piece.stop // block_bytes))}
+    needed = set[int]()
+    for piece in pieces:
+        needed.update(range(piece.start // block_bytes, -(-piece.stop // block_bytes)))
     waiting, underway = deque(pieces), list[_Piece]()
     for where, content in reader.blocks(sorted(needed)):
         while waiting and waiting[0].start < where + len(content):
@@ -291,16 +315,17 @@ def _placed(item: WriteItem, start: int) -> _PlacedShard:
 def _join(placed: Sequence[Sequence[_PlacedShard]]) -> dict[str, TensorEntry]:
     """Join the lists of all ranks to entries by key; each tensor's shards are in the order of ranks."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    found: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
+    shards: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
     for rank, ours in enumerate(placed):
         for key, dtype, shape, box, start in ours:
             first = shapes.setdefault(key, (dtype, shape))
             if first != (dtype, shape):
                 raise CheckpointError(f"{key}: rank {rank} has {dtype} {shape}, and a rank before it has {first}")
-            found[key].append((rank, box, start))
+            shards[key].append((rank, box, start))
     joint = {}
-    for key, parts in found.items():
-        (dtype, shape), (ranks, boxes, starts) = shapes[key], zip(*parts, strict=True)
+    for key, parts in shards.items():
+        dtype, shape = shapes[key]
+        ranks, boxes, starts = zip(*parts, strict=True)
         planned = sum(math.prod(sizes) for _, sizes in boxes)
         if planned != math.prod(shape):
             raise CheckpointError(f"{key} {shape}: the ranks hold {planned:,} of its {math.prod(shape):,} entries")
@@ -370,8 +395,8 @@ class Staging:
 
     def num_bytes(self, shards: Shards) -> int:
         """Host memory that `fill` takes for shards."""
-        places = {(chunk.kind, chunk.parameter) for chunk in self._mine(shards)}
-        return sum(shards[kind][parameter].nbytes for kind, parameter in places)
+        names = {(chunk.kind, chunk.parameter) for chunk in self._mine(shards)}
+        return sum(shards[kind][parameter].nbytes for kind, parameter in names)
 
     def refer(self, shards: Shards) -> Staged:
         """The shards without a copy: each is fetched to the host as it is written, and must not change until then."""
@@ -383,18 +408,16 @@ class Staging:
 
     def _prepare(self, shards: Shards) -> Staged:
         mine = self._mine(shards)
-        places = [
-            (place, tuple(group)) for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter))
-        ]
-        local = {(kind, parameter): shards[kind][parameter] for (kind, parameter), _ in places}
-        memory = torch.frombuffer(aligned_memory(max(1, sum(x.nbytes for x in local.values()))), dtype=torch.uint8)
-        tensors, start = {}, 0
-        for place, group in places:
-            x = local[place]
-            buffer = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-            tensors.update({chunk: chunk.of(buffer) for chunk in group})
-            self._buffers[place] = buffer
-            start += x.nbytes
+        memory = torch.frombuffer(aligned_memory(max(1, self.num_bytes(shards))), dtype=torch.uint8)
+        tensors: dict[TensorShard, Tensor] = {}
+        start = 0
+        for chunk in mine:
+            name = (chunk.kind, chunk.parameter)
+            if name not in self._buffers:
+                x = shards[chunk.kind][chunk.parameter]
+                self._buffers[name] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+                start += x.nbytes
+            tensors[chunk] = chunk.of(self._buffers[name])
         return Staged(tensors, memory)
 
 

@@ -61,8 +61,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints of a `checkpoints` folder, oldest first; empty if the folder does not exist."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and is_checkpoint(path)]
-    return sorted(found, key=step_of)
+    checkpoints = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and is_checkpoint(path)]
+    return sorted(checkpoints, key=step_of)
 
 
 def incomplete(directory: Path) -> list[Path]:
@@ -72,8 +72,8 @@ def incomplete(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and not is_checkpoint(path)]
-    return sorted(found, key=step_of)
+    paths = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and not is_checkpoint(path)]
+    return sorted(paths, key=step_of)
 
 
 def remnants(directory: Path) -> list[str]:
@@ -82,13 +82,15 @@ def remnants(directory: Path) -> list[str]:
     Such names are the record of the newest checkpoint, files of a checkpoint outside its folder, and unknown names of
     folders. Quarantined and abandoned checkpoints, and drafts of a killed write, are none.
     """
-    found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+    names: list[str] = []
+    if not directory.is_dir():
+        return names
+    for path in sorted(directory.iterdir()):
         is_file = path.name in {META, MANIFEST} or path.suffix == ".safetensors"
         is_renamed = path.name.startswith("step-") and not _OWN.fullmatch(path.name)
         if is_file or is_renamed or (path.name == LATEST and _names_lost(path)):
-            found.append(path.name)
-    return found
+            names.append(path.name)
+    return names
 
 
 def _names_lost(latest: Path) -> bool:
@@ -113,13 +115,13 @@ def find_checkpoint(path: Path) -> Path:
     """
     if is_checkpoint(path):
         return path
-    found = newest(path) or newest(path / CHECKPOINTS_DIR)
-    if found is None:
+    checkpoint = newest(path) or newest(path / CHECKPOINTS_DIR)
+    if checkpoint is None:
         raise CheckpointError(
             f"{path} holds no complete checkpoint; give a folder with {META}, "
             f"a {CHECKPOINTS_DIR} folder or a run folder"
         )
-    return found
+    return checkpoint
 
 
 def newer_unusable(checkpoint: Path) -> list[str]:
@@ -127,8 +129,8 @@ def newer_unusable(checkpoint: Path) -> list[str]:
     folder = checkpoint.parent
     if not _COMMITTED.fullmatch(checkpoint.name):
         return []
-    found = [*incomplete(folder), *quarantined(folder)]
-    return sorted(path.name for path in found if step_of(path) > step_of(checkpoint))
+    unusable = [*incomplete(folder), *quarantined(folder)]
+    return sorted(path.name for path in unusable if step_of(path) > step_of(checkpoint))
 
 
 def step_of(path: Location) -> int:
@@ -158,16 +160,18 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
     return staged
 
 
-def clear(directory: Path, own: str = "") -> None:
+def clear(directory: Path, target: str = "") -> None:
     """Remove the drafts of broken attempts, as far as possible; a folder that one was replacing gets its name back.
 
     Args:
         directory: A `checkpoints` folder, or the parent of a folder of another name.
-        own: The other name.
+        target: The other name.
     """
-    for left in sorted(directory.iterdir()) if directory.is_dir() else ():
+    if not directory.is_dir():
+        return
+    for left in sorted(directory.iterdir()):
         name, _, rest = left.name.rpartition(".")
-        if not _TEMPORARY.fullmatch(rest) or not (name == own or _COMMITTED.fullmatch(name)):
+        if not _TEMPORARY.fullmatch(rest) or not (name == target or _COMMITTED.fullmatch(name)):
             continue
         if rest.startswith("old-") and not left.with_name(name).exists():
             left.rename(left.with_name(name))
@@ -183,7 +187,9 @@ def discard(staged: Path) -> None:
 def publish(staged: Path, path: Path) -> None:
     """Rename a draft to its final name, atomically; an older folder of the name is replaced."""
     sync_folder(staged)
-    old = _set_aside(path, "old") if path.exists() else None
+    old = None
+    if path.exists():
+        old = _set_aside(path, "old")
     staged.rename(path)
     sync_folder(path.parent)
     if old is not None:
@@ -223,15 +229,16 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
         Steps of the abandoned checkpoints that were not quarantined.
     """
     # An incomplete one would be replaced by the new checkpoint of its step.
-    found = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
-    for path in quarantined(directory) if damaged else ():
-        if step_of(path) > after:
-            _add_suffix(path, "abandoned")
-    for path in found:
+    later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
+    if damaged:
+        for path in quarantined(directory):
+            if step_of(path) > after:
+                _add_suffix(path, "abandoned")
+    for path in later:
         _add_suffix(path, "abandoned")
-    if found or damaged:
+    if later or damaged:
         _renew_latest(directory)
-    return [step_of(path) for path in found]
+    return [step_of(path) for path in later]
 
 
 def quarantined(directory: Path) -> list[Path]:
@@ -266,17 +273,19 @@ def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) ->
         retention: Checkpoints that stay.
         in_use: Steps that stay in any case: an upload still reads them.
     """
-    found = {step_of(path): path for path in list_checkpoints(directory)}
-    verified = {step for step, path in found.items() if (path / VERIFIED).exists()}
-    for step in sorted(doomed([*found], verified, retention)):
+    checkpoints = {step_of(path): path for path in list_checkpoints(directory)}
+    verified = {step for step, path in checkpoints.items() if (path / VERIFIED).exists()}
+    for step in sorted(doomed([*checkpoints], verified, retention)):
         if step not in in_use:
-            discard(_set_aside(found[step], "tmp"))
+            discard(_set_aside(checkpoints[step], "tmp"))
 
 
 def _add_suffix(path: Path, suffix: str) -> Path:
+    renamed = path.with_name(f"{path.name}.{suffix}")
     number = 0
-    while (renamed := path.with_name(f"{path.name}.{suffix}{f'-{number}' if number else ''}")).exists():
+    while renamed.exists():
         number += 1
+        renamed = path.with_name(f"{path.name}.{suffix}-{number}")
     return path.rename(renamed)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.directory import MANIFEST
-from nxtrain.checkpoint.manifest import Manifest, read_manifest
+from nxtrain.checkpoint.manifest import CheckpointManifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
 from nxtrain.common.distributed.agreement import Ranks, collective
@@ -22,7 +22,7 @@ from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.sharding import Layout
 
 
-def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
+def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
     """Read a checkpoint's metadata and manifest.
 
     Raises:
@@ -63,19 +63,20 @@ def load(
     """
     action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
     meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)
-    buffers = {kind: {name: _host(local) for name, local in tensors.items()} for kind, tensors in shards.items()}
+    buffers: dict[tuple[str, str], Tensor] = {}
+    for kind, tensors in shards.items():
+        for name, local in tensors.items():
+            if local.is_cpu:
+                buffers[kind, name] = local.detach()
+            else:
+                buffers[kind, name] = torch.empty(local.shape, dtype=local.dtype)
     targets: dict[TensorShard, Tensor] = {
-        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in tensor_shards(shards, layout)
+        chunk: chunk.of(buffers[chunk.kind, chunk.parameter]) for chunk in tensor_shards(shards, layout)
     }
     filled = Counter[tuple[str, str]]()
     for chunk, target in targets.items():
         filled[chunk.kind, chunk.parameter] += target.numel()
-    padded = [
-        buffer
-        for kind, tensors in buffers.items()
-        for name, buffer in tensors.items()
-        if filled[kind, name] < buffer.numel()
-    ]
+    padded = [buffer for name, buffer in buffers.items() if filled[name] < buffer.numel()]
     planner = ChunkLoadPlanner(targets, complete=tuple(shards), padded=padded)
     reader = FileReader(path, manifest, targets, fallbacks)
     with collective(action):
@@ -92,10 +93,5 @@ def load(
         for kind, tensors in shards.items():
             for name, local in tensors.items():
                 if not local.is_cpu:
-                    local.copy_(buffers[kind][name])
+                    local.copy_(buffers[kind, name])
     return meta
-
-
-def _host(local: Tensor) -> Tensor:
-    """Host tensor to fill: the tensor itself if it is on the host, else a new one."""
-    return local.detach() if local.is_cpu else torch.empty(local.shape, dtype=local.dtype)

@@ -150,32 +150,35 @@ class TensorEntry(BaseModel):
         dtype: str, shape: tuple[int, ...], ranks: Sequence[int], starts: Sequence[int], boxes: Sequence[Box]
     ) -> TensorEntry:
         """Make an entry from the rank, offset in the file and box of each shard."""
-        offsets, sizes = (
-            tuple(_column([box[which][dim] for box in boxes]) for dim in range(len(shape))) for which in (0, 1)
-        )
+        offsets: list[Column] = []
+        sizes: list[Column] = []
+        for dim in range(len(shape)):
+            offsets.append(_column([box_offsets[dim] for box_offsets, _ in boxes]))
+            sizes.append(_column([box_sizes[dim] for _, box_sizes in boxes]))
         return TensorEntry(
-            dtype=dtype, shape=shape, ranks=tuple(ranks), starts=_column(starts), offsets=offsets, sizes=sizes
+            dtype=dtype,
+            shape=shape,
+            ranks=tuple(ranks),
+            starts=_column(starts),
+            offsets=tuple(offsets),
+            sizes=tuple(sizes),
         )
 
     def parts(self, wanted: Sequence[Box] | None = None) -> Iterator[tuple[Box, str, int]]:
         """Box, file and offset of each shard; with `wanted`, only of shards that overlap one of these boxes."""
         num = len(self.ranks)
-        offsets, sizes = (
-            np.stack([np.broadcast_to(np.asarray(column, np.int64), num) for column in columns], axis=1)
-            if columns
-            else np.zeros((num, 0), np.int64)
-            for columns in (self.offsets, self.sizes)
-        )
-        found = np.full(num, wanted is None)
+        offsets = _matrix(self.offsets, num)
+        sizes = _matrix(self.sizes, num)
+        overlaps = np.full(num, wanted is None)
         for first, lengths in wanted or ():
-            found |= ((offsets < np.add(first, lengths)) & (offsets + sizes > first)).all(axis=1)
+            overlaps |= ((offsets < np.add(first, lengths)) & (offsets + sizes > first)).all(axis=1)
         starts = np.broadcast_to(np.asarray(self.starts, np.int64), num)
-        for index in np.flatnonzero(found):
+        for index in np.flatnonzero(overlaps):
             box = tuple(offsets[index].tolist()), tuple(sizes[index].tolist())
             yield box, file_of(self.ranks[index]), int(starts[index])
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """All files and tensors of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -217,10 +220,19 @@ class Manifest(BaseModel):
 
 
 def _column(numbers: Sequence[int]) -> Column:
-    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    return tuple(numbers)
 
 
-def read_manifest(path: Location) -> Manifest:
+def _matrix(columns: Sequence[Column], num_rows: int) -> np.ndarray:
+    """Columns side by side, each repeated to the number of rows if the column is a single number."""
+    if not columns:
+        return np.zeros((num_rows, 0), np.int64)
+    return np.stack([np.broadcast_to(np.asarray(column, np.int64), num_rows) for column in columns], axis=1)
+
+
+def read_manifest(path: Location) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -229,9 +241,11 @@ def read_manifest(path: Location) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        return Manifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
+        return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
     except OSError as error:
-        found = damage(file, error)
-        raise found if found is not error else CheckpointError(f"cannot read {file}: {error.strerror}") from error
+        damaged = damage(file, error)
+        if isinstance(damaged, DamagedError):
+            raise damaged from error
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
         raise DamagedError(file, f"it is no manifest: {error.errors()[0]['msg']}") from error

@@ -67,10 +67,10 @@ class Mirror:
     def remnants(self) -> list[str]:
         """Places of incomplete checkpoints that are more than the one that a killed upload leaves."""
         marks = {directory.META, _CORRUPT, _ABANDONED}
-        found = {step: names for step, names in sorted(self._files().items()) if not names & marks}
-        if len(found) == 1 and not any(directory.MANIFEST in names for names in found.values()):
+        incomplete = {step: names for step, names in sorted(self._files().items()) if not names & marks}
+        if len(incomplete) == 1 and not any(directory.MANIFEST in names for names in incomplete.values()):
             return []
-        return [str(self.place(step)) for step in found]
+        return [str(self.place(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
         """Prepare the upload of a checkpoint: remove an older one of the step, and incomplete ones of other steps."""
@@ -99,9 +99,12 @@ class Mirror:
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
         """Mark the checkpoints after a step as abandoned; see `directory.abandon`."""
+        marks = {directory.META}
+        if damaged:
+            marks.add(_CORRUPT)
         files = {step: names for step, names in sorted(self._files().items()) if step > after}
         for step, names in files.items():
-            for name in names & {directory.META, *([_CORRUPT] if damaged else [])}:
+            for name in names & marks:
                 self._rename(step, name, _ABANDONED)
         return [step for step, names in files.items() if directory.META in names]
 
@@ -117,11 +120,12 @@ class Mirror:
         self.store.delete([f"{_folder(step)}/{name}"])
 
     def _files(self) -> Mapping[int, set[str]]:
-        found: dict[int, set[str]] = defaultdict(set)
+        files: dict[int, set[str]] = defaultdict(set)
         for name in self.store.sizes():
-            if match := _STEP.fullmatch(name):
-                found[int(match[1])].add(match[2])
-        return found
+            match = _STEP.fullmatch(name)
+            if match:
+                files[int(match[1])].add(match[2])
+        return files
 
     def _remove(self, step: int, names: set[str]) -> None:
         # In two requests: if the second is not sent, no remainder looks complete.
@@ -138,45 +142,53 @@ def locate_checkpoint(address: str | Path) -> Location:
         ConfigError: The address names no bucket.
         BackendError: boto3 is not installed, or S3 refuses.
     """
-    place = place_of(str(address))
-    if isinstance(place, Path):
+    location = place_of(str(address))
+    if isinstance(location, Path):
         try:
-            return directory.find_checkpoint(place)
+            return directory.find_checkpoint(location)
         except OSError as error:
-            raise CheckpointError(f"cannot read {place}: {error.strerror}; check the path and its rights") from error
-    if (place / directory.META).is_file():
-        return place
-    for folder in (place, place / CHECKPOINTS_DIR):
+            raise CheckpointError(f"cannot read {location}: {error.strerror}; check the path and its rights") from error
+    if (location / directory.META).is_file():
+        return location
+    for folder in (location, location / CHECKPOINTS_DIR):
         mirror = Mirror(open_store(folder))
-        if steps := mirror.steps():
+        steps = mirror.steps()
+        if steps:
             return mirror.place(steps[-1])
-    raise CheckpointError(f"{place} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
+    raise CheckpointError(f"{location} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
 
 
-def choice_of(address: str | Path, place: Location) -> str:
+def choice_of(address: str | Path, checkpoint: Location) -> str:
     """Warning for people if `locate_checkpoint` passed over newer checkpoints; empty if it did not."""
     asked = place_of(str(address))
-    if not isinstance(place, Path) or is_same(asked, place):
+    if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
         return ""
-    newer = directory.newer_unusable(place)
-    names = ", ".join(newer)
-    return f"WARNING: {place.name} is not the newest: {names} is incomplete or damaged" if newer else ""
+    newer = directory.newer_unusable(checkpoint)
+    if not newer:
+        return ""
+    return f"WARNING: {checkpoint.name} is not the newest: {', '.join(newer)} is incomplete or damaged"
 
 
-def step_in(root: Location, place: Location) -> int | None:
+def step_in(root: Location, checkpoint: Location) -> int | None:
     """Step of a checkpoint if it is in the `checkpoints` folder or mirror `root`; None if it is elsewhere."""
-    match = _FOLDER.fullmatch(place.name)
-    return int(match[1]) if match and is_same(root, parent_of(place)) else None
+    match = _FOLDER.fullmatch(checkpoint.name)
+    if match and is_same(root, parent_of(checkpoint)):
+        return int(match[1])
+    return None
 
 
 def is_same(one: Location, other: Location) -> bool:
     """True if two locations are the same."""
-    return one.resolve() == other.resolve() if isinstance(one, Path) and isinstance(other, Path) else one == other
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return one == other
 
 
-def parent_of(place: Location) -> Location:
+def parent_of(location: Location) -> Location:
     """Parent folder of a location."""
-    return place.parent if isinstance(place, Path) else place_of(place.rpartition("/")[0])
+    if isinstance(location, Path):
+        return location.parent
+    return place_of(location.rpartition("/")[0])
 
 
 TIMEOUT_S = 24 * 3600.0

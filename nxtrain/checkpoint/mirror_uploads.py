@@ -63,7 +63,8 @@ class MirrorUploader:
     """
 
     def __init__(self, mirror: Mirror, retention: Retention, ranks: Ranks) -> None:
-        self._mirror, self._retention, self._ranks = mirror, retention, ranks
+        self._mirror, self._retention = mirror, retention
+        self._ranks = ranks
         # One thread adds and another takes, each in one step of the interpreter.
         self._started: deque[tuple[int, Task[str]]] = deque()
         self._ended: deque[UploadOutcome] = deque()
@@ -122,7 +123,9 @@ class MirrorUploader:
         """
         self._start_waiting()
         began = moved = time.monotonic()
-        limit, last_total, pause_s = began + deadline.total_s, -1, 0.0
+        limit = began + deadline.total_s
+        last_total = -1
+        pause_s = 0.0
         while True:
             late = time.monotonic() > min(limit, moved + deadline.stall_s)
             answers = ranks.gather((not self.underway, transferred(), late, stop_requested()))
@@ -132,7 +135,8 @@ class MirrorUploader:
                 return False
             if any(is_asked for _, _, _, is_asked in answers):
                 limit = min(limit, time.monotonic() + deadline.after_stop_s)
-            if (total := sum(num_bytes for _, num_bytes, _, _ in answers)) != last_total:
+            total = sum(num_bytes for _, num_bytes, _, _ in answers)
+            if total != last_total:
                 last_total, moved = total, time.monotonic()
             heartbeat()
             pause_s = min(EXCHANGE_S, pause_s + EXCHANGE_S / 10)

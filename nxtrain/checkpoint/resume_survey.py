@@ -18,7 +18,7 @@ Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocationSurvey:
     """Checkpoints in one location.
 
     Args:
@@ -35,16 +35,16 @@ class Held:
     quarantined: Mapping[str, int] = field(default_factory=dict)
     remnants: tuple[str, ...] = ()
 
-    def until(self, last: int, *, damaged: bool) -> Held:
+    def until(self, last: int, *, damaged: bool) -> LocationSurvey:
         """The location after later checkpoints are abandoned, with `damaged` also quarantined ones."""
         names = {name: step for name, step in self.quarantined.items() if step <= last or not damaged}
         unread = frozenset(step for step in self.unread if step <= last)
-        return Held(_until(self.seals, last), _until(self.damaged, last), unread, names, self.remnants)
+        return LocationSurvey(_until(self.seals, last), _until(self.damaged, last), unread, names, self.remnants)
 
-    def without(self, names: Mapping[int, str]) -> Held:
+    def without(self, names: Mapping[int, str]) -> LocationSurvey:
         """The location after damaged steps got the given names in quarantine; steps without a name are unread."""
         quarantined = {name: step for step, name in names.items() if name}
-        return Held(
+        return LocationSurvey(
             {step: seal for step, seal in self.seals.items() if step not in names},
             {step: error for step, error in self.damaged.items() if step not in names},
             self.unread | {step for step, name in names.items() if not name},
@@ -87,7 +87,7 @@ class Located:
 
 
 @dataclass(frozen=True)
-class Survey:
+class ResumeSurvey:
     """Content of all locations of a run, as far as it is known.
 
     Args:
@@ -107,7 +107,7 @@ class Survey:
     mirror: str
     records: Records
     is_shared: bool = True
-    places: Mapping[int, Held] | None = None
+    places: Mapping[int, LocationSurvey] | None = None
     holdings: Mapping[Version, Mapping[int, Holding]] = field(default_factory=dict)
     rejected: frozenset[Version] = frozenset()
     uploaded: Version | None = None
@@ -115,7 +115,7 @@ class Survey:
     located: Located | None = None
 
     @property
-    def listed(self) -> Mapping[int, Held]:
+    def listed(self) -> Mapping[int, LocationSurvey]:
         """Checkpoints of each location."""
         assert self.places is not None
         return self.places
@@ -123,38 +123,42 @@ class Survey:
     @property
     def in_mirror(self) -> Mapping[int, int]:
         """Checksum of the manifest of each checkpoint of the mirror, by step."""
-        return self.listed.get(MIRROR, Held()).seals
+        return self.listed.get(MIRROR, LocationSurvey()).seals
 
-    def abandoned(self, after: Mapping[int, int], *, damaged: bool) -> Survey:
+    def abandoned(self, after: Mapping[int, int], *, damaged: bool) -> ResumeSurvey:
         """The survey after the checkpoints behind a step of each location are abandoned."""
-        kept = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
-        return replace(self, places={**self.listed, **kept})
+        shortened = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
+        return replace(self, places={**self.listed, **shortened})
 
-    def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> Survey:
+    def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> ResumeSurvey:
         """The survey after a quarantine: the new name of each step in each location; no name: it is unread."""
-        return replace(self, places={where: each.without(names.get(where, {})) for where, each in self.listed.items()})
+        places = {where: location.without(names.get(where, {})) for where, location in self.listed.items()}
+        return replace(self, places=places)
 
-    def inspected(self, version: Version, found: Mapping[int, Holding | DamagedError]) -> Survey:
+    def inspected(self, version: Version, results: Mapping[int, Holding | DamagedError]) -> ResumeSurvey:
         """The survey after the manifests of a version are read."""
         step, places = version[0], dict(self.listed)
-        for leader, each in found.items():
-            if isinstance(each, DamagedError):
-                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: each})
-        holdings = {leader: each if isinstance(each, Holding) else Holding() for leader, each in found.items()}
+        holdings: dict[int, Holding] = {}
+        for leader, result in results.items():
+            if isinstance(result, DamagedError):
+                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: result})
+                holdings[leader] = Holding()
+            else:
+                holdings[leader] = result
         return replace(self, places=places, holdings={**self.holdings, version: holdings})
 
-    def with_upload(self, version: Version) -> Survey:
+    def with_upload(self, version: Version) -> ResumeSurvey:
         """The survey after a version is copied to the mirror."""
         copies = replace(self.listed[MIRROR], seals={**self.in_mirror, version[0]: version[1]})
         return replace(self, places={**self.listed, MIRROR: copies}, uploaded=version)
 
-    def passed_over(self, version: Version) -> Survey:
+    def passed_over(self, version: Version) -> ResumeSurvey:
         """The survey after a version is found incomplete or damaged."""
         return replace(self, rejected=self.rejected | {version})
 
-    def given_up(self, step: int) -> Survey:
+    def given_up(self, step: int) -> ResumeSurvey:
         """The survey after all versions of a step are damaged."""
-        versions = {each for each in self.holdings if each[0] == step}
+        versions = {version for version in self.holdings if version[0] == step}
         return replace(self, rejected=self.rejected | versions, uploaded=None)
 
 

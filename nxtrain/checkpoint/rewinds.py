@@ -56,9 +56,9 @@ class RunHistory(BaseModel):
         """True if the last rewind has this request and this job."""
         return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
-    def keeps(self, known: int) -> int | None:
-        """Last step that stays in a place that has seen the first `known` rewinds only; None: all steps stay."""
-        return min((each.keeps for each in self.returns[known:] if each.keeps is not None), default=None)
+    def keeps(self, num_seen: int) -> int | None:
+        """Last step that stays in a location that has seen the first `num_seen` rewinds only; None: all steps stay."""
+        return min((rewind.keeps for rewind in self.returns[num_seen:] if rewind.keeps is not None), default=None)
 
     def sealed(self) -> bytes:
         """Content of `lineage.json`, with its checksum."""
@@ -78,16 +78,16 @@ def read(root: Location) -> RunHistory | None:
     try:
         content = json.loads(unsteady.read(lambda: content_of(file), file))
         seal = content.pop(_SEAL)
-        found = RunHistory.model_validate_json(json.dumps(content))
+        history = RunHistory.model_validate_json(json.dumps(content))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise damage(file, error) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamagedError(file, "it is no record of a run") from error
-    if seal != found._checksum():
+    if seal != history._checksum():
         raise DamagedError(file, "its content is not what was written")
-    return found
+    return history
 
 
 def write(folder: Path, history: RunHistory) -> None:
@@ -118,19 +118,21 @@ class Records:
     @property
     def damaged(self) -> list[DamagedError]:
         """Damage of the records that cannot be read."""
-        return [found for _, found in sorted(self.places.items()) if isinstance(found, DamagedError)]
+        return [record for _, record in sorted(self.places.items()) if isinstance(record, DamagedError)]
 
     @property
     def newest(self) -> RunHistory:
         """The record with the most rewinds of all locations; a new one if the mirror belongs to another run."""
-        known = [] if self.is_foreign else [each for _, each in self._known]
-        newest = max(known, key=lambda each: len(each.returns), default=self.fresh)
+        newest = self.fresh
+        if not self.is_foreign and self._readable:
+            histories = [history for _, history in self._readable]
+            newest = max(histories, key=lambda history: len(history.returns))
         return newest.model_copy(update={"run_dir": self.fresh.run_dir})
 
     @property
     def is_foreign(self) -> bool:
         """True if the mirror belongs to another run."""
-        mirror = dict(self._known).get(MIRROR)
+        mirror = dict(self._readable).get(MIRROR)
         if mirror is None:
             return False
         if not self._runs:  # nodes were replaced, if the mirror's run has the same folder
@@ -140,8 +142,13 @@ class Records:
     def missed(self, where: int) -> int | None:
         """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
         record = self.places[where]
-        # An unreadable record alone does not mean that the place has missed a rewind.
-        return None if isinstance(record, DamagedError) else self.newest.keeps(len(record.returns) if record else 0)
+        # An unreadable record alone does not mean that the location has missed a rewind.
+        if isinstance(record, DamagedError):
+            return None
+        num_seen = 0
+        if record is not None:
+            num_seen = len(record.returns)
+        return self.newest.keeps(num_seen)
 
     def conflict(self, folder: Path, mirror: str, *, takes_over: bool) -> str:
         """Error for locations of different runs; empty if there is none.
@@ -152,15 +159,19 @@ class Records:
             takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
         """
         if self.is_foreign:
-            other, ours = dict(self._known)[MIRROR].run_dir, self.fresh.run_dir
-            which = f"run.dir={other}" if other != ours else f"an earlier run of run.dir={other}"
-            same = f"run.dir={other} to go on with that run, " if other != ours else ""
-            refused = (
+            if takes_over:
+                return ""
+            other, ours = dict(self._readable)[MIRROR].run_dir, self.fresh.run_dir
+            which = f"an earlier run of run.dir={other}"
+            same = ""
+            if other != ours:
+                which = f"run.dir={other}"
+                same = f"run.dir={other} to go on with that run, "
+            return (
                 f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
                 f"run.dir={ours} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
                 "from there on purpose"
             )
-            return "" if takes_over else refused
         if len(self._runs) < 2:  # noqa: PLR2004
             return ""
         return (
@@ -170,13 +181,13 @@ class Records:
         )
 
     @property
-    def _known(self) -> list[tuple[int, RunHistory]]:
-        return [(where, each) for where, each in sorted(self.places.items()) if isinstance(each, RunHistory)]
+    def _readable(self) -> list[tuple[int, RunHistory]]:
+        return [(where, record) for where, record in sorted(self.places.items()) if isinstance(record, RunHistory)]
 
     @property
     def _runs(self) -> dict[str, str]:
         """Folders of the runs on the disks, by identity."""
-        return {each.run: each.run_dir for where, each in self._known if where != MIRROR}
+        return {history.run: history.run_dir for where, history in self._readable if where != MIRROR}
 
 
 def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Records:
@@ -199,7 +210,7 @@ def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Re
 
 
 def write_records(
-    records: Records, newest: RunHistory, folder: Path, mirror: Mirror | None, scope: StorageScope, *, known: int = 0
+    records: Records, newest: RunHistory, folder: Path, mirror: Mirror | None, scope: StorageScope, *, num_seen: int = 0
 ) -> Records:
     """Update the records: the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
 
@@ -209,17 +220,26 @@ def write_records(
         folder: The `checkpoints` folder.
         mirror: The mirror of the run; None: there is none.
         scope: The ranks, and their folders.
-        known: Update only records with at least this many rewinds; the others must keep what they have missed.
+        num_seen: Update only records with at least this many rewinds; the others must keep what they have missed.
     """
 
     def is_due(record: Record) -> bool:
-        return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
+        if record == newest:
+            return False
+        if num_seen == 0:
+            return True
+        return isinstance(record, RunHistory) and len(record.returns) >= num_seen
 
     due = {where for where, record in records.places.items() if is_due(record)}
     if mirror is not None and MIRROR in due:
         store = mirror.store
         scope.ranks.on_leader(lambda: store.put(FILE, newest.sealed()), f"cannot write {store.root / FILE}")
-    scope.on_each(lambda: write(folder, newest) if scope.leader in due else None, f"cannot write {folder / FILE}")
+
+    def write_if_due() -> None:
+        if scope.leader in due:
+            write(folder, newest)
+
+    scope.on_each(write_if_due, f"cannot write {folder / FILE}")
     return replace(records, places={**records.places, **dict.fromkeys(due, newest)})
 
 

@@ -101,7 +101,10 @@ def write(
     failure, ranks = f"cannot write {path}", scope.ranks
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
-    writer = FileWriter(draft, ranks.mesh.rank, *((staged.memory, staged.joint) if staged else ()))
+    if staged:
+        writer = FileWriter(draft, ranks.mesh.rank, staged.memory, staged.joint)
+    else:
+        writer = FileWriter(draft, ranks.mesh.rank)
     try:
         with collective(failure):
             dcp.save(
@@ -115,7 +118,9 @@ def write(
         if staged:
             staged.joint.is_planned = True
         # Only the leader of a shared folder needs the manifest, which lists every shard of the run.
-        seal = ranks.on_leader(lambda: _seal(writer, meta, tokenizer), failure) if scope.number > 1 else None
+        seal = None
+        if scope.number > 1:
+            seal = ranks.on_leader(lambda: _seal(writer, meta, tokenizer), failure)
         scope.on_each(lambda: _commit(draft, path, seal or _seal(writer, meta, tokenizer)), failure)
     except NxtrainError:
         if scope.leads:
@@ -129,8 +134,12 @@ def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, b
     assert writer.manifest is not None
     manifest = writer.manifest.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
-    kept = {directory.TOKENIZER: read_bytes(tokenizer)} if tokenizer else {}
-    return {**kept, directory.MANIFEST: manifest, directory.META: sealed.encode()}
+    files: dict[str, bytes] = {}
+    if tokenizer:
+        files[directory.TOKENIZER] = read_bytes(tokenizer)
+    files[directory.MANIFEST] = manifest
+    files[directory.META] = sealed.encode()
+    return files
 
 
 def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:

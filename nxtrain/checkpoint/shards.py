@@ -120,7 +120,8 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     for chunk in held:
         start = before[chunk.copies]
         before[chunk.copies] += chunk.num_bytes
-        if rows := _rows(chunk, start, total[chunk.copies]):
+        rows = _rows(chunk, start, total[chunk.copies])
+        if rows:
             mine.append(chunk.rows(rows.start, len(rows)))
     return mine
 
@@ -144,7 +145,9 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
             return num_rows
         if inside < sliver:
             return 0
-        return num_rows if inside > chunk.num_bytes - sliver else round(inside / row_bytes)
+        if inside > chunk.num_bytes - sliver:
+            return num_rows
+        return round(inside / row_bytes)
 
     return range(first_row(chunk.copy), first_row(chunk.copy + 1))
 
@@ -171,5 +174,7 @@ def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> lis
 
 
 def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    shown = ", ".join(names[:_SHOWN])
+    if len(names) <= _SHOWN:
+        return shown
+    return f"{shown} and {len(names) - _SHOWN} more"

@@ -12,7 +12,7 @@ import torch
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.resume import Found, ResumePlanner
+from nxtrain.checkpoint.resume import ResumePlanner, ResumeSource
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import DamagedError
@@ -94,7 +94,7 @@ def start(
 
 def _resume(
     state: TrainState,
-    checkpoint: Found,
+    checkpoint: ResumeSource,
     fresh: Meta,
     plan: Resolved,
     ranks: Ranks,

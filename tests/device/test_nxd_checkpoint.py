@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
+from nxtrain.checkpoint.convert.nxd_write import NxdTarget, OptimizerSettings, nxtrain_to_nxd
 from nxtrain.checkpoint.convert.verify_export import open_model
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
@@ -181,7 +181,7 @@ def test_nxd_loads_what_we_write(pool: RankPool, example: Path, tmp_path: Path, 
     )
     save(tmp_path / "ours", shards, layout, info)
     qkv = {"separate": "separate", "grouped": "grouped", "grouped_fused": "fused"}[case.qkv]
-    target = Target(
+    target = NxdTarget(
         tp=case.tp,
         pp=case.pp,
         dp=case.dp,

@@ -197,9 +197,6 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/checkpoint/manifest.py": {
         "header: text +=": "host: bytes",
     },
-    "nxtrain/checkpoint/convert/nxd_read.py": {
-        "nxd_to_nxtrain: chunks +=": "host: list",
-    },
     "nxtrain/checkpoint/convert/nxd_weights.py": {
         "NxdWeights._place: target.copy_": "state: part of the tensor that this reader is putting together",
     },

@@ -40,8 +40,12 @@ class Finiteness:
         if not self._found:
             return
         shown = [f"{name} ({_counted(*counts)})" for name, counts in list(self._found.items())[:_SHOWN]]
-        more = f" and {len(self._found) - _SHOWN:,} more" if len(self._found) > _SHOWN else ""
-        tensors = f"{len(self._found):,} tensor{'s have' if len(self._found) > 1 else ' has'}"
+        more = ""
+        if len(self._found) > _SHOWN:
+            more = f" and {len(self._found) - _SHOWN:,} more"
+        tensors = "1 tensor has"
+        if len(self._found) > 1:
+            tensors = f"{len(self._found):,} tensors have"
         raise InputError(
             f"{self._source}: {tensors} values that are not finite: {', '.join(shown)}{more}. With them every loss is "
             "NaN; fetch the folder again, compare its files with the source's checksums, or export the model anew"

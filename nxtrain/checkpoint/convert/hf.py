@@ -25,7 +25,7 @@ from nxtrain.checkpoint.convert.streamed import write_streamed
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import DTYPES, Manifest
+from nxtrain.checkpoint.manifest import DTYPES, CheckpointManifest
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
@@ -98,15 +98,17 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         mesh={"pp": 1, "dp": 1, "tp": 1},
         kinds=(MODEL,),
     )
-    tokenizer = src / directory.TOKENIZER
-    if tokenizer.is_file():
-        known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
-        meta = meta.model_copy(update=known)
+    file = src / directory.TOKENIZER
+    tokenizer = None
+    if file.is_file():
+        tokenizer = file
+        update: dict[str, Any] = {"tokenizer_fingerprint": fingerprint([read_bytes(file)])}
+        update["end_of_text"] = declared_end(file)
     else:
-        meta = meta.model_copy(update={"settings": _declared_ids(folder)})
+        update = {"settings": _declared_ids(folder)}
+    meta = meta.model_copy(update=update)
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    kept = tokenizer if tokenizer.is_file() else None
-    written = write(dst, planner, meta, alone, tokenizer=kept, check=finiteness.check)
+    written = write(dst, planner, meta, alone, tokenizer=tokenizer, check=finiteness.check)
     read_back(dst, written, alone)
 
 
@@ -128,30 +130,32 @@ def nxtrain_to_hf(
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: `dst` holds files that no export wrote.
     """
-    place = locate_checkpoint(src)
-    meta, manifest = open_checkpoint(place)
+    checkpoint = locate_checkpoint(src)
+    meta, manifest = open_checkpoint(checkpoint)
     if meta.adapter:
-        write_merged(merged_checkpoint(place, base)[1], dst, max_shard_bytes=max_shard_bytes)
-        return place
+        write_merged(merged_checkpoint(checkpoint, base)[1], dst, max_shard_bytes=max_shard_bytes)
+        return checkpoint
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
-        _write_weights(_weights_of(manifest), partial(_read_checkpoint, place, manifest), out, max_shard_bytes)
-        special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
+        _write_weights(_weights_of(manifest), partial(_read_checkpoint, checkpoint, manifest), out, max_shard_bytes)
+        special = _copy_tokenizer(checkpoint / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         ids_of_text = {key: value for key, value in ids.items() if value is not None}
         write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids, **meta.settings.get(CONFIG, {})})
         write_json(out / GENERATION_CONFIG, {**ids_of_text, **meta.settings.get(GENERATION_CONFIG, {})})
-    return place
+    return checkpoint
 
 
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
     """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    ids = {key: folder.config[key] for key in _IDS if folder.config.get(key) is not None}
     file = folder.path / GENERATION_CONFIG
-    contents = {CONFIG: folder.config, GENERATION_CONFIG: read_object(file) if file.is_file() else folder.config}
-    return {
-        name: {key: content[key] for key in _IDS if content.get(key) is not None} for name, content in contents.items()
-    }
+    if not file.is_file():
+        return {CONFIG: ids, GENERATION_CONFIG: ids}
+    content = read_object(file)
+    ids_of_text = {key: content[key] for key in _IDS if content.get(key) is not None}
+    return {CONFIG: ids, GENERATION_CONFIG: ids_of_text}
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -186,24 +190,26 @@ def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_00
 
 def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, max_bytes: int) -> None:
     files = list(_split(chunks, max_bytes))
+    if len(files) == 1:
+        write_durably(out / WEIGHTS, partial(write_streamed, tensors=chunks, read=read))
+        return
     places: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
-        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_durably(out / name, partial(write_streamed, tensors=part, read=read))
         places.update({chunk.name: name for chunk in part})
-    if len(files) > 1:
-        total = sum(chunk.num_bytes for chunk in chunks)
-        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    total = sum(chunk.num_bytes for chunk in chunks)
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _weights_of(manifest: Manifest) -> list[TensorShard]:
+def _weights_of(manifest: CheckpointManifest) -> list[TensorShard]:
     """The weights of a checkpoint, whole."""
-    tensors = ((*key.partition("/"), stored) for key, stored in manifest.tensors.items())
-    return [
-        TensorShard.whole(name, stored.shape, DTYPES[stored.dtype])
-        for kind, _, name, stored in tensors
-        if kind == MODEL
-    ]
+    weights = []
+    for key, stored in manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == MODEL:
+            weights.append(TensorShard.whole(name, stored.shape, DTYPES[stored.dtype]))
+    return weights
 
 
 def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
@@ -217,7 +223,7 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
     yield file
 
 
-def _read_checkpoint(checkpoint: Location, manifest: Manifest, targets: Mapping[TensorShard, Tensor]) -> None:
+def _read_checkpoint(checkpoint: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
     with collective(f"cannot read {checkpoint}"):
         reader = FileReader(checkpoint, manifest, targets)
         dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
@@ -232,10 +238,12 @@ def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str,
         added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error!r}") from error
-    special = {
-        role: next(((name, added[name]) for name in names if name in added), None)
-        for role, names in (("bos", _BEGIN), ("eos", (end, *_END)))
-    }
+    special: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
+    for role, names in (("bos", _BEGIN), ("eos", (end, *_END))):
+        for name in names:
+            if name in added:
+                special[role] = (name, added[name])
+                break
     (out / directory.TOKENIZER).write_bytes(content)
     tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
@@ -259,12 +267,12 @@ def new_folder(dst: Path) -> Iterator[Path]:
             directory.discard(staged)
 
 
-def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+def refuse_to_overwrite(dst: Path, patterns: tuple[str, ...]) -> None:
     """Refuse a target folder with files that no conversion wrote.
 
     Args:
         dst: The target folder; may be absent.
-        own: Patterns of the names that a conversion writes.
+        patterns: Patterns of the names that a conversion writes.
 
     Raises:
         ConfigError: The folder has another file, or is a file itself.
@@ -272,9 +280,10 @@ def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
     """
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
-    foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
-    if foreign:
-        raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+    if dst.exists():
+        for path in dst.iterdir():
+            if not any(fnmatch(path.name, pattern) for pattern in patterns):
+                raise ConfigError(f"{dst} exists and holds {path.name}, which no conversion wrote; give a new folder")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=dst.parent).close()

@@ -48,13 +48,17 @@ class HfFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_object(path / CONFIG)
-        _refuse_quantized(path, self.config)
+        quantized = quantization(self.config)
+        if quantized:
+            raise ConfigError(f"{path}: {quantized}")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         codes: dict[str, str] = {}
         for file in _weight_files(path):
             for name, shape, code in _header(file):
-                self.shapes[name], self._files[name], codes[name] = shape, file, code
+                self.shapes[name] = shape
+                self._files[name] = file
+                codes[name] = code
         foreign = [f"{name} is {code}" for name, code in codes.items() if code not in _DTYPES]
         if foreign:
             raise ConfigError(f"{path}: {foreign[0]}; weights of type {', '.join(_DTYPES)} can be read")
@@ -69,16 +73,17 @@ class HfFolder:
         Raises:
             ConfigError: Some are missing, unknown or of another shape; all are named.
         """
-        found = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
-        problems = mismatches(wanted, found)
+        shapes = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
+        problems = mismatches(wanted, shapes)
         if problems:
             raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
         """Read some entries of a tensor along one dimension, or the whole tensor; other entries are not read."""
-        size = self.shapes[name][dim]
-        entries = slice(start, size if length is None else start + length)
-        where = (*(slice(None),) * dim, entries)
+        stop = self.shapes[name][dim]
+        if length is not None:
+            stop = start + length
+        where = (*(slice(None),) * dim, slice(start, stop))
         require_regular(self._files[name])
         with safe_open(self._files[name], framework="pt") as file:
             part: Tensor = file.get_slice(name)[where]
@@ -116,7 +121,9 @@ class HfWeights:
     def __init__(
         self, src: Path | HfFolder, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]
     ) -> None:
-        self._folder = src if isinstance(src, HfFolder) else HfFolder(src)
+        if isinstance(src, Path):
+            src = HfFolder(src)
+        self._folder = src
         self._table, self._axis = table, axis
         self._folder.check(wanted)
         self._finiteness = Finiteness(self._folder.path)
@@ -168,7 +175,10 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    files = [path / name for name in (_indexed(path / INDEX) if (path / INDEX).exists() else [WEIGHTS])]
+    names = [WEIGHTS]
+    if (path / INDEX).exists():
+        names = _indexed(path / INDEX)
+    files = [path / name for name in names]
     for file in files:
         if file.exists() and not file.is_file():
             raise ConfigError(f"{file} is not a regular file; is {path} a Hugging Face model?")
@@ -195,11 +205,6 @@ def _indexed(file: Path) -> list[str]:
                 "and correct the index"
             )
     return sorted(set(places.values()))
-
-
-def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
-    if found := quantization(config):
-        raise ConfigError(f"{path}: {found}")
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.io.regular import require_regular
 
-BEGUN, DONE, MODEL_DIR, OPTIM_DIR = "checkpoint", "done", "model", "optim"
+BEGUN, DONE = "checkpoint", "done"
+MODEL_DIR, OPTIM_DIR = "model", "optim"
 SCHEDULER, USER_CONTENT = "scheduler.pt", "user_content.pt"
 
 MEANS = ("exp_avg", "exp_avg_sq")
@@ -84,22 +86,25 @@ class Grid:
         """
         names = sorted(file.name for file in folder.iterdir() if file.suffix == ".pt" and file.is_file())
         names = [name for name in names if not name.endswith(".info.pt")]
-        found = {name: _RANK_FILE.fullmatch(name) for name in names}
-        strange = [name for name, match in found.items() if match is None]
-        if strange:
-            hint = "; experts are not supported" if "_ep_rank_" in strange[0] else ""
-            raise CheckpointError(f"{folder} holds {strange[0]}, which is no rank's file of a Llama{hint}")
-        if not found and (folder / ".metadata").exists():
+        ranks: list[tuple[int, ...]] = []
+        for name in names:
+            match = _RANK_FILE.fullmatch(name)
+            if match is None:
+                hint = ""
+                if "_ep_rank_" in name:
+                    hint = "; experts are not supported"
+                raise CheckpointError(f"{folder} holds {name}, which is no rank's file of a Llama{hint}")
+            ranks.append(tuple(map(int, match.groups())))
+        if not names and (folder / ".metadata").exists():
             raise CheckpointError(
                 f"{folder} was saved with use_zero1_dcp, which is not supported; take the weights alone: --weights-only"
             )
-        if not found:
+        if not names:
             raise CheckpointError(f"{folder} holds no file such as {rank_file(tp=0, pp=0)}")
-        places = [tuple(map(int, match.groups())) for match in found.values() if match]
-        dp, tp, pp = (max(place[axis] for place in places) + 1 for axis in range(3))
+        dp, tp, pp = (max(numbers) + 1 for numbers in zip(*ranks, strict=True))
         grid = Grid(folder, dp, tp, pp)
-        wanted = [rank_file(dp=d, tp=t, pp=p) for p in range(pp) for t in range(tp) for d in range(dp)]
-        missing = [name for name in wanted if name not in found]
+        wanted = [rank_file(dp=d, tp=t, pp=p) for p, t, d in product(range(pp), range(tp), range(dp))]
+        missing = [name for name in wanted if name not in names]
         if missing:
             raise CheckpointError(f"{folder} lacks {len(missing)} of {len(wanted)} files, such as {missing[0]}")
         return grid
@@ -146,10 +151,10 @@ def _resolved(value: Any, path: Path) -> Any:
 
 
 def _load(path: Path) -> Any:
-    known: list[Any] = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
+    references: list[Any] = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
         require_regular(path)
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals(references):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         first = str(error).splitlines()[0]

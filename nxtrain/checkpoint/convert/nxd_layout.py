@@ -23,7 +23,9 @@ Qkv = Literal["separate", "grouped", "fused"]
 
 Platform = Literal["trn1", "trn2"]
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
 
 _ATTENTION: dict[Qkv, tuple[str, ...]] = {
     "separate": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
@@ -96,7 +98,8 @@ class NxdLayout:
 
     def __post_init__(self) -> None:
         """Refuse a model or degrees that NxD cannot represent."""
-        if problems := list(self._problems()):
+        problems = list(self._problems())
+        if problems:
             raise ConfigError([Problem("", f"NeuronX Distributed cannot hold it: {problem}") for problem in problems])
 
     @property
@@ -124,13 +127,17 @@ class NxdLayout:
         num_blocks = int(self.config["num_hidden_layers"])
         sizes = [num_blocks // self.pp + (stage >= self.pp - num_blocks % self.pp) for stage in range(self.pp)]
         first = sum(sizes[:pp_rank])
-        names = [EMBEDDING] if pp_rank == 0 else []
+        names = []
+        if pp_rank == 0:
+            names.append(EMBEDDING)
         for block in range(first, first + sizes[pp_rank]):
             attention = (f"self_attn.{name}" for name in (*_ATTENTION[self.qkv], "o_proj.weight"))
             mlp = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
             norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
             names += [f"model.layers.{block}.{name}" for name in (*attention, *mlp, *norms)]
-        return names + ([NORM, HEAD] if pp_rank == self.pp - 1 else [])
+        if pp_rank == self.pp - 1:
+            names += [NORM, HEAD]
+        return names
 
     def param(self, name: str, tp_rank: int) -> Param:
         """Parameter of NxD's on a tensor parallel rank.
@@ -148,9 +155,13 @@ class NxdLayout:
         for source, whole in zip(sources, names, strict=True):
             shape = self.shapes[whole]
             for first, length, copy, copies in self._runs(source, shape, dim, tp_rank):
-                offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
-                offsets[dim], sizes[dim], local[dim] = first, length, start
                 segment = Segment("", shape[dim])
+                offsets = [0] * len(shape)
+                offsets[dim] = first
+                sizes = list(shape)
+                sizes[dim] = length
+                local = [0] * len(shape)
+                local[dim] = start
                 placed.append((whole, ShardBox(segment, tuple(offsets), tuple(sizes), tuple(local), copy, copies)))
                 start += length
         shape = self.shapes[names[0]]
@@ -170,7 +181,10 @@ class NxdLayout:
         """Ranges of replicated K/V heads, or of their queries, in the form of `_runs`."""
         num_local = self.kv_heads * self.copies // self.tp
         num_parts = self.tp // self.copies
-        copy, part = divmod(rank, num_parts) if self.platform == "trn1" else reversed(divmod(rank, self.copies))
+        if self.platform == "trn1":
+            copy, part = divmod(rank, num_parts)
+        else:
+            part, copy = divmod(rank, self.copies)
         for head in range(part * num_local, (part + 1) * num_local):
             if is_kv:
                 yield head * self.head_size, self.head_size, copy, self.copies

@@ -62,38 +62,42 @@ def nxd_to_nxtrain(
     family, model = _model(tag, config)
     source = NxdWeights.open(tag, family, model, take_first=first_copy)
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
-    states = None if weights_only or not (tag / OPTIM_DIR).is_dir() else NxdStates.open(source, tag / OPTIM_DIR)
-    kept = _kept(tag / USER_CONTENT)
-    if run is not None and states is not None and not kept:
-        samples = states.step * run.train.global_batch
-        kept = {
-            "samples": samples,
-            "tokens": samples * run.train.seq_len,
-            "seed": run.run.seed,
-            "global_batch": run.train.global_batch,
-        }
-    chunks = source.chunks(MODEL, source.dtype)
-    kinds: tuple[str, ...] = (MODEL,)
+    states = None
+    if not weights_only and (tag / OPTIM_DIR).is_dir():
+        states = NxdStates.open(source, tag / OPTIM_DIR)
+    saved = _saved_metadata(tag / USER_CONTENT)
+    if run is not None and states is not None and not saved:
+        saved = _metadata_of(run, states.step)
+    types = {MODEL: source.dtype}
+    step = samples = tokens = 0
+    mesh = {"pp": source.grid.pp, "dp": 1, "tp": source.grid.tp}
     if states is not None:
-        has_master = MASTER in kept["kinds"] if "kinds" in kept else states.has_master
-        kinds = (MODEL, *MEANS, *((MASTER,) if has_master else ()))
-        chunks += [c for kind in MEANS for c in source.chunks(kind, states.dtype)]
-        chunks += source.chunks(MASTER, torch.float32) if has_master else []
+        types |= dict.fromkeys(MEANS, states.dtype)
+        has_master = MASTER in saved["kinds"] if "kinds" in saved else states.has_master
+        if has_master:
+            types[MASTER] = torch.float32
+        step = states.step
+        samples = saved.get("samples", 0)
+        tokens = saved.get("tokens", 0)
+        mesh["dp"] = states.grid.dp
+    chunks: list[TensorShard] = []
+    for kind, dtype in types.items():
+        chunks += source.chunks(kind, dtype)
     meta = Meta(
-        step=states.step if states else 0,
-        samples=kept.get("samples", 0) if states else 0,
-        tokens=kept.get("tokens", 0) if states else 0,
-        global_batch=kept.get("global_batch", 0),
-        seed=kept.get("seed", 0),
+        step=step,
+        samples=samples,
+        tokens=tokens,
+        global_batch=saved.get("global_batch", 0),
+        seed=saved.get("seed", 0),
         family=family.name,
         config=model.model_dump(mode="json"),
         dtype=dtype_name(source.dtype),
-        state_dtype=dtype_name(states.dtype) if states else "float32",
-        data_fingerprint=kept.get("data_fingerprint", ""),
-        tokenizer_fingerprint=kept.get("tokenizer_fingerprint", ""),
-        config_fingerprint=kept.get("config_fingerprint", ""),
-        mesh={"pp": source.grid.pp, "dp": states.grid.dp if states else 1, "tp": source.grid.tp},
-        kinds=kinds,
+        state_dtype=dtype_name(types.get(MEANS[0], torch.float32)),
+        data_fingerprint=saved.get("data_fingerprint", ""),
+        tokenizer_fingerprint=saved.get("tokenizer_fingerprint", ""),
+        config_fingerprint=saved.get("config_fingerprint", ""),
+        mesh=mesh,
+        kinds=tuple(types),
     )
 
     def read(chunk: TensorShard) -> Tensor:
@@ -108,28 +112,41 @@ def nxd_to_nxtrain(
     return read_meta(dst)
 
 
-def _kept(file: Path) -> Mapping[str, Any]:
+def _saved_metadata(file: Path) -> Mapping[str, Any]:
     """Metadata that nxtrain wrote to a tag's user content; empty if a script of NxD's wrote the tag."""
     try:
-        kept: Mapping[str, Any] = open_file(file).get(OURS, {})
+        saved: Mapping[str, Any] = open_file(file).get(OURS, {})
     except CheckpointError:  # absent, or arbitrary content of a user's script
         return {}
-    return kept
+    return saved
+
+
+def _metadata_of(run: RunConfig, step: int) -> Mapping[str, Any]:
+    """Metadata of a run after a step, whose position in the data follows from its configuration."""
+    samples = step * run.train.global_batch
+    return {
+        "samples": samples,
+        "tokens": samples * run.train.seq_len,
+        "seed": run.run.seed,
+        "global_batch": run.train.global_batch,
+    }
 
 
 def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
-    places = [file] if file else [tag / CONFIG, tag.parent / CONFIG]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    candidates = [tag / CONFIG, tag.parent / CONFIG]
+    if file is not None:
+        candidates = [file]
+    config = next((path for path in candidates if path.is_file()), None)
+    if config is None:
         raise ConfigError(
             f"no {CONFIG} in {tag} or beside it: NeuronX Distributed saves tensors only; name the one that its script "
             "was given: --config FILE"
         )
     try:
-        values = json.loads(read_text(found))
+        values = json.loads(read_text(config))
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {cause_of(error)}") from error
+        raise ConfigError(f"{config} is no Hugging Face {CONFIG}: {cause_of(error)}") from error
     family = find_family(str(values.get("model_type", FAMILY)))
     if family.name != FAMILY:
-        raise ConfigError(f"{found} describes a {family.name}; rank files of NeuronX Distributed's Llama are read")
+        raise ConfigError(f"{config} describes a {family.name}; rank files of NeuronX Distributed's Llama are read")
     return family, family.from_hf(values)

@@ -52,7 +52,8 @@ class NxdStates:
         if len(steps) > 1:
             raise CheckpointError(f"{folder}: parameters have seen different numbers of updates: {sorted(steps)}")
         dtype = next(iter(state.values()))["exp_avg"].dtype
-        dtype = torch.float32 if dtype == torch.float64 else dtype
+        if dtype == torch.float64:
+            dtype = torch.float32
         states = NxdStates(source, grid, zero1, steps.pop(), dtype)
         for pp, ids in enumerate(states._ids):
             if not ids:
@@ -75,9 +76,12 @@ class NxdStates:
         for pp, names in enumerate(self.source.stages):
             content = self._open(0, 0, pp)
             ids = dict(_numbered([group["params"] for group in content["param_groups"]], names))
-            entries = content[BASE_STATE if self.zero1 else "state"]
+            entries = content[self._state_key]
             for name, number in ids.items():
-                shape = self._dp_shard(self.source.layout.param(name, 0), 0).shape
+                param = self.source.layout.param(name, 0)
+                if self.zero1:
+                    param = param.rows(0, self.grid.dp)
+                shape = param.shape
                 if number not in entries or tuple(entries[number]["exp_avg"].shape) != shape:
                     raise CheckpointError(
                         f"{self.grid.folder}: number {number} of stage {pp} is not the state of {name}, {shape}; "
@@ -86,20 +90,29 @@ class NxdStates:
             stages.append(ids)
         return stages
 
-    def _dp_shard(self, param: Param, dp: int) -> Param:
-        return param.rows(dp, self.grid.dp) if self.zero1 else param
+    @property
+    def _state_key(self) -> str:
+        if self.zero1:
+            return BASE_STATE
+        return "state"
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
         """Tensor of a kind on a tp and pp rank, with its rows joined over dp."""
         number = self._ids[pp][param.name]
-        files = [self._open(dp, tp, pp) for dp in range(self.grid.dp if self.zero1 else 1)]
+        num_files = 1
+        if self.zero1:
+            num_files = self.grid.dp
+        files = [self._open(dp, tp, pp) for dp in range(num_files)]
         if kind == MASTER and MASTERS not in files[0]:
             return self.source.local(MODEL, param, tp, pp).float()
         if kind == MASTER:
             parts = [file[MASTERS][number] for file in files]
         else:
-            parts = [file[BASE_STATE if self.zero1 else "state"][number][kind] for file in files]
-        return torch.cat(parts).narrow(0, 0, param.shape[0]) if len(parts) > 1 else parts[0][: param.shape[0]]
+            parts = [file[self._state_key][number][kind] for file in files]
+        whole: Tensor = parts[0]
+        if len(parts) > 1:
+            whole = torch.cat(parts)
+        return whole[: param.shape[0]]
 
 
 def _numbered(groups: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -107,7 +120,9 @@ def _numbered(groups: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator
     norms = [name for name in names if "norm" in name]
     matrices = [name for name in names if "norm" not in name]
     filled = [group for group in groups if group]
-    wanted = [names] if len(filled) == 1 else [matrices, norms]
+    wanted: list[Sequence[str]] = [matrices, norms]
+    if len(filled) == 1:
+        wanted = [names]
     if len(filled) > 2 or [len(group) for group in filled] != [len(part) for part in wanted]:  # noqa: PLR2004
         sizes = ", ".join(str(len(group)) for group in filled)
         raise CheckpointError(

@@ -44,15 +44,15 @@ class NxdWeights:
         first = open_file(grid.folder / rank_file(tp=0, pp=0))
         tensors = {name: x for name, x in first.items() if isinstance(x, Tensor)}
         qkv, copies = _attention(tensors, shapes, values, grid.tp)
-        found = NxdLayout(shapes, values, grid.tp, grid.pp, copies, qkv)
-        source = NxdWeights(grid, found, next(iter(tensors.values())).dtype)
+        layout = NxdLayout(shapes, values, grid.tp, grid.pp, copies, qkv)
+        source = NxdWeights(grid, layout, next(iter(tensors.values())).dtype)
         if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(
                 f"weights of {grid.folder} are {source.dtype}; float32, bfloat16 and float16 are read"
             )
         source._check()
         if copies > 1:
-            source = replace(source, layout=replace(found, platform=source._platform()))
+            source = replace(source, layout=replace(layout, platform=source._platform()))
         return replace(source, take_first=take_first)
 
     @cached_property
@@ -155,22 +155,21 @@ class NxdWeights:
     def _check(self) -> None:
         """Compare names, shapes and types with the model's."""
         wanted: dict[str, object] = {}
-        found: dict[str, object] = {}
+        stored: dict[str, object] = {}
         for pp in range(self.grid.pp):
             for name in self.stages[pp]:
                 tensor = self._open(0, 0, pp)[name]
-                found[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+                stored[name] = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 try:
                     wanted[name] = f"{dtype_name(self.dtype)} {self.layout.param(name, 0).shape}"
                 except KeyError:
                     continue
-        lacking = self.layout.shapes.keys() - self._known(wanted)
-        wanted |= {name: "" for name in lacking}
-        if problems := mismatches(wanted, found):
+        lacking = set(self.layout.shapes)
+        for name in wanted:
+            lacking.difference_update(whole for whole, _ in self.layout.param(name, 0).blocks)
+        problems = mismatches({**wanted, **dict.fromkeys(lacking, "")}, stored)
+        if problems:
             raise ConfigError([Problem("", f"{self.grid.folder} does not fit the model: {p}") for p in problems])
-
-    def _known(self, names: Mapping[str, object]) -> set[str]:
-        return {whole for name in names for whole, _ in self.layout.param(name, 0).blocks}
 
 
 def _attention(
@@ -187,10 +186,10 @@ def _attention(
     return "separate", 1
 
 
-def _queries(found: NxdLayout, platform: Platform) -> list[object]:
-    tried = replace(found, platform=platform)
-    name = next(name for name in found.shapes if name.endswith("o_proj.weight"))
-    return [tried.param(name, rank).blocks for rank in range(found.tp)]
+def _queries(layout: NxdLayout, platform: Platform) -> list[object]:
+    tried = replace(layout, platform=platform)
+    name = next(name for name in layout.shapes if name.endswith("o_proj.weight"))
+    return [tried.param(name, rank).blocks for rank in range(layout.tp)]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from nxtrain.checkpoint.convert.nxd_read import FAMILY, OURS
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.shards import MODEL, TensorShard
@@ -46,7 +47,7 @@ _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
 
 @dataclass(frozen=True)
-class Target:
+class NxdTarget:
     """Layout of the ranks that will read the files.
 
     Args:
@@ -79,7 +80,7 @@ class OptimizerSettings:
     lr: float
 
 
-def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: OptimizerSettings | None) -> Path:
+def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
     """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
 
     Args:
@@ -105,10 +106,17 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: Optimiz
     values = config.model_dump(mode="json")
     tp = target.tp or meta.mesh.get("tp", 1)
     copies = target.copies or default_copies(values, tp)
-    qkv = target.qkv or ("grouped" if copies > 1 else "separate")
-    pp, dp = (getattr(target, axis) or meta.mesh.get(axis, 1) for axis in ("pp", "dp"))
-    places = NxdLayout(whole_shapes(family, config), values, tp, pp, copies, qkv, target.platform)
-    writer = _Writer(src, meta, manifest, places, dp if target.zero1 else 1, target.zero1)
+    qkv = target.qkv
+    if qkv is None:
+        qkv = "separate"
+        if copies > 1:
+            qkv = "grouped"
+    pp = target.pp or meta.mesh.get("pp", 1)
+    dp = 1
+    if target.zero1:
+        dp = target.dp or meta.mesh.get("dp", 1)
+    layout = NxdLayout(whole_shapes(family, config), values, tp, pp, copies, qkv, target.platform)
+    writer = _Writer(src, meta, manifest, layout, dp, target.zero1)
     if rates is not None:
         writer.check_states()
     tag = dst / f"step_{meta.step}"
@@ -141,7 +149,7 @@ class _Writer:
 
     src: Location
     meta: Meta
-    manifest: Manifest
+    manifest: CheckpointManifest
     layout: NxdLayout
     dp: int
     zero1: bool
@@ -152,7 +160,8 @@ class _Writer:
         problems = []
         if not kinds.issuperset(MEANS):
             problems.append(f"it holds {', '.join(sorted(kinds))} and no {' and '.join(MEANS)}")
-        if strange := kinds - {MODEL, *MEANS, MASTER}:
+        strange = kinds - {MODEL, *MEANS, MASTER}
+        if strange:
             problems.append(f"its optimizer kept {', '.join(sorted(strange))}, which NeuronX Distributed's does not")
         if self._has_master and not self.zero1 and self.meta.dtype != "float32":
             problems.append("float32 masters of narrower weights are kept by ZeRO-1 only; use --zero1")
@@ -167,7 +176,7 @@ class _Writer:
     def write_weights(self, folder: Path) -> None:
         """Write the files of the model."""
         folder.mkdir()
-        for pp, tp in self._ranks():
+        for pp, tp in product(range(self.layout.pp), range(self.layout.tp)):
             params = [self.layout.param(name, tp) for name in self.layout.stage(pp)]
             tied = self.layout.is_tied and pp == 0 and self.layout.pp == 1
             tensors = self._read({MODEL: [param for param in params if not (tied and param.name == HEAD)]})[MODEL]
@@ -178,21 +187,25 @@ class _Writer:
     def write_states(self, folder: Path, rates: OptimizerSettings) -> None:
         """Write the files of the optimizer."""
         folder.mkdir()
-        kinds = (*MEANS, *((MASTER,) if self._has_master and self.zero1 else ()))
-        for pp, tp in self._ranks():
+        kinds: tuple[str, ...] = MEANS
+        if self._has_master and self.zero1:
+            kinds = (*MEANS, MASTER)
+        for pp, tp in product(range(self.layout.pp), range(self.layout.tp)):
             names = self.layout.stage(pp)
             tied = self.layout.is_tied and EMBEDDING in names
             whole = [self.layout.param(name, tp) for name in names if not (tied and name == HEAD)]
             groups = _groups(whole, rates)
+            order = [param for _, members in groups for param in members]
             for dp in range(self.dp):
-                order = [param for _, members in groups for param in members]
-                params = [param.rows(dp, self.dp) if self.zero1 else param for param in order]
+                params = order
+                if self.zero1:
+                    params = [param.rows(dp, self.dp) for param in order]
                 tensors = self._read(dict.fromkeys(kinds, params))
                 step = torch.tensor(float(self.meta.step))
-                state = {
-                    number: {"step": step.clone(), **{kind: tensors[kind][param.name] for kind in MEANS}}
-                    for number, param in enumerate(params)
-                }
+                state: dict[int, dict[str, Tensor]] = {}
+                for number, param in enumerate(params):
+                    means = {kind: tensors[kind][param.name] for kind in MEANS}
+                    state[number] = {"step": step.clone(), **means}
                 content: dict[str, Any] = {"state": state, "param_groups": _param_groups(groups, rates)}
                 if self.zero1:
                     shapes = {number: torch.Size(param.shape) for number, param in enumerate(order)}
@@ -200,9 +213,6 @@ class _Writer:
                 if MASTER in kinds:
                     content[MASTERS] = {number: tensors[MASTER][param.name] for number, param in enumerate(params)}
                 _save(content, folder / rank_file(dp=dp, tp=tp, pp=pp))
-
-    def _ranks(self) -> Iterator[tuple[int, int]]:
-        return ((pp, tp) for pp in range(self.layout.pp) for tp in range(self.layout.tp))
 
     def _read(self, wanted: Mapping[str, Sequence[Param]]) -> dict[str, dict[str, Tensor]]:
         """Read the tensors of one file, by kind and name; padding is zero."""
@@ -232,8 +242,11 @@ class _Writer:
 
 def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[float, list[Param]]]:
     """Weight decay and members of the two groups that NxD's scripts make."""
-    apart = [] if rates.optim.decay_norms else [param for param in params if "norm" in param.name]
-    return [(rates.optim.weight_decay, [param for param in params if param not in apart]), (0.0, apart)]
+    if rates.optim.decay_norms:
+        return [(rates.optim.weight_decay, list(params)), (0.0, [])]
+    matrices = [param for param in params if "norm" not in param.name]
+    norms = [param for param in params if "norm" in param.name]
+    return [(rates.optim.weight_decay, matrices), (0.0, norms)]
 
 
 def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: OptimizerSettings) -> list[dict[str, Any]]:
@@ -262,8 +275,8 @@ def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
 
 def _user_content(meta: Meta) -> dict[str, Any]:
     """User content: the position at which NxD's scripts resume, with the data at its begin, and nxtrain's metadata."""
-    kept = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
-    ours = meta.model_dump(mode="json", include=kept)
+    fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
+    ours = meta.model_dump(mode="json", include=fields)
     return {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0, "cli_args": {}, OURS: ours}
 
 

@@ -94,7 +94,10 @@ class Adapter:
         """Some entries of the update of a weight along one dimension, in float32."""
         layer = weight.removesuffix(_SUFFIX)
         a, b = (self.tensors[f"{layer}.{leaf}"].float() for leaf in (A, B))
-        a, b = (a.narrow(1, start, length), b) if dim else (a, b.narrow(0, start, length))
+        if dim:
+            a = a.narrow(1, start, length)
+        else:
+            b = b.narrow(0, start, length)
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
@@ -107,10 +110,13 @@ class Adapter:
         Raises:
             ConfigError: The folder holds other weights.
         """
-        if self.base_fingerprint and (found := base.fingerprint()) != self.base_fingerprint:
+        if not self.base_fingerprint:
+            return
+        actual = base.fingerprint()
+        if actual != self.base_fingerprint:
             raise ConfigError(
                 f"{origin} was trained beside other weights than those in {base.path}: their fingerprint is "
-                f"{self.base_fingerprint!r} there and {found!r} here; give the folder that was trained, {self.base}"
+                f"{self.base_fingerprint!r} there and {actual!r} here; give the folder that was trained, {self.base}"
             )
 
 
@@ -135,9 +141,9 @@ class MergedFolder(HfFolder):
             layer = weight.removesuffix(_SUFFIX)
             rows, columns = adapter.tensors[f"{layer}.{B}"].shape[0], adapter.tensors[f"{layer}.{A}"].shape[1]
             if self.shapes.get(weight) != (rows, columns):
-                found = self.shapes.get(weight, "absent")
+                shape = self.shapes.get(weight, "absent")
                 raise ConfigError(
-                    f"{path}: {weight} is {found}, and its adapter is for {(rows, columns)}; give the base"
+                    f"{path}: {weight} is {shape}, and its adapter is for {(rows, columns)}; give the base"
                 )
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
@@ -156,7 +162,9 @@ class MergedFolder(HfFolder):
             packing = whole_packing(self.shapes[name], self.dtype)
             self._restored = name, packing.restore(packing.pack([super().read(name)]))
         whole = self._restored[1]
-        return whole.narrow(dim, start, whole.shape[dim] - start if length is None else length)
+        if length is None:
+            length = whole.shape[dim] - start
+        return whole.narrow(dim, start, length)
 
 
 class AdapterWeights:
@@ -184,7 +192,8 @@ class AdapterWeights:
         base: Path,
     ) -> None:
         adapter = read_adapter(src)
-        self._tensors, self._table, self._axis = adapter.tensors, table, axis
+        self._tensors = adapter.tensors
+        self._table, self._axis = table, axis
         for key in ("r", "alpha", "rslora"):
             there, here = getattr(adapter.config, key), getattr(config, key)
             if there != here:
@@ -192,7 +201,9 @@ class AdapterWeights:
                     f"the adapter in finetune.adapter={src} has {toml_value(there)}, and the run has {toml_value(here)}"
                 )
                 raise ConfigError([Problem(f"finetune.{key}", reason, hint=f"use finetune.{key}={toml_value(there)}")])
-        if problems := mismatches(wanted, {name: tuple(t.shape) for name, t in adapter.tensors.items()}):
+        shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
+        problems = mismatches(wanted, shapes)
+        if problems:
             hint = f"the layers there are {toml_value(adapter.config.targets)}"
             raise ConfigError([Problem("finetune.adapter", f"{src} does not fit: {p}", hint=hint) for p in problems])
         adapter.require_base(HfFolder(base), f"the adapter in finetune.adapter={src}")
@@ -223,18 +234,21 @@ def read_adapter(folder: Path) -> Adapter:
             about = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        reason = cause_of(error) if isinstance(error, OSError) else error
+    except OSError as error:
+        reason = cause_of(error)
         raise ConfigError(f"cannot read {folder / WEIGHTS}: {reason}; give a folder that PEFT wrote") from error
+    except SafetensorError as error:
+        raise ConfigError(f"cannot read {folder / WEIGHTS}: {error}; give a folder that PEFT wrote") from error
     layers = {name.rpartition(".")[0] for name in tensors}
     unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
     unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]
     if unknown or unpaired:
         raise ConfigError(f"{folder / WEIGHTS} has {(unknown + unpaired)[0]}, which is no pair of {A} and {B}")
     rank = config["r"]
-    wrong = [n for n, t in tensors.items() if t.shape[0 if n.endswith(A) else 1] != rank]
-    if wrong:
-        raise ConfigError(f"{folder / WEIGHTS}: {wrong[0]} is not of the rank r={rank} of {CONFIG}")
+    for name, tensor in tensors.items():
+        dim = int(name.endswith(B))
+        if tensor.shape[dim] != rank:
+            raise ConfigError(f"{folder / WEIGHTS}: {name} is not of the rank r={rank} of {CONFIG}")
     targets = tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
     try:
         shape = FinetuneConfig(
@@ -245,7 +259,7 @@ def read_adapter(folder: Path) -> Adapter:
             targets=targets,
         )
     except ValidationError as error:
-        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        reasons = "; ".join(line["msg"].removeprefix("Value error, ") for line in error.errors())
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
@@ -271,7 +285,9 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "inference_mode": True,
     }
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(adapter.tensors.items())}
-    about = {"format": "pt"} | ({_FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {})
+    about = {"format": "pt"}
+    if adapter.base_fingerprint:
+        about[_FINGERPRINT] = adapter.base_fingerprint
     write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata=about))
     write_durably(folder / CONFIG, partial(_write_json, content))
 
@@ -319,10 +335,11 @@ def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, 
     if not path.is_dir():
         hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
         raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder here; {hint}")
-    if (found := HfFolder(path).fingerprint()) != meta.base_fingerprint:
+    fingerprint = HfFolder(path).fingerprint()
+    if fingerprint != meta.base_fingerprint:
         raise CheckpointError(
             f"{place} holds an adapter of other weights than those in {path}: their fingerprint is "
-            f"{meta.base_fingerprint!r} there and {found!r} here; give the folder that the run read"
+            f"{meta.base_fingerprint!r} there and {fingerprint!r} here; give the folder that the run read"
         )
     return meta, MergedFolder(path, adapter, getattr(torch, meta.dtype))
 
@@ -341,7 +358,9 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     path = base or Path(adapter.base)
     if not (base or adapter.base) or not path.is_dir():
         named = adapter.base or "nothing"
-        given = f", and --base {base} is no folder" if base else ", which is no folder of this machine; give --base DIR"
+        given = ", which is no folder of this machine; give --base DIR"
+        if base:
+            given = f", and --base {base} is no folder"
         raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
     adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)

@@ -69,9 +69,13 @@ def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:
         start = 0
         while start < num_rows:
             row_bytes = chunk.num_bytes // num_rows
-            taken = min(num_rows - start, max(free // row_bytes if row_bytes else num_rows, 0 if batch else 1))
+            fitting = num_rows
+            if row_bytes:
+                fitting = free // row_bytes
+            fewest = int(not batch)
+            taken = min(num_rows - start, max(fitting, fewest))
             if taken:
-                batch.append(chunk.rows(start, taken) if taken < num_rows else chunk)
+                batch.append(chunk.rows(start, taken))
                 free -= taken * row_bytes
                 start += taken
             if start < num_rows:

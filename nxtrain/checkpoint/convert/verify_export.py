@@ -105,7 +105,9 @@ def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
     # A CPU computes no float16 attention, and float32 holds it exactly.
-    dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
+    dtype = folder.dtype
+    if dtype == torch.float16:
+        dtype = torch.float32
     layers = _layers(backend, mesh, dtype)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     table = ParamTable.of(model)
@@ -137,17 +139,17 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     with torch.no_grad():
         ours = open_model(checkpoint, backend, length).logits(backend.put(tokens)).cpu().float()
     difference = float((ours - theirs).abs().max())
-    found = f"{folder}: scores of transformers differ from ours by {difference:.3g}"
+    summary = f"{folder}: scores of transformers differ from ours by {difference:.3g}"
     if meta.dtype == "float32":
         if not difference <= EXACT:
-            raise CheckpointError(f"{found}, more than {EXACT:g}; do not use it")
+            raise CheckpointError(f"{summary}, more than {EXACT:g}; do not use it")
         return Agreement(difference)
     exact = _scores_of_transformers(folder, tokens, torch.float32)
     errors, peer_errors = (_errors(scores, exact) for scores in (ours, theirs))
     # Also false for NaN.
     if not (_mean(errors) <= ROUNDING * _mean(peer_errors) and errors.max() <= WORST_ROUNDING * peer_errors.max()):
         raise CheckpointError(
-            f"{found}: from those in float32 ours are {_mean(errors):.3g} away, theirs {_mean(peer_errors):.3g}, and "
+            f"{summary}: from those in float32 ours are {_mean(errors):.3g} away, theirs {_mean(peer_errors):.3g}, and "
             f"{float(errors.max()):.3g} and {float(peer_errors.max()):.3g} at the worst token; rounding explains "
             f"{ROUNDING:g} and {WORST_ROUNDING:g} times theirs; do not use it"
         )

@@ -28,7 +28,10 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
     Raises:
         OSError: The file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex if shared else 'draft'}")
+    suffix = "draft"
+    if shared:
+        suffix = uuid.uuid4().hex
+    draft = path.with_name(f".{path.name}.{suffix}")
     try:
         yield draft
         if durable:

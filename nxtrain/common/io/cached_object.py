@@ -63,7 +63,9 @@ class CachedObject:
 
     def __init__(self, address: S3Path, folder: Path) -> None:
         self._source = S3Source(address)
-        self.name, self.num_bytes, self.tag = address, self._source.num_bytes, self._source.tag
+        self.name = address
+        self.num_bytes = self._source.num_bytes
+        self.tag = self._source.tag
         self._num_blocks = -(-self.num_bytes // BLOCK_BYTES)
         folder.mkdir(parents=True, exist_ok=True)
         files = [
@@ -95,7 +97,9 @@ class CachedObject:
                 self._bring(first, last)
         if not self._stores and any(self._missing(start, start + len(view))):
             return self._source.read(view, start)
-        return os.preadv(self._file, [view], start) if len(view) else 0
+        if not len(view):
+            return 0
+        return os.preadv(self._file, [view], start)
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
         """Call a function that reads, in another thread, so that its blocks are there when they are needed."""
@@ -115,7 +119,9 @@ class CachedObject:
     def _missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """First and last + 1 of adjacent blocks between two bytes that this process has not yet found."""
         first = None
-        end = -(-stop // BLOCK_BYTES) if start < stop else 0
+        if start >= stop:
+            return
+        end = -(-stop // BLOCK_BYTES)
         for block in range(start // BLOCK_BYTES, end):
             if self._is_here[block]:
                 if first is not None:
@@ -178,15 +184,15 @@ class CachedObject:
         with self._changed:
             self._changed.wait_for(lambda: self._underway.isdisjoint(blocks))
             self._underway |= blocks
-        place = (last - first) * _ENTRY.size, first * _ENTRY.size
+        length, offset = (last - first) * _ENTRY.size, first * _ENTRY.size
         try:
             # Locks are of processes: one that waits for two others in a circle is refused, and fetches a block twice.
             with suppress(OSError):
-                fcntl.lockf(self._index, fcntl.LOCK_EX, *place)
+                fcntl.lockf(self._index, fcntl.LOCK_EX, length, offset)
             yield
         finally:
             with suppress(OSError):
-                fcntl.lockf(self._index, fcntl.LOCK_UN, *place)
+                fcntl.lockf(self._index, fcntl.LOCK_UN, length, offset)
             with self._changed:
                 self._underway -= blocks
                 self._changed.notify_all()

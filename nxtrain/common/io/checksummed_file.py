@@ -145,24 +145,26 @@ class ChecksummedWriter:
             self._send(memoryview(self._block), self._filled, self._block)
             self._block, self._filled = None, 0
 
-    def _send(self, block: memoryview, length: int, own: mmap.mmap | None = None) -> None:
-        """Write `length` bytes of a block in the background; a buffer of this writer (`own`) is reused afterwards."""
-        self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), own))
+    def _send(self, block: memoryview, length: int, buffer: mmap.mmap | None = None) -> None:
+        """Write `length` bytes of a block in the background; this writer's `buffer` is reused afterwards."""
+        self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), buffer))
         self._checksums.append(xxh3_64_hexdigest(block[:length]))
         self._num_bytes += length
         if len(self._underway) == _DEPTH:
             self._await()
 
     def _await(self) -> None:
-        written, own = self._underway.popleft()
+        written, buffer = self._underway.popleft()
         written.result()
-        if own is not None:
-            self._free.append(own)
+        if buffer is not None:
+            self._free.append(buffer)
 
     def _transfer(self, block: memoryview, where: int, length: int) -> None:
         direct, sent = self._direct, 0
-        # Direct access writes whole sectors only; `close` truncates the excess.
-        whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
+        whole = length
+        if direct:
+            # Direct access writes whole sectors only; `close` truncates the excess.
+            whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES
         while sent < whole:
             try:
                 sent += os.pwrite(self._file, block[sent:whole], where + sent)
@@ -250,7 +252,9 @@ class ChecksummedReader:
 
     def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
         self._stored = stored
-        self._unopened = deque([partial(FileSource, copies)] if isinstance(copies, Path) else copies)
+        if isinstance(copies, Path):
+            copies = [partial(FileSource, copies)]
+        self._unopened = deque(copies)
         self._sources: list[ByteSource] = []
         self._opening = Lock()
         self.damage: list[DamagedError] = []
@@ -320,8 +324,10 @@ class ChecksummedReader:
                 number += 1
                 if not self._has(number):
                     raise
-                damaged = error if isinstance(error, DamagedError) else DamagedError(source.name, f"{error}")
-                self.damage.append(damaged)
+                if isinstance(error, DamagedError):
+                    self.damage.append(error)
+                else:
+                    self.damage.append(DamagedError(source.name, f"{error}"))
 
     def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)

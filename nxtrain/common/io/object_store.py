@@ -95,25 +95,31 @@ def place_of(text: str) -> Location:
     Raises:
         ConfigError: The text is empty, or an address of another service.
     """
-    return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/")) if text.startswith(SCHEME) else storage_path(text)
+    if text.startswith(SCHEME):
+        return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/"))
+    return storage_path(text)
 
 
-def content_of(place: Location) -> bytes:
+def content_of(file: Location) -> bytes:
     """Whole content of a small file.
 
     Raises:
         OSError: The file is absent, not a regular file, or cannot be read.
     """
-    return read_bytes(place) if isinstance(place, Path) else place.read_bytes()
+    if isinstance(file, Path):
+        return read_bytes(file)
+    return file.read_bytes()
 
 
-def open_source(place: Location) -> ByteSource:
+def open_source(file: Location) -> ByteSource:
     """Open a file for reading.
 
     Raises:
         DamagedError: The file is absent.
     """
-    return FileSource(place) if isinstance(place, Path) else S3Source(place)
+    if isinstance(file, Path):
+        return FileSource(file)
+    return S3Source(file)
 
 
 class S3Source:
@@ -202,8 +208,10 @@ def open_store(address: str) -> ObjectStore:
         ConfigError: The address names no bucket.
         BackendError: boto3 is not installed, or finds no usable region, endpoint or profile.
     """
-    place = place_of(address)
-    return FolderStore(place) if isinstance(place, Path) else S3Store(place)
+    root = place_of(address)
+    if isinstance(root, Path):
+        return FolderStore(root)
+    return S3Store(root)
 
 
 class FolderStore:
@@ -219,7 +227,10 @@ class FolderStore:
     def sizes(self, folder: str = "") -> dict[str, int]:
         """See `ObjectStore`."""
         # Checkpoints lie one folder deep; other folders of a shared disk, which may be large, are not walked.
-        files = [path for path in self.root.glob(f"{folder}/**/*" if folder else "*/*") if path.is_file()]
+        pattern = "*/*"
+        if folder:
+            pattern = f"{folder}/**/*"
+        files = [path for path in self.root.glob(pattern) if path.is_file()]
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
@@ -265,15 +276,21 @@ class S3Store:
         self.root = root
         self._client = root.client
         self._bucket, prefix = split(root)
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._prefix = ""
+        if prefix:
+            self._prefix = f"{prefix}/"
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """See `ObjectStore`."""
-        below = f"{self._prefix}{folder}/" if folder else self._prefix
+        prefix = self._prefix
+        if folder:
+            prefix = f"{self._prefix}{folder}/"
+        sizes: dict[str, int] = {}
         with explained(self.root):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
-            found = [item for page in pages for item in page.get("Contents", ())]
-        return {item["Key"].removeprefix(self._prefix): item["Size"] for item in found}
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
+                for item in page.get("Contents", ()):
+                    sizes[item["Key"].removeprefix(self._prefix)] = item["Size"]
+        return sizes
 
     def put(self, name: str, content: bytes) -> None:
         """See `ObjectStore`."""
@@ -290,12 +307,13 @@ class S3Store:
         target = self.root / name
         bucket, key = split(target)
         with ChecksummedReader(file, stored) as reader, explained(self.root):
-            body = _Stream(reader.blocks(range(len(stored.checksums))))
+            body = _UploadStream(reader.blocks(range(len(stored.checksums))))
             self._client.upload_fileobj(
                 body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
             )
-        if (found := S3Source(target).num_bytes) != stored.num_bytes:
-            raise DamagedError(target, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
+        num_bytes = S3Source(target).num_bytes
+        if num_bytes != stored.num_bytes:
+            raise DamagedError(target, f"it has {num_bytes:,} bytes instead of {stored.num_bytes:,}")
 
     def download(self, name: str, target: Path) -> None:
         """See `ObjectStore`."""
@@ -315,7 +333,7 @@ class S3Store:
                     raise CheckpointError(f"{self.root}: cannot delete {failed['Key']}: {failed['Message']}")
 
 
-class _Stream(io.RawIOBase):
+class _UploadStream(io.RawIOBase):
     """Readable stream of a file's verified blocks, for boto3."""
 
     def __init__(self, blocks: Iterator[tuple[int, memoryview]]) -> None:
@@ -326,16 +344,18 @@ class _Stream(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Read exactly `size` bytes, fewer only at the end."""
-        wanted, found = size if size is not None and size >= 0 else 1 << 62, bytearray()
-        while len(found) < wanted:
+        if size is None or size < 0:
+            size = 1 << 62
+        content = bytearray()
+        while len(content) < size:
             if not self._rest:
                 _, self._rest = next(self._blocks, (0, memoryview(b"")))
                 if not self._rest:
                     break
-            taken = self._rest[: wanted - len(found)]
-            found += taken
+            taken = self._rest[: size - len(content)]
+            content += taken
             self._rest = self._rest[len(taken) :]
-        return bytes(found)
+        return bytes(content)
 
 
 @contextmanager
@@ -365,11 +385,13 @@ def _change_as_damage(address: S3Path) -> Iterator[None]:
 def _receive(body: Any, view: memoryview) -> int:
     """Fill `view` from a response, in small pieces, so that progress of a slow transfer is counted."""
     received = 0
-    while piece := body.read(min(_PIECE_BYTES, len(view) - received)):
+    while True:
+        piece = body.read(min(_PIECE_BYTES, len(view) - received))
+        if not piece:
+            return received
         view[received : received + len(piece)] = piece
         received += len(piece)
         transferred.note(len(piece))
-    return received
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -20,8 +20,10 @@ _SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
 
 def scheme_of(path: str) -> str:
     """Scheme of an address; empty for a path of this machine."""
-    found = _SCHEME.match(path)
-    return (found[1] or found[2]) if found else ""
+    match = _SCHEME.match(path)
+    if match is None:
+        return ""
+    return match[1] or match[2]
 
 
 def at_home(path: str) -> str:
@@ -45,7 +47,9 @@ def local(path: str) -> str:
     """
     scheme = scheme_of(path)
     if scheme:
-        fetch = "aws s3 sync ADDRESS FOLDER" if scheme == "s3" else "the tool of its service"
+        fetch = "the tool of its service"
+        if scheme == "s3":
+            fetch = "aws s3 sync ADDRESS FOLDER"
         raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
     return at_home(path)
 
@@ -56,7 +60,9 @@ def local_or_bucket(path: str) -> str:
     Raises:
         ValueError: There is no such user, or the path is an address of another service.
     """
-    return path if path.startswith("s3://") else local(path)
+    if path.startswith("s3://"):
+        return path
+    return local(path)
 
 
 def storage(path: str) -> str:
@@ -65,13 +71,15 @@ def storage(path: str) -> str:
     Raises:
         ValueError: There is no such user, or the path is an address of another service.
     """
-    scheme = "" if path.startswith("s3://") else scheme_of(path)
+    if path.startswith("s3://"):
+        return path
+    scheme = scheme_of(path)
     if scheme:
         raise ValueError(
             f"an address of {scheme}, and nxtrain has access to folders and to s3://BUCKET/PREFIX only; "
             f"use one of these{_meant(path, scheme)}"
         )
-    return path if path.startswith("s3://") else at_home(path)
+    return at_home(path)
 
 
 def _meant(path: str, scheme: str) -> str:
@@ -79,7 +87,9 @@ def _meant(path: str, scheme: str) -> str:
     rest = path[len(scheme) :].lstrip(":/")
     if get_close_matches(scheme.lower(), ["s3"]):
         return f"; did you mean s3://{rest}?"
-    return f"; did you mean /{rest}?" if scheme.lower() == "file" else ""
+    if scheme.lower() == "file":
+        return f"; did you mean /{rest}?"
+    return ""
 
 
 def storage_path(text: str) -> Path:
@@ -106,4 +116,6 @@ def _path(text: str, rule: Callable[[str], str]) -> Path:
     try:
         return Path(rule(text))
     except ValueError as error:
-        raise ConfigError(f"{text}: {error}" if scheme_of(text) else str(error)) from error
+        if scheme_of(text):
+            raise ConfigError(f"{text}: {error}") from error
+        raise ConfigError(str(error)) from error

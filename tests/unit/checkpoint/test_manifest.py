@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlan
 
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan
-from nxtrain.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, read_manifest
+from nxtrain.checkpoint.manifest import Box, CheckpointManifest, FileEntry, TensorEntry, read_manifest
 from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.sharding import Segment, ShardBox
@@ -69,7 +69,7 @@ def test_a_reader_learns_of_the_parts_that_it_needs_only(tmp_path: Path) -> None
     coordinator.finish(None, [])  # type: ignore[arg-type]
     assert coordinator.manifest is not None
     key = f"exp_avg/{NAMES[3]}"
-    found = Manifest.model_validate_json(coordinator.manifest.model_dump_json()).metadata(
+    found = CheckpointManifest.model_validate_json(coordinator.manifest.model_dump_json()).metadata(
         {key: [((3 * ROWS - 1, 0), (ROWS + 2, 1))]}
     )
     boxes = {name: len(tensor.chunks) for name, tensor in found.state_dict_metadata.items()}  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def test_parts_that_overlap_are_those_that_share_an_entry(num_dims: int) -> None
 def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str) -> None:
     """Else a mirror would copy from anywhere."""
     entry = FileEntry(num_bytes=1, block_bytes=1, xxh3=("0",))
-    Manifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
+    CheckpointManifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
     text = json.dumps({"files": {name: entry.model_dump(mode="json")}, "tensors": {}})
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DamagedError, match="is no name of a rank's file"):

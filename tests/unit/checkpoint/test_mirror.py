@@ -46,7 +46,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "mirror")
 
 
-class Run:
+class MirroredRun:
     """A run of one rank, whose weight is the number of its step."""
 
     def __init__(
@@ -107,7 +107,7 @@ def counted(client: Any, operation: str, act: Callable[[], None] = lambda: None)
 
 
 def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(address))
+    run = MirroredRun(tmp_path / "run", open_store(address))
     run.save(1)
     assert [outcome.problem for outcome in run.told] == [""]
     assert run.copied == [(1, "")]
@@ -122,7 +122,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(address)
-    run, put = Run(tmp_path / "run", store), store.put
+    run, put = MirroredRun(tmp_path / "run", store), store.put
     run.save(1)
 
     def cut_off(name: str, content: bytes) -> None:
@@ -151,7 +151,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
 def test_the_mirror_keeps_by_the_same_rules(
     address: str, tmp_path: Path, keep: int, keep_every: int, stay: list[int]
 ) -> None:
-    run = Run(tmp_path / "run", open_store(address), keep=keep, keep_every=keep_every)
+    run = MirroredRun(tmp_path / "run", open_store(address), keep=keep, keep_every=keep_every)
     run.save(*range(1, 7))
     assert run.mirror.steps() == stay
     assert {name.partition("/")[0] for name in open_store(address).sizes()} == {f"step-{step:08d}" for step in stay}
@@ -159,16 +159,16 @@ def test_the_mirror_keeps_by_the_same_rules(
 
 def test_what_is_saved_again_replaces_its_copy_with_all_its_files(address: str, tmp_path: Path) -> None:
     store = open_store(address)
-    Run(tmp_path / "run", store).save(1)
+    MirroredRun(tmp_path / "run", store).save(1)
     store.put("step-00000001/rank-00001.safetensors", b"of a run with more ranks")
-    Run(tmp_path / "run", store).save(1)
+    MirroredRun(tmp_path / "run", store).save(1)
     assert {name for name in store.sizes() if "rank-" in name} == {f"step-00000001/{FILE}"}
 
 
 def test_what_became_damaged_on_the_disk_is_not_copied(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path / "run", open_store(address))
+    run = MirroredRun(tmp_path / "run", open_store(address))
     run.save(1)
     begin = run.mirror.begin
 
@@ -183,7 +183,7 @@ def test_what_became_damaged_on_the_disk_is_not_copied(
 
 
 def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(address))
+    run = MirroredRun(tmp_path / "run", open_store(address))
     run.save(1)
     local, copied = directory.step_path(run.folder, 1), run.mirror.place(1)
     expected, damaged = run.load(local, copied)
@@ -201,7 +201,7 @@ def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_
 
 
 def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(address), keep=9)
+    run = MirroredRun(tmp_path / "run", open_store(address), keep=9)
     run.save(1, 2)
     aside = run.mirror.quarantine(2)
     run.save(3)
@@ -210,7 +210,7 @@ def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_
 
 
 def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(address: str, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(address), keep=9)
+    run = MirroredRun(tmp_path / "run", open_store(address), keep=9)
     run.save(1, 2, 3)
     aside = run.mirror.quarantine(2)
     assert run.mirror.abandon(1) == [3]
@@ -242,7 +242,7 @@ def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, place: str) -> No
 
 
 def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", S3Store(place_of(f"s3://{BUCKET}/x")))  # type: ignore[arg-type]
+    run = MirroredRun(tmp_path / "run", S3Store(place_of(f"s3://{BUCKET}/x")))  # type: ignore[arg-type]
     run.save(1)
     key = {"Bucket": BUCKET, "Key": f"x/step-00000001/{FILE}"}
     content = bytearray(s3.get_object(**key)["Body"].read())
@@ -254,7 +254,7 @@ def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None
 
 def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", 4096)
-    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
+    run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
     run.save(1)
     place: Any = run.mirror.place(1)
     fetched = counted(place.client, "GetObject")
@@ -267,7 +267,7 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
 
 
 def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
+    run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
     monkeypatch.setattr(object_store, "transferred", sent := TransferCounter())
@@ -279,7 +279,7 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: p
 
 
 def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
+    run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     drop_bucket(s3)
     run.save(1)
     assert (run.told[-1].problem, "NoSuchBucket" in run.unmirrored) == ("", True)
@@ -292,7 +292,7 @@ def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any
 
 
 def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"))
+    run = MirroredRun(tmp_path / "run", FolderStore(tmp_path / "mirror"))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -309,7 +309,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.alone
 def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
+    run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     place: Any = run.mirror.place(1)
     counted(place.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
     began = time.monotonic()
@@ -332,7 +332,7 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
 def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"), keep=1)
+    run = MirroredRun(tmp_path / "run", FolderStore(tmp_path / "mirror"), keep=1)
     add, gate = run.mirror.add, threading.Event()
 
     def held(*args: Any) -> None:
@@ -366,7 +366,7 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
 
 
 def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"))
+    run = MirroredRun(tmp_path / "run", FolderStore(tmp_path / "mirror"))
     add, alive = run.mirror.add, list[float]()
 
     def slowly(*args: Any) -> None:

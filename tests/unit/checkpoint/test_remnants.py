@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.resume_plan import Refuse, Request, plan_resume
-from nxtrain.checkpoint.resume_survey import Held, Survey
+from nxtrain.checkpoint.resume_plan import Refuse, ResumeRequest, plan_resume
+from nxtrain.checkpoint.resume_survey import LocationSurvey, ResumeSurvey
 from nxtrain.checkpoint.rewinds import FILE, MIRROR, Records, RunHistory
 
 FRESH = RunHistory(run="fresh", run_dir="/run")
@@ -18,14 +18,16 @@ FRESH = RunHistory(run="fresh", run_dir="/run")
 @pytest.mark.parametrize("where", [0, MIRROR])
 @pytest.mark.parametrize(("resume", "is_refused"), [("auto", True), ("never", False)])
 def test_what_is_left_of_lost_checkpoints_keeps_a_run_from_scratch(where: int, resume: str, is_refused: bool) -> None:
-    survey = Survey(Path("/run"), "/mirror", Records({0: FRESH, MIRROR: FRESH}, FRESH))
-    listed = {0: Held(), MIRROR: Held()} | {where: Held(remnants=("latest",))}
-    end = plan_resume(replace(survey, places=listed), Request(resume))
+    survey = ResumeSurvey(Path("/run"), "/mirror", Records({0: FRESH, MIRROR: FRESH}, FRESH))
+    listed = {0: LocationSurvey(), MIRROR: LocationSurvey()} | {where: LocationSurvey(remnants=("latest",))}
+    end = plan_resume(replace(survey, places=listed), ResumeRequest(resume))
     assert isinstance(end, Refuse) == is_refused
     if isinstance(end, Refuse):
         assert "held: latest. " in end.error
-    whole = {0: Held({3: 1}), MIRROR: Held({3: 1})} | {where: Held({3: 1}, remnants=("latest",))}
-    assert not isinstance(plan_resume(replace(survey, places=whole), Request(resume)), Refuse)
+    whole = {0: LocationSurvey({3: 1}), MIRROR: LocationSurvey({3: 1})} | {
+        where: LocationSurvey({3: 1}, remnants=("latest",))
+    }
+    assert not isinstance(plan_resume(replace(survey, places=whole), ResumeRequest(resume)), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from nxtrain.checkpoint.resume_plan import (
     Quarantine,
     Refuse,
     Repeat,
-    Request,
-    Start,
+    ResumeRequest,
+    ResumeStart,
     Upload,
     plan_resume,
 )
-from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
+from nxtrain.checkpoint.resume_survey import Holding, Located, LocationSurvey, ResumeSurvey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Record, Records, Rewind, RunHistory
 from nxtrain.common.errors import DamagedError
 
@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class World:
+class Locations:
     """True content of all locations.
 
     Args:
@@ -69,16 +69,16 @@ class World:
     is_shared: bool
 
     @property
-    def survey(self) -> Survey:
-        return Survey(Path("/run"), "/mirror" if self.mirror is not None else "", self.records, self.is_shared)
+    def survey(self) -> ResumeSurvey:
+        return ResumeSurvey(Path("/run"), "/mirror" if self.mirror is not None else "", self.records, self.is_shared)
 
 
-def held(stored: Mapping[int, Stored], quarantined: Mapping[str, int], *, is_mirrored: bool) -> Held:
+def held(stored: Mapping[int, Stored], quarantined: Mapping[str, int], *, is_mirrored: bool) -> LocationSurvey:
     if not is_mirrored:
-        return Held(dict.fromkeys(stored, 0), quarantined=quarantined)
+        return LocationSurvey(dict.fromkeys(stored, 0), quarantined=quarantined)
     seals = {step: each.seal for step, each in stored.items() if each.metadata == "whole"}
     damaged = {step: error(each.metadata) for step, each in stored.items() if each.metadata != "whole"}
-    return Held(seals, damaged, quarantined=quarantined)
+    return LocationSurvey(seals, damaged, quarantined=quarantined)
 
 
 def error(state: State) -> DamagedError:
@@ -95,7 +95,7 @@ def names(damaged: Mapping[int, DamagedError], where: object) -> dict[int, str]:
     return {step: "" if each.unread else f"step-{step:08d}.corrupt@{where}" for step, each in damaged.items()}
 
 
-def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
+def carry_out(world: Locations, survey: ResumeSurvey, plan: Plan) -> ResumeSurvey:
     """Survey after a plan is carried out on the drawn locations."""
     if isinstance(plan, Look):
         mirrored = world.mirror is not None
@@ -120,17 +120,17 @@ def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
         records = survey.records
 
         def due(each: Record) -> Record:
-            return plan.history if isinstance(each, RunHistory) and len(each.returns) >= plan.known else each
+            return plan.history if isinstance(each, RunHistory) and len(each.returns) >= plan.num_seen else each
 
         return replace(survey, records=replace(records, places={n: due(each) for n, each in records.places.items()}))
     assert isinstance(plan, Locate)
     return replace(survey, located=Located(Path("/other/step-00000003")))
 
 
-def reversed_order(survey: Survey) -> Survey:
+def reversed_order(survey: ResumeSurvey) -> ResumeSurvey:
     """The same survey, put together in another order, as by another rank."""
 
-    def back(found: Held) -> Held:
+    def back(found: LocationSurvey) -> LocationSurvey:
         return replace(found, seals=turned(found.seals), damaged=turned(found.damaged))
 
     records = replace(survey.records, places=turned(survey.records.places))
@@ -143,14 +143,16 @@ def turned(mapping: Mapping[K, V]) -> dict[K, V]:
     return dict(reversed([*mapping.items()]))
 
 
-def decide(world: World, request: Request, survey: Survey | None = None) -> tuple[Survey, Start | Refuse, list[Plan]]:
+def decide(
+    world: Locations, request: ResumeRequest, survey: ResumeSurvey | None = None
+) -> tuple[ResumeSurvey, ResumeStart | Refuse, list[Plan]]:
     """The end of a start, and all plans before it; every plan is the same on every rank."""
     survey, plans = survey or world.survey, list[Plan]()
     for _ in range(60):
         plan = plan_resume(survey, request)
         assert plan_resume(reversed_order(survey), request) == plan
         plans.append(plan)
-        if isinstance(plan, Start | Refuse):
+        if isinstance(plan, ResumeStart | Refuse):
             return survey, plan, plans
         survey = carry_out(world, survey, plan)
     raise AssertionError(f"no end: {plans[-4:]}")
@@ -163,7 +165,7 @@ REWINDS = st.lists(st.builds(Rewind, told=st.just("never"), keeps=st.none() | st
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn) -> Locations:
     leaders = range(draw(st.integers(1, 3)))
     mirrored = len(leaders) > 1 or draw(st.booleans())
     returns = tuple(draw(REWINDS))
@@ -181,7 +183,7 @@ def worlds(draw: st.DrawFn) -> World:
     places = {leader: record() for leader in leaders} | ({MIRROR: whole} if mirrored else {})
     if draw(st.booleans()):
         places |= {leaders[-1]: whole} | ({MIRROR: record()} if mirrored else {})
-    return World(
+    return Locations(
         {leader: draw(st.dictionaries(STEPS, STORED, max_size=3)) for leader in leaders},
         draw(st.dictionaries(STEPS, STORED, max_size=3)) if mirrored else None,
         {where: aside(where) if draw(st.booleans()) else {} for where in (MIRROR, *leaders)},
@@ -192,18 +194,18 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 REQUESTS = st.builds(
-    Request, st.sampled_from(["auto", "auto", "never", "/other"]), st.booleans(), st.sampled_from(["", "7"])
+    ResumeRequest, st.sampled_from(["auto", "auto", "never", "/other"]), st.booleans(), st.sampled_from(["", "7"])
 )
 drawn = settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
 
 
-def stays(world: World, where: int) -> int:
+def stays(world: Locations, where: int) -> int:
     """Last step of a location that no missed rewind abandoned."""
     missed = world.records.missed(where)
     return 99 if missed is None else missed
 
 
-def expected(world: World, request: Request, unread: frozenset[int] = frozenset()) -> Version | None:
+def expected(world: Locations, request: ResumeRequest, unread: frozenset[int] = frozenset()) -> Version | None:
     """The newest complete version, by looking at everything at once."""
     copies = {
         step: each.seal
@@ -231,7 +233,7 @@ def expected(world: World, request: Request, unread: frozenset[int] = frozenset(
     return (max(complete)[0], max(complete)[2]) if complete else None
 
 
-def own_start(world: World, request: Request) -> bool:
+def own_start(world: Locations, request: ResumeRequest) -> bool:
     last = world.records.newest.returns[-1:]
     has_returned = bool(last) and (last[0].told, last[0].job) == (request.resume, request.job)
     return request.resume == "auto" or (request.is_restart and has_returned)
@@ -239,14 +241,14 @@ def own_start(world: World, request: Request) -> bool:
 
 @drawn
 @given(worlds(), REQUESTS, st.frozensets(STEPS, max_size=1))
-def test_the_newest_complete_checkpoint_wins(world: World, request: Request, unread: frozenset[int]) -> None:
+def test_the_newest_complete_checkpoint_wins(world: Locations, request: ResumeRequest, unread: frozenset[int]) -> None:
     assume(own_start(world, request))
     _, end, _ = decide(world, request, replace(world.survey, unread=unread))
     wanted = expected(world, request, unread)
     if wanted is None:
         assert isinstance(end, Refuse) or end.step is None
         return
-    assert isinstance(end, Start)
+    assert isinstance(end, ResumeStart)
     assert (end.own, end.step) == (True, wanted[0])
     for leader, sources in end.sources.items():
         stored = world.disks[leader].get(wanted[0])
@@ -263,9 +265,9 @@ def test_the_newest_complete_checkpoint_wins(world: World, request: Request, unr
 
 @drawn
 @given(worlds(), REQUESTS)
-def test_nothing_that_was_abandoned_or_put_aside_is_read(world: World, request: Request) -> None:
+def test_nothing_that_was_abandoned_or_put_aside_is_read(world: Locations, request: ResumeRequest) -> None:
     survey, end, plans = decide(world, request)
-    if not isinstance(end, Start) or end.step is None:
+    if not isinstance(end, ResumeStart) or end.step is None:
         return
     uploads = {plan.version[0] for plan in plans if isinstance(plan, Upload)}
     damaged = {
@@ -284,7 +286,7 @@ def test_nothing_that_was_abandoned_or_put_aside_is_read(world: World, request: 
 @drawn
 @given(worlds(), REQUESTS, st.frozensets(STEPS, max_size=1))
 def test_no_start_from_scratch_while_checkpoints_are_damaged_or_unread(
-    world: World, request: Request, unread: frozenset[int]
+    world: Locations, request: ResumeRequest, unread: frozenset[int]
 ) -> None:
     assume(own_start(world, request) and request.resume in {"auto", "never"})
     survey, end, _ = decide(world, request, replace(world.survey, unread=unread))
@@ -300,14 +302,16 @@ def test_no_start_from_scratch_while_checkpoints_are_damaged_or_unread(
 
 @drawn
 @given(worlds(), REQUESTS)
-def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(world: World, request: Request) -> None:
+def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(
+    world: Locations, request: ResumeRequest
+) -> None:
     assume(not own_start(world, request))
     survey, end, plans = decide(world, request)
     if isinstance(end, Refuse):
         assert request.is_restart
         assert world.records.damaged
         return
-    assert {type(plan) for plan in plans} <= {Repeat, Locate, Start}
+    assert {type(plan) for plan in plans} <= {Repeat, Locate, ResumeStart}
     keeps = 0 if request.resume == "never" else -1
     assert (end.own, end.step, end.abandon.damaged) == (False, None, True)
     assert end.history.returns[-1] == Rewind(told=request.resume, job=request.job, keeps=keeps)
@@ -319,10 +323,10 @@ def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(w
 
 @drawn
 @given(worlds(), REQUESTS)
-def test_a_resume_abandons_what_is_later_and_adds_no_rewind(world: World, request: Request) -> None:
+def test_a_resume_abandons_what_is_later_and_adds_no_rewind(world: Locations, request: ResumeRequest) -> None:
     _, end, _ = decide(world, request)
-    assume(isinstance(end, Start) and end.own)
-    assert isinstance(end, Start)
+    assume(isinstance(end, ResumeStart) and end.own)
+    assert isinstance(end, ResumeStart)
     last = end.step or 0
     assert end.abandon == Abandon(dict.fromkeys(world.records.places, last), damaged=False)
     assert end.history == world.records.newest
@@ -333,15 +337,15 @@ def test_a_requested_checkpoint_of_the_run_stays(on_disk: int | None, in_mirror:
     """A location that missed a rewind to step 1 keeps its later checkpoints if the requested one is among them."""
     history = RunHistory(run="one", run_dir="/run", returns=(Rewind(told="x", keeps=1),))
     before = replace_returns(history)
-    survey = Survey(
+    survey = ResumeSurvey(
         Path("/run"),
         "/mirror",
         Records({0: history, 1: before, MIRROR: before}, FRESH),
         is_shared=False,
         located=Located(Path("/a"), on_disk, in_mirror),
     )
-    end = plan_resume(survey, Request("/a"))
-    assert isinstance(end, Start)
+    end = plan_resume(survey, ResumeRequest("/a"))
+    assert isinstance(end, ResumeStart)
     assert end.history.returns[-1].keeps == keeps
     after = {place: keeps if kept is not None else min(keeps, 1) for place, kept in ((1, on_disk), (MIRROR, in_mirror))}
     assert end.abandon == Abandon({0: keeps, **after}, damaged=True)
@@ -353,9 +357,9 @@ def replace_returns(history: RunHistory) -> RunHistory:
 
 def two_disks(
     first: Mapping[int, Stored], second: Mapping[int, Stored], mirror: Mapping[int, Stored], records: Records
-) -> World:
+) -> Locations:
     quarantined: dict[int, dict[str, int]] = {MIRROR: {}, 0: {}, 1: {}}
-    return World({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
+    return Locations({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
 
 
 @pytest.mark.parametrize("behind", ["a disk", "the mirror"])
@@ -366,10 +370,10 @@ def test_a_location_that_missed_a_rewind_gives_up_what_is_later(behind: str) -> 
     on_disk = behind == "a disk"
     places = {0: after, 1: before if on_disk else after, MIRROR: after if on_disk else before}
     world = two_disks(own, other if on_disk else own, own if on_disk else other, Records(places, FRESH))
-    survey, end, plans = decide(world, Request("auto"))
+    survey, end, plans = decide(world, ResumeRequest("auto"))
     assert plans[1] == Abandon({1 if on_disk else MIRROR: 1})
     assert (survey.listed[1].last, survey.listed[MIRROR].last) == (1, 1)
-    assert isinstance(end, Start)
+    assert isinstance(end, ResumeStart)
     assert (end.step, end.sources) == (1, {0: ("disk", "mirror"), 1: ("disk", "mirror")})
 
 
@@ -377,45 +381,45 @@ def test_a_mirror_that_missed_a_rewind_keeps_what_this_start_copies_to_it() -> N
     before = RunHistory(run="one", run_dir="/run")
     after = before.model_copy(update={"returns": (Rewind(told="/a", keeps=1),)})
     world = two_disks({4: Stored(1)}, {}, {3: Stored(1)}, Records({0: after, 1: after, MIRROR: before}, FRESH))
-    _, end, plans = decide(world, Request("auto"))
-    assert [type(plan) for plan in plans] == [Look, Abandon, Inspect, Upload, Start]
-    assert isinstance(end, Start)
+    _, end, plans = decide(world, ResumeRequest("auto"))
+    assert [type(plan) for plan in plans] == [Look, Abandon, Inspect, Upload, ResumeStart]
+    assert isinstance(end, ResumeStart)
     assert (end.step, end.sources) == (4, {0: ("disk", "mirror"), 1: ("mirror",)})
 
 
 def test_of_two_versions_of_a_step_on_disks_that_share_nothing_one_is_copied_and_taken() -> None:
     world = two_disks({4: Stored(1)}, {4: Stored(2)}, {}, Records({0: FRESH, 1: FRESH, MIRROR: FRESH}, FRESH))
-    _, end, plans = decide(world, Request("auto"))
+    _, end, plans = decide(world, ResumeRequest("auto"))
     assert [plan.version for plan in plans if isinstance(plan, Upload)] == [(4, 2)]
-    assert isinstance(end, Start)
+    assert isinstance(end, ResumeStart)
     assert (end.step, end.sources) == (4, {0: ("mirror",), 1: ("disk", "mirror")})
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_conversion_is_no_start_from_scratch(resume: str) -> None:
     history = FRESH.model_copy(update={"returns": (Rewind(told="never", keeps=0),)})
-    world = World({0: {0: Stored(1)}}, None, {0: {}}, Records({0: history}, FRESH), frozenset(), is_shared=True)
-    _, end, _ = decide(world, Request(resume, is_restart=True))
-    assert isinstance(end, Start)
+    world = Locations({0: {0: Stored(1)}}, None, {0: {}}, Records({0: history}, FRESH), frozenset(), is_shared=True)
+    _, end, _ = decide(world, ResumeRequest(resume, is_restart=True))
+    assert isinstance(end, ResumeStart)
     assert (end.own, end.step) == ((True, 0) if resume == "auto" else (False, None))
 
 
 def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
     records = Records({0: FRESH, MIRROR: FRESH}, FRESH)
-    world = World({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}, MIRROR: {}}, records, frozenset(), is_shared=True)
-    _, end, _ = decide(world, Request("auto"))
-    assert isinstance(end, Start)
+    world = Locations({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}, MIRROR: {}}, records, frozenset(), is_shared=True)
+    _, end, _ = decide(world, ResumeRequest("auto"))
+    assert isinstance(end, ResumeStart)
     assert (end.step, end.sources) == (4, {0: ("disk",)})
 
 
 def test_no_restart_guesses_without_a_record_whether_it_went_back() -> None:
     damaged = DamagedError("lineage.json", "its content is not what was written")
-    survey = Survey(Path("/run"), "", Records({0: damaged}, FRESH))
-    refused = plan_resume(survey, Request("never", is_restart=True))
+    survey = ResumeSurvey(Path("/run"), "", Records({0: damaged}, FRESH))
+    refused = plan_resume(survey, ResumeRequest("never", is_restart=True))
     assert isinstance(refused, Refuse)
     assert "is still to" in refused.error
-    started = plan_resume(survey, Request("never"))
-    assert isinstance(started, Start)
+    started = plan_resume(survey, ResumeRequest("never"))
+    assert isinstance(started, ResumeStart)
     assert started.lines == (f"WARNING: {damaged}; it is written anew",)
 
 
@@ -423,19 +427,19 @@ def test_no_restart_guesses_without_a_record_whether_it_went_back() -> None:
 def test_a_mirror_of_another_run_is_refused_unless_it_is_asked_for(other: str) -> None:
     mirror = RunHistory(run="two", run_dir=other)
     ours = RunHistory(run="one", run_dir="/run")
-    survey = Survey(Path("/run"), "/mirror", Records({0: ours, MIRROR: mirror}, FRESH))
-    refused = plan_resume(survey, Request("auto"))
+    survey = ResumeSurvey(Path("/run"), "/mirror", Records({0: ours, MIRROR: mirror}, FRESH))
+    refused = plan_resume(survey, ResumeRequest("auto"))
     assert isinstance(refused, Refuse)
     assert "belongs to another run" in refused.error
     survey = replace(survey, located=Located(Path("/mirror/step-00000003"), None, 3))
-    taken = plan_resume(survey, Request("/mirror", aims_at_mirror=True))
-    assert isinstance(taken, Start)
+    taken = plan_resume(survey, ResumeRequest("/mirror", aims_at_mirror=True))
+    assert isinstance(taken, ResumeStart)
     assert taken.abandon == Abandon({0: -1, MIRROR: 3}, damaged=True)
     assert taken.history.run == "fresh"
 
 
 def test_disks_of_different_runs_are_refused() -> None:
     places: dict[int, Record] = {0: RunHistory(run="one", run_dir="/run"), 1: RunHistory(run="two", run_dir="/run")}
-    refused = plan_resume(Survey(Path("/run"), "/mirror", Records(places, FRESH)), Request("auto"))
+    refused = plan_resume(ResumeSurvey(Path("/run"), "/mirror", Records(places, FRESH)), ResumeRequest("auto"))
     assert isinstance(refused, Refuse)
     assert "different runs on different nodes" in refused.error

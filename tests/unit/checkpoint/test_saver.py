@@ -28,7 +28,7 @@ ONE = Ranks(Mesh(1, 0))
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
 
 
-class Held:
+class HeldWrites:
     """Lets writes through one by one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def stored(folder: Path, step: int) -> torch.Tensor:
 def test_what_is_written_is_the_state_as_it_was_and_not_as_it_became(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(monkeypatch)
+    held = HeldWrites(monkeypatch)
     saver, weight = make(tmp_path), torch.ones(4, 2)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
     weight.fill_(7)
@@ -74,7 +74,7 @@ def test_what_is_written_is_the_state_as_it_was_and_not_as_it_became(
 def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(monkeypatch)
+    held = HeldWrites(monkeypatch)
     saver, weight = make(tmp_path), torch.ones(4, 2)
 
     def state() -> dict[str, dict[str, torch.Tensor]]:
@@ -200,7 +200,7 @@ def test_a_copy_that_does_not_fit_is_not_made(tmp_path: Path, monkeypatch: pytes
             assert ("the copy of a checkpoint takes" in outcome.note) is (step == 1)
             assert torch.equal(stored(tmp_path, step), weight)
     free = 32
-    held = Held(monkeypatch)
+    held = HeldWrites(monkeypatch)
     saver.save(state, meta(3))
     assert saver.poll() == []
     held.gate.release()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.convert.nxd_write import Target, nxtrain_to_nxd
+from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd
 from nxtrain.common.errors import ConfigError
 from tests.support.drawn import SEED, Degrees, Drawn, draw
 from tests.support.drawn_runs import first_weights
@@ -68,7 +68,7 @@ def test_drawn_models_come_back_from_the_files_of_nxd_bit_for_bit(tmp_path: Path
         export(run, folder / "hf")
         hf_to_nxtrain(folder / "hf", folder / "checkpoint")
         copies = rng.choice((0, 0, degrees.tp))
-        target = Target(degrees.tp, degrees.pp, degrees.dp, copies, rng.choice((None, "separate", "grouped")))
+        target = NxdTarget(degrees.tp, degrees.pp, degrees.dp, copies, rng.choice((None, "separate", "grouped")))
         try:
             nxtrain_to_nxd(folder / "checkpoint", folder / "nxd", target, rates=None)
         except ConfigError as error:

@@ -18,7 +18,7 @@ import torch
 from nxtrain.checkpoint.convert.nxd_files import Grid
 from nxtrain.checkpoint.convert.nxd_layout import NxdLayout
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
+from nxtrain.checkpoint.convert.nxd_write import NxdTarget, OptimizerSettings, nxtrain_to_nxd
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.common.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def equal(a: Path, b: Path, shape: str, kinds: Mapping[str, torch.dtype], **conf
     return same(*found) and same(found[0], cut(layout.table, ALONE, kinds))
 
 
-def there_and_back(folder: Path, src: Path, target: Target) -> tuple[Path, Meta]:
+def there_and_back(folder: Path, src: Path, target: NxdTarget) -> tuple[Path, Meta]:
     tag = nxtrain_to_nxd(src, folder / "nxd", target, rates=RATES)
     assert tag == folder / "nxd/step_10"
     return folder / "back", nxd_to_nxtrain(folder / "nxd", folder / "back")
@@ -60,24 +60,24 @@ def there_and_back(folder: Path, src: Path, target: Target) -> tuple[Path, Meta]
 @pytest.mark.parametrize(
     ("shape", "target"),
     [
-        ("gqa", Target()),
-        ("gqa", Target(tp=2, pp=2)),
-        ("gqa", Target(tp=4, dp=2)),
-        ("gqa", Target(tp=8)),  # each K/V head on two ranks
-        ("gqa", Target(tp=8, platform="trn2", qkv="fused")),
-        ("gqa2", Target(tp=4, copies=4, qkv="fused", dp=2)),  # two heads on each rank, equal on trn2
-        ("gqa2", Target(tp=4, copies=4, platform="trn2")),
-        ("gqa2", Target(tp=4, copies=2, platform="trn2", pp=2, dp=2)),
-        ("mqa", Target(tp=4, dp=3)),
-        ("mha", Target(tp=2, qkv="fused")),
-        ("tied", Target(tp=2, dp=2)),
-        ("tied", Target(tp=2, pp=2)),
+        ("gqa", NxdTarget()),
+        ("gqa", NxdTarget(tp=2, pp=2)),
+        ("gqa", NxdTarget(tp=4, dp=2)),
+        ("gqa", NxdTarget(tp=8)),  # each K/V head on two ranks
+        ("gqa", NxdTarget(tp=8, platform="trn2", qkv="fused")),
+        ("gqa2", NxdTarget(tp=4, copies=4, qkv="fused", dp=2)),  # two heads on each rank, equal on trn2
+        ("gqa2", NxdTarget(tp=4, copies=4, platform="trn2")),
+        ("gqa2", NxdTarget(tp=4, copies=2, platform="trn2", pp=2, dp=2)),
+        ("mqa", NxdTarget(tp=4, dp=3)),
+        ("mha", NxdTarget(tp=2, qkv="fused")),
+        ("tied", NxdTarget(tp=2, dp=2)),
+        ("tied", NxdTarget(tp=2, pp=2)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("kinds", [WIDE, MASTERED], ids=["fp32", "bf16"])
 def test_the_way_there_and_back_changes_no_bit(
-    tmp_path: Path, shape: str, target: Target, kinds: Mapping[str, torch.dtype]
+    tmp_path: Path, shape: str, target: NxdTarget, kinds: Mapping[str, torch.dtype]
 ) -> None:
     src = saved(tmp_path, shape, kinds)
     back, found = there_and_back(tmp_path, src, target)
@@ -98,7 +98,7 @@ def test_the_way_there_and_back_changes_no_bit(
 def test_rows_that_do_not_divide_over_dp_are_padded(tmp_path: Path, dp: int) -> None:
     sizes = {"hidden_size": 72, "num_attention_heads": 12, "intermediate_size": 100, "vocab_size": 130}
     src = saved(tmp_path, "gqa2", MASTERED, **sizes)
-    back, _ = there_and_back(tmp_path, src, Target(tp=2, dp=dp))
+    back, _ = there_and_back(tmp_path, src, NxdTarget(tp=2, dp=dp))
     assert equal(src, back, "gqa2", MASTERED, **sizes)
     file = torch.load(tmp_path / f"nxd/step_10/optim/dp_rank_{dp - 1:02d}_tp_rank_01_pp_rank_00.pt", weights_only=True)
     rows = -(-65 // dp)
@@ -110,7 +110,7 @@ def test_rows_that_do_not_divide_over_dp_are_padded(tmp_path: Path, dp: int) -> 
 
 def test_without_zero1_a_file_has_all_rows(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    back, found = there_and_back(tmp_path, src, Target(tp=2, dp=4, zero1=False))
+    back, found = there_and_back(tmp_path, src, NxdTarget(tp=2, dp=4, zero1=False))
     assert equal(src, back, "gqa", WIDE)
     assert found.mesh == {"tp": 2, "pp": 1, "dp": 1}
     names = [file.name for file in sorted((tmp_path / "nxd/step_10/optim").iterdir())]
@@ -121,7 +121,7 @@ def test_without_zero1_a_file_has_all_rows(tmp_path: Path) -> None:
 def test_the_optimizer_gets_the_groups_of_the_run(tmp_path: Path, decay_norms: bool) -> None:
     src = saved(tmp_path, "gqa", WIDE)
     rates = OptimizerSettings(RATES.optim.model_copy(update={"decay_norms": decay_norms}), lr=5e-4)
-    tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=rates)
+    tag = nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(), rates=rates)
     state = torch.load(tag / "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=True)
     sizes = [len(group["params"]) for group in state["param_groups"]]
     assert sizes == ([19, 0] if decay_norms else [14, 5])  # 2 x 7 parameters, and 5 norms with the last
@@ -135,7 +135,7 @@ def test_the_optimizer_gets_the_groups_of_the_run(tmp_path: Path, decay_norms: b
 
 def test_a_rank_has_what_nxds_llama_has_there(tmp_path: Path) -> None:
     """Names and order as NxD 0.18 saved them of its example, and its slices by hand."""
-    tag = nxtrain_to_nxd(saved(tmp_path, "gqa", WIDE), tmp_path / "nxd", Target(tp=2, dp=2), rates=RATES)
+    tag = nxtrain_to_nxd(saved(tmp_path, "gqa", WIDE), tmp_path / "nxd", NxdTarget(tp=2, dp=2), rates=RATES)
     weights = torch.load(tag / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", weights_only=True)
     block = [
         *("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight"),
@@ -188,7 +188,7 @@ def test_copied_heads_lie_as_on_the_platform(tmp_path: Path) -> None:
 
 
 def test_what_nxd_continued_begins_its_data_anew(tmp_path: Path) -> None:
-    tag = nxtrain_to_nxd(saved(tmp_path, "gqa", MASTERED), tmp_path / "nxd", Target(), rates=RATES)
+    tag = nxtrain_to_nxd(saved(tmp_path, "gqa", MASTERED), tmp_path / "nxd", NxdTarget(), rates=RATES)
     torch.save({"total_steps": 12, "cli_args": {}}, tag / "user_content.pt")
     found = nxd_to_nxtrain(tag, tmp_path / "back")
     assert (found.step, found.samples, found.tokens, found.data_fingerprint) == (10, 0, 0, "")
@@ -197,7 +197,7 @@ def test_what_nxd_continued_begins_its_data_anew(tmp_path: Path) -> None:
 
 def test_weights_alone_are_a_start_at_step_0(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", {**WIDE, "compensation": torch.bfloat16})
-    tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(tp=2), rates=None)
+    tag = nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(tp=2), rates=None)
     assert sorted(file.name for file in tag.iterdir()) == [
         "checkpoint",
         "config.json",
@@ -213,19 +213,24 @@ def test_weights_alone_are_a_start_at_step_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "kinds", "target", "words"),
     [
-        ("odd", WIDE, Target(tp=2), "tp=2 does not divide intermediate_size=89"),
-        ("odd", WIDE, Target(tp=2), "tp=2 does not divide vocab_size=131"),
-        ("gqa", WIDE, Target(tp=3), "tp=3 does not divide num_attention_heads=8"),
-        ("gqa", WIDE, Target(pp=3), "pp=3 stages for 2 blocks"),
-        ("gqa", WIDE, Target(tp=8, copies=2, qkv="separate"), "need qkv=grouped or fused"),
-        ("gqa", WIDE, Target(tp=2, copies=4), "4 copies of 4 K/V heads do not divide 8 query heads"),
-        ("gqa", {**WIDE, "compensation": torch.bfloat16}, Target(), "kept compensation, which NeuronX Distributed's"),
-        ("gqa", {"model": torch.float32}, Target(), "no exp_avg and exp_avg_sq"),
-        ("gqa", MASTERED, Target(zero1=False), "masters of narrower weights are kept by ZeRO-1 only"),
+        ("odd", WIDE, NxdTarget(tp=2), "tp=2 does not divide intermediate_size=89"),
+        ("odd", WIDE, NxdTarget(tp=2), "tp=2 does not divide vocab_size=131"),
+        ("gqa", WIDE, NxdTarget(tp=3), "tp=3 does not divide num_attention_heads=8"),
+        ("gqa", WIDE, NxdTarget(pp=3), "pp=3 stages for 2 blocks"),
+        ("gqa", WIDE, NxdTarget(tp=8, copies=2, qkv="separate"), "need qkv=grouped or fused"),
+        ("gqa", WIDE, NxdTarget(tp=2, copies=4), "4 copies of 4 K/V heads do not divide 8 query heads"),
+        (
+            "gqa",
+            {**WIDE, "compensation": torch.bfloat16},
+            NxdTarget(),
+            "kept compensation, which NeuronX Distributed's",
+        ),
+        ("gqa", {"model": torch.float32}, NxdTarget(), "no exp_avg and exp_avg_sq"),
+        ("gqa", MASTERED, NxdTarget(zero1=False), "masters of narrower weights are kept by ZeRO-1 only"),
     ],
 )
 def test_what_nxd_has_no_place_for_is_refused(
-    tmp_path: Path, shape: str, kinds: Mapping[str, torch.dtype], target: Target, words: str
+    tmp_path: Path, shape: str, kinds: Mapping[str, torch.dtype], target: NxdTarget, words: str
 ) -> None:
     src = saved(tmp_path, shape, kinds)
     with pytest.raises(ConfigError, match=words):
@@ -253,7 +258,7 @@ def on_eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a sound checkpoint of NxD, of which a test damages a copy."""
     folder = tmp_path_factory.mktemp("sound")
     src = saved(folder, "gqa", WIDE)
-    nxtrain_to_nxd(src, folder / "nxd", Target(tp=8, qkv="grouped"), rates=RATES)
+    nxtrain_to_nxd(src, folder / "nxd", NxdTarget(tp=8, qkv="grouped"), rates=RATES)
     return folder / "nxd"
 
 
@@ -316,7 +321,7 @@ def test_what_is_damaged_or_strange_is_refused_with_its_name(
 
 def test_of_norms_that_differ_the_first_is_taken_if_asked_for(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(tp=2), rates=RATES)
+    tag = nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(tp=2), rates=RATES)
     changed(tag / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", lambda x: x["model.norm.weight"].add_(0.25))
     words = "copies of model/model.norm.weight differ between ranks, by up to 0.25 .*--first-copy"
     with pytest.raises(CheckpointError, match=words):
@@ -327,7 +332,7 @@ def test_of_norms_that_differ_the_first_is_taken_if_asked_for(tmp_path: Path) ->
 
 def test_of_several_tags_the_last_finished_is_taken(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=RATES)
+    tag = nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(), rates=RATES)
     shutil.copytree(tag, tag.with_name("step_20"))
     (tag.with_name("step_20") / "done").unlink()
     assert nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "back").step == 10
@@ -337,12 +342,12 @@ def test_of_several_tags_the_last_finished_is_taken(tmp_path: Path) -> None:
 
 def test_a_folder_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    nxtrain_to_nxd(src, tmp_path / "nxd", Target(tp=2), rates=RATES)
-    nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=RATES)  # a conversion's own
+    nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(tp=2), rates=RATES)
+    nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(), rates=RATES)  # a conversion's own
     assert len(list((tmp_path / "nxd/step_10/model").iterdir())) == 1
     (tmp_path / "nxd/step_10/notes.txt").touch()
     with pytest.raises(ConfigError, match=r"holds notes\.txt, which no conversion wrote"):
-        nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=RATES)
+        nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(), rates=RATES)
 
 
 def test_a_folder_without_files_is_refused_as_such(tmp_path: Path) -> None:
