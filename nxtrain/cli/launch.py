@@ -73,11 +73,11 @@ def launch(
 
         launch(config, overrides or [], nproc, dry_run, first_node, min_nodes or 0)
         return
-    from nxtrain.launch.targets.job import Options
+    from nxtrain.launch.targets.job import LaunchOptions
     from nxtrain.launch.targets.render import launch_on
     from nxtrain.launch.targets.storage import STORAGE_GIB
 
-    options = Options(
+    options = LaunchOptions(
         nproc=nproc,
         image=image,
         claim=claim,

@@ -80,7 +80,7 @@ IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.S
 """Stop signals that the parent process ignores, as with `nohup`; ranks inherit this."""
 
 
-class Ranks(SubprocessContext):
+class RankProcesses(SubprocessContext):
     """Rank processes of this node; they are ended faster than by torch, which grants 30 seconds after a failure."""
 
     @property
@@ -162,7 +162,9 @@ class Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def _alive(self) -> list[Popen[bytes]]:
-        return self._pcontext.alive if isinstance(self._pcontext, Ranks) else []
+        if isinstance(self._pcontext, RankProcesses):
+            return self._pcontext.alive
+        return []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch's agents would reuse the store of the first start for all starts, with the keys of the earlier ranks.
@@ -219,7 +221,9 @@ class Agent(LocalElasticAgent):
         return -1 if self.logs is None else last_step(self.logs)
 
     def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._pcontext.processes] if isinstance(self._pcontext, Ranks) else []
+        if isinstance(self._pcontext, RankProcesses):
+            return [process.poll() for process in self._pcontext.processes]
+        return []
 
     def _let_stop(self) -> None:
         """Wait for ranks that are about to stop because this agent or one of them received a stop signal."""
@@ -272,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
     options = run.parse_args(argv)
     # torch has no options for these classes.
     api.LocalElasticAgent = Agent  # type: ignore[misc]
-    multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
+    multiprocessing.SubprocessContext = RankProcesses  # type: ignore[misc]
     _configure(options)
     if options.standalone and (reason := unreachable()):  # torch's agent would wait there without a message
         print(f"error: {reason}", file=sys.stderr)

@@ -9,7 +9,7 @@ https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.launch.targets.job import SHARED, Job
+from nxtrain.launch.targets.job import SHARED, ClusterJob
 from nxtrain.launch.targets.storage import DEPLOYMENT, THROUGHPUT_MB_S, iam_policy, parallelcluster_access, volumes
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
@@ -47,7 +47,7 @@ _ADDON_POLICIES = {"cloudWatch": True, "efs": True, "fsx": True}
 """Permissions of the nodes for the add-ons that need some."""
 
 
-def render_parallelcluster(job: Job) -> str:
+def render_parallelcluster(job: ClusterJob) -> str:
     """Configuration of a ParallelCluster with Slurm, one queue of the run's machines, and a shared file system."""
     _require_instance(job)
     compute: dict[str, object] = {
@@ -92,12 +92,12 @@ def render_parallelcluster(job: Job) -> str:
     return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
 
 
-def _s3_access(job: Job) -> dict[str, object]:
+def _s3_access(job: ClusterJob) -> dict[str, object]:
     access = parallelcluster_access(job.config)
     return {"S3Access": access} if access else {}
 
 
-def render_eks(job: Job) -> dict[str, str]:
+def render_eks(job: ClusterJob) -> dict[str, str]:
     """Files of an EKS cluster with a managed node group of the run's machines, and of its shared storage."""
     _require_instance(job)
     nodes = {
@@ -131,11 +131,11 @@ def render_eks(job: Job) -> dict[str, str]:
     return {"eks.yaml": text, **volumes(job.claim, job.storage_gib, _SUBNET)}
 
 
-def _node_permissions(job: Job) -> dict[str, object]:
+def _node_permissions(job: ClusterJob) -> dict[str, object]:
     policy = iam_policy(job.config)
     return {"withAddonPolicies": _ADDON_POLICIES, **({"attachPolicy": policy} if policy else {})}
 
 
-def _require_instance(job: Job) -> None:
+def _require_instance(job: ClusterJob) -> None:
     if not job.machine.instance:
         raise ConfigError([Problem("cluster.instance", "not set, and a cluster is made of instances")])

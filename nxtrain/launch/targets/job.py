@@ -20,7 +20,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
-from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, TargetMachine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
@@ -39,7 +39,7 @@ _NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Choices of a launch that no configuration has.
 
     Args:
@@ -60,7 +60,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run and its machines.
 
     Args:
@@ -81,7 +81,7 @@ class Job:
     path: Path
     overrides: tuple[str, ...]
     loaded: Loaded
-    machine: Machine
+    machine: TargetMachine
     nproc: int
     lane: str
     image: str
@@ -150,7 +150,7 @@ class Job:
         return (f"--min-nodes={self.min_nodes}",) if self.is_elastic else ()
 
 
-def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
+def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) -> ClusterJob:
     """Resolve a run for rendering.
 
     Args:
@@ -164,7 +164,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
     loaded = load(path, overrides)
     config = loaded.config
     problems: list[Problem] = []
-    machine = MACHINES.get(config.cluster.instance) or Machine(config.cluster.instance, "", 0, 0, 0)
+    machine = MACHINES.get(config.cluster.instance) or TargetMachine(config.cluster.instance, "", 0, 0, 0)
     lane, wanted = _lane(config, machine)
     problems += _check_instance(config, machine, lane, wanted)
     if lane == "neuron-native" and machine.instance in INSTANCES and _target(machine) in FIRST_GENERATION:
@@ -196,7 +196,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError([replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in problems])
-    return Job(
+    return ClusterJob(
         path=path,
         overrides=tuple(overrides),
         loaded=loaded,
@@ -212,7 +212,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
     )
 
 
-def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
+def _lane(config: RunConfig, machine: TargetMachine) -> tuple[str, str]:
     """Kind of environment, and Kubernetes' resource for it: by the backend, or with `auto` by the instance."""
     name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}
     if name == "auto":
@@ -220,7 +220,7 @@ def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
     return (name, no_gpu[name]) if name in no_gpu else ("gpu", GPU)
 
 
-def _check_mounts(options: Options) -> Iterator[Problem]:
+def _check_mounts(options: LaunchOptions) -> Iterator[Problem]:
     mounts = options.mounts
     if mounts and not options.image:
         yield Problem("", "--mounts has no effect without a container", hint="name its image with --image")
@@ -229,11 +229,11 @@ def _check_mounts(options: Options) -> Iterator[Problem]:
             yield Problem("", f"--mounts {quoted(mount)} is not SRC:DST or SRC:DST:FLAGS", hint="write /fsx:/fsx")
 
 
-def _target(machine: Machine) -> str:
+def _target(machine: TargetMachine) -> str:
     return INSTANCES[machine.instance].target
 
 
-def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str) -> Iterator[Problem]:
+def _check_instance(config: RunConfig, machine: TargetMachine, lane: str, wanted: str) -> Iterator[Problem]:
     instance = config.cluster.instance
     if machine.resource != wanted:
         yield _misfit(instance, lane, wanted)

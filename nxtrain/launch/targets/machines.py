@@ -24,7 +24,7 @@ _CHIP_CORES = {"trn1": 2, "trn1n": 2, "trn2": 8}
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """An instance type.
 
     Args:
@@ -50,15 +50,15 @@ class Machine:
         return found
 
 
-def _gpus(instance: str, devices: int, efa_devices: int) -> Machine:
-    return Machine(instance, GPU, devices, devices, efa_devices)
+def _gpus(instance: str, devices: int, efa_devices: int) -> TargetMachine:
+    return TargetMachine(instance, GPU, devices, devices, efa_devices)
 
 
 MACHINES = {
     machine.instance: machine
     for machine in (
         *(
-            Machine(
+            TargetMachine(
                 known.name,
                 NEURON,
                 known.num_cores * known.physical_cores // _CHIP_CORES[known.target],

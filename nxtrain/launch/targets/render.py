@@ -11,13 +11,13 @@ from pathlib import Path
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
-from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 
 SCRIPT = "train.sbatch"
 """Name of Slurm's job script."""
 
 
-RENDERERS: Mapping[str, Callable[[Job], dict[str, str]]] = {
+RENDERERS: Mapping[str, Callable[[ClusterJob], dict[str, str]]] = {
     "slurm": lambda job: {SCRIPT: slurm.render(job)},
     "kubernetes": lambda job: {**kubernetes.render(job), **_image(job)},
     "hyperpod": lambda job: {
@@ -40,7 +40,7 @@ NAMES = (
 
 
 def launch_on(
-    target: str, path: Path, overrides: Sequence[str], options: Options, *, out: Path | None, dry_run: bool
+    target: str, path: Path, overrides: Sequence[str], options: LaunchOptions, *, out: Path | None, dry_run: bool
 ) -> None:
     """Write or show the files of a run; with neither, submit the script of Slurm.
 
@@ -84,7 +84,7 @@ def _differs(file: Path, text: str) -> bool:
     return file.is_file() and file.read_bytes() != text.encode()
 
 
-def _image(job: Job) -> dict[str, str]:
+def _image(job: ClusterJob) -> dict[str, str]:
     return {"Dockerfile": docker.render(job.lane)}
 
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 
 from nxtrain.launch.exit_codes import SHELL_FUNCTION
-from nxtrain.launch.targets.job import Job
+from nxtrain.launch.targets.job import ClusterJob
 
 _SCRIPT = """\
 #!/bin/bash
@@ -45,7 +45,7 @@ def render_generic() -> str:
     return _script("", GENERIC, "", "${NXTRAIN_STEPS:-launch}", "--wait=60")
 
 
-def render(job: Job, *, auto_resume: bool = False) -> str:
+def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     """Script for one run.
 
     Args:

@@ -25,10 +25,16 @@ from nxtrain.config.cache_dir import LOCKS, cache_folder
 from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
-from nxtrain.tools.compile.entries import NEFF_FOLDER, Entry, Key, State, is_compiler
+from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
 from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
 
-_COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
+_COLORS = {
+    EntryState.DONE: "green",
+    EntryState.FAILED: "red",
+    EntryState.LOCKED: "cyan",
+    EntryState.STALE: "yellow",
+    EntryState.PENDING: "dim",
+}
 _GIB = 1 << 30
 _SHOWN = 3
 """Most names of a folder that a message lists."""
@@ -61,10 +67,10 @@ def ls(where: str | None, as_json: bool) -> None:
         table.add_row(state, *map(_plain, row), _plain(entry.detail))
     _print(table)
     counts = Counter(entry.state for entry in entries)
-    words = [f"{counts[state]} {state.value}" for state in State if counts[state]]
+    words = [f"{counts[state]} {state.value}" for state in EntryState if counts[state]]
     words += [f"{len(quarantined)} in quarantine"] if quarantined else []
     print(f"{', '.join(words) or 'empty'}; {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
-    ways = [f"--{state.value}" for state in (State.FAILED, State.STALE) if counts[state]]
+    ways = [f"--{state.value}" for state in (EntryState.FAILED, EntryState.STALE) if counts[state]]
     if ways:
         print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
 
@@ -107,7 +113,7 @@ def sync_places(source: str, target: str) -> None:
         BackendError: S3 refuses, or entries could not be taken.
     """
     places = _place(source), _place(target)
-    with _explained(places[1]), _Progress() as progress:
+    with _explained(places[1]), _SyncBar() as progress:
         report = sync(*places, on_step=progress.show)
     words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
     words += [f"{len(report.busy)} left to those who work on them"] if report.busy else []
@@ -150,7 +156,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
 
 
-class _Progress:
+class _SyncBar:
     """A live bar on a terminal, nothing elsewhere; the result is printed in any case."""
 
     def __init__(self) -> None:
@@ -166,7 +172,7 @@ class _Progress:
         )
         self._task = self._bar.add_task("comparing", total=None)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _SyncBar:
         self._bar.start()
         return self
 
@@ -253,7 +259,7 @@ def _to_json(cache: Cache, entries: Sequence[Entry], quarantined: Sequence[Entry
     return {
         "folder": str(cache),
         "bytes": sum(entry.size_bytes for entry in (*entries, *quarantined)),
-        "counts": {state.value: counts[state] for state in State},
+        "counts": {state.value: counts[state] for state in EntryState},
         "entries": [_row(entry) for entry in entries],
         "quarantine": [_row(entry) for entry in quarantined],
     }
@@ -270,7 +276,7 @@ def _row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _tell(what: str, keys: Sequence[Key]) -> None:
+def _tell(what: str, keys: Sequence[CacheKey]) -> None:
     for key in keys:
         print(f"{key}  {what}")
 

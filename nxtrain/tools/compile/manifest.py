@@ -25,7 +25,7 @@ from nxtrain.common.mesh import spans
 from nxtrain.config.cache_dir import fill
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.entries import Key, State, parse_key
+from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
 
 _VERSION = 1
 
@@ -48,7 +48,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Graph:
+class CompiledGraph:
     """One compiled graph.
 
     Args:
@@ -63,7 +63,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
@@ -75,7 +75,7 @@ class Manifest:
 
     name: str
     build: Build
-    graphs: tuple[Graph, ...]
+    graphs: tuple[CompiledGraph, ...]
     stages: tuple[int, ...] = ()
 
     @property
@@ -112,14 +112,14 @@ def other_manifests(config: RunConfig, file: Path) -> list[Path]:
     return sorted(path for path in found - {file} if path.exists())
 
 
-def write_manifest(manifest: Manifest, path: Path) -> None:
+def write_manifest(manifest: GraphManifest, path: Path) -> None:
     """Write a manifest atomically and always the same way; nodes that share the folder may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"version": _VERSION, **asdict(manifest)}
     replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> GraphManifest:
     """Read a manifest.
 
     Raises:
@@ -142,18 +142,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def check_ready(manifest: Manifest, cache: Cache) -> None:
+def check_ready(manifest: GraphManifest, cache: Cache) -> None:
     """Make sure, before a run, that this node has every graph, and note that they are in use.
 
     Raises:
         BackendError: Graphs are missing here, or not done; each with its state.
     """
-    keys = {graph: Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    keys = {graph: CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     found = {graph: cache.entry(key) for graph, key in keys.items()}
     lacking = [
         f"    {graph.name} ({graph.module}): {entry.state.value if entry else 'absent'}"
         for graph, entry in found.items()
-        if entry is None or entry.state is not State.DONE
+        if entry is None or entry.state is not EntryState.DONE
     ]
     if lacking:
         raise BackendError(
@@ -164,9 +164,9 @@ def check_ready(manifest: Manifest, cache: Cache) -> None:
     cache.mark_used(keys.values())
 
 
-def _from_json(record: Mapping[str, Any]) -> Manifest:
+def _from_json(record: Mapping[str, Any]) -> GraphManifest:
     build = record["build"]
-    return Manifest(
+    return GraphManifest(
         name=str(record["name"]),
         build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
         graphs=tuple(map(_graph, record["graphs"])),
@@ -174,9 +174,9 @@ def _from_json(record: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _graph(row: Mapping[str, Any]) -> Graph:
+def _graph(row: Mapping[str, Any]) -> CompiledGraph:
     seconds = row["seconds"]
-    return Graph(str(row["name"]), str(row["module"]), None if seconds is None else float(seconds))
+    return CompiledGraph(str(row["name"]), str(row["module"]), None if seconds is None else float(seconds))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Miss:
     """
 
     module: str
-    sibling: Graph | None
+    sibling: CompiledGraph | None
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ class Miss:
         return "\n    ".join(lines)
 
 
-def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
+def explain(manifest: GraphManifest, build: Build, module: str) -> Miss | None:
     """Explain how a graph differs from the compiled graphs; None if it is one of them.
 
     Args:

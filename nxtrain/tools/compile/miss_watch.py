@@ -37,11 +37,11 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of, native_build_of
-from nxtrain.tools.compile.entries import DONE, Key, locks, parse_key
+from nxtrain.tools.compile.entries import DONE, CacheKey, locks, parse_key
 from nxtrain.tools.compile.lock_owners import descends, naming, read_owner
 from nxtrain.tools.compile.manifest import (
     Build,
-    Manifest,
+    GraphManifest,
     check_ready,
     differ,
     explain,
@@ -58,7 +58,7 @@ PATIENCE_S = 15.0
 AFTERMATH_S = 5
 """Seconds from the end of a run to that of its compilers, which would work on for nobody."""
 
-OnMiss = Callable[[Key, Sequence[int]], None]
+OnMiss = Callable[[CacheKey, Sequence[int]], None]
 """Callback for a graph that is being compiled, with the processes that compile it."""
 
 
@@ -107,14 +107,14 @@ def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | NeffWatch |
         _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
     # Ranks of one node have one parent, the agent, from which all their compilers descend.
     on_miss = partial(_stop if stops else _warn, cache, manifest, build)
-    known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    known = {CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     if native:
         return NeffWatch(cache, known, on_miss)
     run = os.getppid() if place.local_world > 1 else os.getpid()
     return Watch(cache.root, known, run, on_miss)
 
 
-def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> Manifest | None:
+def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> GraphManifest | None:
     """Manifest of the stages of this machine; None if it is absent or damaged.
 
     Args:
@@ -134,7 +134,7 @@ def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stop
             raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
         _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
         return None
-    manifest: Manifest | None = None
+    manifest: GraphManifest | None = None
     try:
         manifest = read_manifest(file)
         check_ready(manifest, cache)
@@ -157,12 +157,12 @@ class Watch(threading.Thread):
     """
 
     def __init__(
-        self, root: Path, known: Collection[Key], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
+        self, root: Path, known: Collection[CacheKey], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
     ) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
         self._root, self._ancestor, self._on_miss, self._patience_s = root, run, on_miss, patience_s
         self._settled = set(known)
-        self._seen_s: dict[Key, float] = {}
+        self._seen_s: dict[CacheKey, float] = {}
         self._stopped = threading.Event()
         # A lock that is there before the run belongs to somebody else, as long as it is the same.
         self._old = {_identity(lock) for folder in self._folders() for lock in locks(folder)}
@@ -200,7 +200,7 @@ class Watch(threading.Thread):
                     return True
         return False
 
-    def _judge(self, key: Key) -> None:
+    def _judge(self, key: CacheKey) -> None:
         processes = list(naming(key.module))
         ours = [pid for pid in processes if descends(pid, self._ancestor)]
         waited_s = time.monotonic() - self._seen_s.setdefault(key, time.monotonic())
@@ -221,7 +221,7 @@ class NeffWatch(threading.Thread):
         on_miss: Callback for each other graph, once, from this thread.
     """
 
-    def __init__(self, cache: Cache, known: Collection[Key], on_miss: OnMiss) -> None:
+    def __init__(self, cache: Cache, known: Collection[CacheKey], on_miss: OnMiss) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
         self._cache, self._on_miss = cache, on_miss
         self._settled = {*known, *cache.done()}
@@ -244,7 +244,7 @@ class NeffWatch(threading.Thread):
             self._on_miss(key, ())
 
 
-def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+def _stop(cache: Cache, manifest: GraphManifest, build: Build, key: CacheKey, compilers: Sequence[int]) -> None:
     """End this rank, and with it the run, which an agent ends when a rank does."""
     print(f"error: {_miss(manifest, build, key)}", file=sys.stderr, flush=True)
     # Whoever needs the graph next would wait for a lock that nobody holds any more.
@@ -256,11 +256,11 @@ def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: S
     os._exit(BackendError.exit_code)
 
 
-def _warn(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+def _warn(cache: Cache, manifest: GraphManifest, build: Build, key: CacheKey, compilers: Sequence[int]) -> None:
     _say(f"warning: {_miss(manifest, build, key)}")
 
 
-def _miss(manifest: Manifest, build: Build, key: Key) -> str:
+def _miss(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
     return str(explain(manifest, replace(build, compiler=key.compiler), key.module))
 
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import FrameType
 
 from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
-from nxtrain.tools.compile.entries import Key, parse_key
+from nxtrain.tools.compile.entries import CacheKey, parse_key
 
 TOOL = "neuron_parallel_compile"
 STOP_S = 40.0
 """Seconds that the tool has to end its processes when it is stopped; torchrun gives its ranks 30."""
 
-Names = dict[Key, str]
+Names = dict[CacheKey, str]
 """Name of each graph's work, in the order in which the graphs were first seen."""
 
 _STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
@@ -36,7 +36,7 @@ _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuro
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ToolOutcome:
     """Outcome of one call.
 
     Args:
@@ -51,7 +51,7 @@ class Outcome:
     status: int
     names: Names
     compiled: bool
-    seconds: Mapping[Key, float]
+    seconds: Mapping[CacheKey, float]
     log: Path
     stages: tuple[int, ...] = ()
 
@@ -72,7 +72,7 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
 
 def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[Names], None], every_s: float = 2.0
-) -> Outcome:
+) -> ToolOutcome:
     """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
 
     Args:
@@ -100,7 +100,7 @@ def run_tool(
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{TOOL}_results_*.json")]
     rows = [row for result in results for row in result["compilation_report"].items()]
     seconds = {key: float(row["compile_time"]) for path, row in rows if (key := _key_of(path))}
-    return Outcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
+    return ToolOutcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
 
 
 def names_in(log: str, marker: str) -> Names:
@@ -118,7 +118,7 @@ def names_in(log: str, marker: str) -> Names:
         if marker in line:
             work = line.partition(marker)[2].strip()
         for compiler, module in _GRAPH.findall(line):
-            if (key := Key(compiler, module)) not in names:
+            if (key := CacheKey(compiler, module)) not in names:
                 numbers[work] += 1
                 names[key] = f"{work} #{numbers[work]}"
     return names
@@ -180,5 +180,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _key_of(path: str) -> Key | None:
+def _key_of(path: str) -> CacheKey | None:
     return parse_key("/".join(Path(path).parts[-3:-1]))

@@ -14,10 +14,10 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.launch.local import rendezvous_address
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
-from nxtrain.tools.doctor.outputs import Bandwidth, OutputError, parse_nccom_test
+from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
 LIMIT_S = 30.0
 """Seconds that ranks wait for one another."""
@@ -85,7 +85,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
 
 def check_collectives(
-    host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
+    host: Host, machine: TargetMachine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
     """Check the links within this machine, or with a world those between all machines.
 
@@ -105,7 +105,7 @@ def check_collectives(
         yield _judge("collectives", [result], world.size, world.name, None)
 
 
-def _loopback(machine: Machine | None, limit_s: float) -> Finding:
+def _loopback(machine: TargetMachine | None, limit_s: float) -> Finding:
     """Collectives between processes of this machine: one per GPU of a machine, or two without."""
     size = machine.devices if machine is not None else 2
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -118,14 +118,14 @@ def _loopback(machine: Machine | None, limit_s: float) -> Finding:
     return _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
 
 
-def _nccom(host: Host, machine: Machine) -> Finding:
+def _nccom(host: Host, machine: TargetMachine) -> Finding:
     try:
         text = host.run(*NCCOM, "--nworkers", str(machine.ranks), "allr", limit_s=LIMIT_S)
         if text is None:
             why, fix = "the links between chips cannot be tested", "install aws-neuronx-tools"
             return fault("loopback", "nccom-test is not installed", why, fix)
         rows = parse_nccom_test(text)
-    except (ToolError, OutputError) as error:
+    except (ToolError, ToolOutputError) as error:
         return fault("loopback", str(error), WHY, "see the processes and driver above; reboot, then replace the node")
     return _judge_links("loopback", rows, machine, f"{machine.ranks} NeuronCores")
 
@@ -156,7 +156,11 @@ def _run_ranks(places: Sequence[Mapping[str, str]], backend: str, limit_s: float
 
 
 def _judge(
-    name: str, results: Sequence[Mapping[str, Any]], size: int, name_of: Callable[[int], str], machine: Machine | None
+    name: str,
+    results: Sequence[Mapping[str, Any]],
+    size: int,
+    name_of: Callable[[int], str],
+    machine: TargetMachine | None,
 ) -> Finding:
     missing = sorted({rank for result in results for rank in result["missing"]})
     if missing:
@@ -173,7 +177,7 @@ def _judge(
     return _judge_links(name, rows, machine, f"{size} ranks on {results[0].get('device', 'unknown')}")
 
 
-def _judge_links(name: str, rows: Sequence[Bandwidth], machine: Machine | None, who: str) -> Finding:
+def _judge_links(name: str, rows: Sequence[Bandwidth], machine: TargetMachine | None, who: str) -> Finding:
     best = max(row.bus_bytes_s for row in rows)
     what = f"{who}: {rows[0].time_s * 1e6:.0f} us for {rows[0].size_bytes} bytes, {best / 1e9:.2f} GB/s"
     link = MACHINES[machine.instance].link_bytes_s if machine is not None and machine.instance in MACHINES else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import (
     GPU_QUERY,
@@ -12,7 +12,7 @@ from nxtrain.tools.doctor.outputs import (
     UUID_QUERY,
     Devices,
     Holder,
-    OutputError,
+    ToolOutputError,
     parse_fi_info,
     parse_neuron_ls,
     parse_nvidia_smi,
@@ -35,7 +35,7 @@ Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-
 REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, or HyperPod's own replacement)"
 
 
-def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
+def check_devices(host: Host, machine: TargetMachine | None, *, needs_all: bool) -> Iterator[Finding]:
     """Check accelerators and EFA.
 
     Args:
@@ -45,7 +45,7 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
     """
     try:
         devices = _list_devices(host, machine)
-    except (ToolError, OutputError) as error:
+    except (ToolError, ToolOutputError) as error:
         why = "the driver does not answer, and a run would hang or fail at its start"
         yield fault("devices", str(error), why, f"reload the driver or reboot; if that fails, {REPLACE}")
     else:
@@ -59,7 +59,7 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
         yield _efa(host, machine)
 
 
-def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
+def _list_devices(host: Host, machine: TargetMachine | None) -> Devices | None:
     """Accelerators of the machine; None if neither a tool nor the driver knows any."""
     kinds = {machine.resource} if machine else {NEURON, GPU}
     if NEURON in kinds and (text := host.run("neuron-ls", "--json-output")):
@@ -74,7 +74,7 @@ def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
     return Devices(tuple(numbers), 0, ()) if numbers else None
 
 
-def _count(devices: Devices | None, machine: Machine | None) -> Finding:
+def _count(devices: Devices | None, machine: TargetMachine | None) -> Finding:
     found = len(devices.numbers) if devices else 0
     if machine is None or not machine.resource:
         return fine("devices", f"{found} accelerators")
@@ -103,7 +103,7 @@ def _is_orphan(host: Host, pid: int) -> bool:
     return len(fields) > 1 and fields[1] == "1" and pid != 1
 
 
-def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
+def _ecc(host: Host, devices: Devices, machine: TargetMachine | None) -> Finding:
     found = dict(devices.ecc)
     for number in devices.numbers if machine is None or machine.resource == NEURON else ():
         for counter in COUNTERS:
@@ -141,7 +141,7 @@ def _minor(version: str) -> tuple[int, int]:
     return (int(parts[0]), int(parts[1])) if len(parts) > 1 and all(part.isdecimal() for part in parts) else (0, 0)
 
 
-def _efa(host: Host, machine: Machine) -> Finding:
+def _efa(host: Host, machine: TargetMachine) -> Finding:
     fix = "attach the instance's EFA interfaces, and install AWS's EFA driver; see docs/slurm_kubernetes.md"
     why = "collectives between machines fail, or fall back to TCP at a fraction of the speed"
     try:

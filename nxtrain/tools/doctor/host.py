@@ -13,9 +13,9 @@ from pathlib import Path
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.schema import CompileConfig
-from nxtrain.launch.targets.machines import Machine
+from nxtrain.launch.targets.machines import TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
-from nxtrain.tools.doctor.outputs import OutputError, parse_chronyc
+from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
 GIB = 1 << 30
 
@@ -38,7 +38,7 @@ SET_SINCE = 1735689600.0
 """2025-01-01: a clock that shows less is not set."""
 
 
-def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
+def check_instance(name: str, wanted: str, machine: TargetMachine | None) -> Finding:
     """Check the kind of machine.
 
     Args:
@@ -52,14 +52,14 @@ def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
     return fine("instance", (machine.instance if machine else name) or "no instance type that nxtrain knows")
 
 
-def check_host(host: Host, machine: Machine | None) -> Iterator[Finding]:
+def check_host(host: Host, machine: TargetMachine | None) -> Iterator[Finding]:
     """Check limits, shared memory and clock."""
     yield _limits(machine)
     yield _shared_memory(host)
     yield _clock(host)
 
 
-def _limits(machine: Machine | None) -> Finding:
+def _limits(machine: TargetMachine | None) -> Finding:
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = resource.RLIM_INFINITY
     if files != unlimited and files < MIN_FILES:
@@ -92,7 +92,7 @@ def _clock(host: Host) -> Finding:
     try:
         text = host.run("chronyc", "-c", "tracking")
         offset = parse_chronyc(text) if text is not None else 0.0
-    except (ToolError, OutputError) as error:
+    except (ToolError, ToolOutputError) as error:
         return fault("clock", str(error), why, fix)
     if offset is None:
         return fault("clock", "chronyd runs, and has no time source", why, fix)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class OutputError(ValueError):
+class ToolOutputError(ValueError):
     """Output in a form that is not known."""
 
 
@@ -59,7 +59,7 @@ def parse_neuron_ls(text: str) -> Devices:
     """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
 
     Raises:
-        OutputError: Neither.
+        ToolOutputError: Neither.
     """
     try:
         rows = json.loads(text)
@@ -73,7 +73,7 @@ def parse_neuron_ls(text: str) -> Devices:
         numbers = tuple(int(row["neuron_device"]) for row in rows)
         cores = sum(int(row["nc_count"]) for row in rows)
     except (RecursionError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"neuron-ls printed no list of devices: {error!r}") from error
+        raise ToolOutputError(f"neuron-ls printed no list of devices: {error!r}") from error
     return Devices(numbers, cores, _holders(held))
 
 
@@ -86,7 +86,7 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
     """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`.
 
     Raises:
-        OutputError: A line has another number of fields, or no number where one must be.
+        ToolOutputError: A line has another number of fields, or no number where one must be.
     """
     try:
         rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
@@ -97,7 +97,7 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
             devices.append(index_of[uuid])
         ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
     except (csv.Error, ValueError, KeyError) as error:
-        raise OutputError(f"nvidia-smi printed another table: {error!r}") from error
+        raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
     numbers = tuple(index for index, _, _ in rows)
     return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
 
@@ -137,7 +137,7 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
     """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
 
     Raises:
-        OutputError: There is no table, or a line of it lacks a number.
+        ToolOutputError: There is no table, or a line of it lacks a number.
     """
     found: list[Bandwidth] = []
     columns: list[str] = []
@@ -148,7 +148,7 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
         elif columns and len(fields) == len(columns) and fields[0].isdecimal():
             found.append(_bandwidth(dict(zip(columns, fields, strict=True))))
     if not found:
-        raise OutputError("nccom-test printed no table")
+        raise ToolOutputError("nccom-test printed no table")
     return tuple(found)
 
 
@@ -157,9 +157,9 @@ def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
         size, bandwidth = int(row["size(B)"]), float(row["busbw(GB/s)"])
         time = float(row["time(us)"] if "time(us)" in row else row["time:avg(us)"])
     except (ValueError, KeyError) as error:
-        raise OutputError(f"nccom-test printed another table: {error!r}") from error
+        raise ToolOutputError(f"nccom-test printed another table: {error!r}") from error
     if not (math.isfinite(time) and math.isfinite(bandwidth)):
-        raise OutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
+        raise ToolOutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
     return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 
@@ -167,13 +167,13 @@ def parse_chronyc(text: str) -> float | None:
     """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source.
 
     Raises:
-        OutputError: The line has other fields.
+        ToolOutputError: The line has other fields.
     """
     fields: list[Any] = text.strip().split(",")
     try:
         offset, leap = abs(float(fields[4])), fields[13]
     except (IndexError, ValueError) as error:
-        raise OutputError("chronyc printed another line") from error
+        raise ToolOutputError("chronyc printed another line") from error
     if not math.isfinite(offset):
-        raise OutputError(f"chronyc printed an offset of {offset}")
+        raise ToolOutputError(f"chronyc printed an offset of {offset}")
     return None if leap == "Not synchronised" else offset

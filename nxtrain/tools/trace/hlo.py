@@ -40,7 +40,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Graph:
+class HloGraph:
     """Contents of a graph.
 
     Args:
@@ -52,7 +52,7 @@ class Graph:
     has_f64: bool
 
 
-def parse(text: str) -> Graph:
+def parse(text: str) -> HloGraph:
     """Read a module in HLO's text form, before any compiler has changed it.
 
     Args:
@@ -87,7 +87,7 @@ def parse(text: str) -> Graph:
                 (source,), (factor,) = sources, factors
                 known = found[source]
                 found[source] = Collective(known.op, known.groups, known.num_bytes, known.scales | {factor})
-    return Graph(tuple(found.values()), " f64[" in text or "(f64[" in text)
+    return HloGraph(tuple(found.values()), " f64[" in text or "(f64[" in text)
 
 
 def _num_bytes(shapes: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nxtrain.common.mesh import Axis
-from nxtrain.tools.trace.hlo import Graph, Groups
+from nxtrain.tools.trace.hlo import Groups, HloGraph
 
 TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
 """Kinds of work that a graph belongs to."""
@@ -70,7 +70,7 @@ class Recording:
     dp_size: int
     axes: Sequence[Axis]
     cuts: Sequence[Cut]
-    graphs: Mapping[str, Graph]
+    graphs: Mapping[str, HloGraph]
     reads: Sequence[Read]
     stages: Mapping[int, int] = field(default_factory=dict)
 

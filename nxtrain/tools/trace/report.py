@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from nxtrain.common.mesh import spans
-from nxtrain.tools.trace.hlo import Graph, Groups
+from nxtrain.tools.trace.hlo import Groups, HloGraph
 from nxtrain.tools.trace.recording import Cut, Recording
 
 
@@ -95,7 +95,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
     }
 
 
-def _dp_scale(recording: Recording, graph: Graph) -> float | None:
+def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
     """The constant that sums over data parallel ranks are multiplied by; of several the one that is wrong."""
     data_parallel = ("dp", "shard", "replica")
     scales = {

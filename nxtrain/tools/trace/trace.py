@@ -36,7 +36,7 @@ from nxtrain.config.load import load
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.schedule import Action
-from nxtrain.tools.trace.hlo import Graph, Groups, parse
+from nxtrain.tools.trace.hlo import Groups, HloGraph, parse
 from nxtrain.tools.trace.recording import Cut, Read, Recording
 from nxtrain.tools.trace.report import report
 from nxtrain.train.build import build_model, build_state, mesh_of
@@ -48,7 +48,7 @@ LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """Job of a trace.
 
     Args:
@@ -143,7 +143,7 @@ class _Tape(RunObserver):
     num_chunks: int = 1
     cuts: list[Cut] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
-    graphs: dict[str, Graph] = field(default_factory=dict)
+    graphs: dict[str, HloGraph] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
     def begin_rank(self, rank: int, spent_s: float) -> None:
@@ -221,7 +221,7 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     return [axis for axis in axes if axis.size > 1]
 
 
-def main(job: Job) -> None:
+def main(job: TraceJob) -> None:
     """Print the report as JSON."""
     garbage.settle()
     plan = resolve_config(load(job.config, job.overrides), job.world)
@@ -236,4 +236,4 @@ def main(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))
+    main(TraceJob(**json.loads(sys.argv[1])))

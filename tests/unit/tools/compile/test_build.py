@@ -11,7 +11,7 @@ from nxtrain.config.load import load
 from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.manifest import Build, differ
 
-TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 
 
 def build(*overrides: str, world: int = 2, flags: str = "") -> Build:

@@ -27,7 +27,7 @@ from tests.support.commands import in_process
 from tests.support.ports import free_port
 from tests.support.sick_machine import Machine
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 INSTALLED = {
     "torch": "2.9.0",
     "torch-xla": "2.9.0",

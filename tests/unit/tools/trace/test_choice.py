@@ -19,7 +19,7 @@ from nxtrain.launch import neuron
 from nxtrain.tools.trace import choice
 from nxtrain.tools.trace.choice import Choices, StandIn, choose, without_nxd
 
-CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.toml"
+CONFIG = Path(__file__).parents[4] / "configs" / "tiny_cpu.toml"
 TRN2 = "cluster.instance=trn2.48xlarge"
 LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "precision.params=bf16")
 READ, UNREAD = (Package("neuronx-distributed", version) for version in ("0.18.31415", "0.19.1"))
