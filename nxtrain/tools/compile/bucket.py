@@ -35,8 +35,12 @@ class Bucket:
 
     def done(self) -> set[CacheKey]:
         """Keys of the complete entries."""
-        names = [name.removeprefix(f"{_ENTRIES}/") for name in self._store.sizes(_ENTRIES) if name.endswith(_SUFFIX)]
-        return {key for name in names if (key := parse_key(name.removesuffix(_SUFFIX)))}
+        keys = set()
+        for name in self._store.sizes(_ENTRIES):
+            key = parse_key(name.removeprefix(f"{_ENTRIES}/").removesuffix(_SUFFIX))
+            if name.endswith(_SUFFIX) and key is not None:
+                keys.add(key)
+        return keys
 
     def size_bytes(self, key: CacheKey) -> int:
         """Size of an entry in bytes; 0 if its list of files is unusable."""

@@ -83,12 +83,14 @@ class Cache:
     def size_bytes(self, key: CacheKey) -> int:
         """Size of an entry in bytes; 0 if the cache lacks it."""
         entry = self.entry(key)
-        return entry.size_bytes if entry else 0
+        if entry is None:
+            return 0
+        return entry.size_bytes
 
     def quarantined(self) -> list[Entry]:
         """Entries in the quarantine, under their original names."""
-        place = self._own / "quarantine"
-        return [*self._neffs.entries(place), *scan(place, self._is_live)]
+        folder = self._own / "quarantine"
+        return [*self._neffs.entries(folder), *scan(folder, self._is_live)]
 
     def mark_used(self, keys: Iterable[CacheKey]) -> None:
         """Mark entries as used by a run, so they are evicted last."""
@@ -111,16 +113,16 @@ class Cache:
             return self._fetch_neff(key, target)
         try:
             seal, before = read_seal(folder), _fingerprint(folder)
-            found = {path.name: copy_file(path, target / path.name) for path in content(folder)}
+            copied = {path.name: copy_file(path, target / path.name) for path in content(folder)}
             entry = self.entry(key)
             if entry is None or entry.state is not EntryState.DONE or _fingerprint(folder) != before:
                 raise UnusableEntryError("it changed while it was read")
         except FileNotFoundError as error:
             raise UnusableEntryError("it was taken away while it was read") from error
-        damaged = damage(seal, found) if seal else ""
+        damaged = damage(seal, copied)
         if damaged:
             raise UnusableEntryError(f"damaged: {damaged}")
-        return found
+        return copied
 
     def store(self, key: CacheKey, fill: Callable[[Path], Seal]) -> bool:
         """Add an entry, whole or not at all.
@@ -175,23 +177,24 @@ class Cache:
             folder = self._folder(key)
             with suppress(FileNotFoundError):  # evicted meanwhile
                 seal, before = read_seal(folder), _fingerprint(folder)
-                found = hash_folder(folder)
-                damaged = damage(seal, found) if seal else ""
+                hashes = hash_folder(folder)
+                damaged = damage(seal, hashes)
                 with self._alone():
                     if _fingerprint(folder) != before:
                         continue
                     if seal is None:
-                        write_seal(folder, found)
+                        write_seal(folder, hashes)
                     if damaged:
                         self._quarantine(key)
                 yield EntryVerdict(key, damaged, seal is None)
 
     def _verify_neff(self, key: CacheKey) -> EntryVerdict:
-        seal, found = self._neffs.seal(key), self._neffs.hash(key)
-        damaged = damage(seal, found) if seal else ""
+        seal = self._neffs.seal(key)
+        hashes = self._neffs.hash(key)
+        damaged = damage(seal, hashes)
         with self._alone():
             if seal is None:
-                self._neffs.write_seal(key, found)
+                self._neffs.write_seal(key, hashes)
             if damaged:
                 self._quarantine(key)
         return EntryVerdict(key, damaged, seal is None)
@@ -241,15 +244,14 @@ class Cache:
             for entry in (*quarantined, *(entry for entry in oldest if entry.state is not EntryState.LOCKED)):
                 if total <= max_bytes:
                     break
-                if self._remove(entry):
+                if is_neff(entry.key):
+                    is_removed = self._move_file(entry.key, self._trash(), entry.folder)
+                else:
+                    is_removed = self._move(entry.folder, self._trash())
+                if is_removed:
                     removed.append(entry.key)
                     total -= entry.size_bytes
         return removed
-
-    def _remove(self, entry: Entry) -> bool:
-        if is_neff(entry.key):
-            return self._move_file(entry.key, self._trash(), entry.folder)
-        return self._move(entry.folder, self._trash())
 
     def sweep(self) -> None:
         """Delete the remains of killed processes."""
@@ -282,27 +284,27 @@ class Cache:
         return True
 
     def _quarantine(self, key: CacheKey) -> bool:
-        place = self._own / "quarantine" / key.compiler / key.module
-        if place.exists():
-            place.rename(self._trash())
+        target = self._own / "quarantine" / key.compiler / key.module
+        if target.exists():
+            target.rename(self._trash())
         if is_neff(key):
-            return self._move_file(key, place)
-        return self._move(self._folder(key), place)
+            return self._move_file(key, target, self._folder(key))
+        return self._move(self._folder(key), target)
 
-    def _move(self, folder: Path, place: Path) -> bool:
+    def _move(self, folder: Path, target: Path) -> bool:
         """Move an entry, unless a process works on it."""
         if not self._claim(folder):
             return False
-        place.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(place)
-        (place / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        (target / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
         return True
 
-    def _move_file(self, key: CacheKey, place: Path, file: Path | None = None) -> bool:
+    def _move_file(self, key: CacheKey, target: Path, file: Path) -> bool:
         """Move a graph of TorchNeuron; a process that reads the file keeps what it has open."""
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            (file or self._folder(key)).rename(place)
+            file.rename(target)
         except FileNotFoundError:
             return False
         self._neffs.forget(key)

@@ -89,7 +89,9 @@ def parse_key(text: str) -> CacheKey | None:
     """Parse `compiler/module`; None if the text is no key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
     key = CacheKey(compiler, module)
-    return key if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)) else None
+    if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)):
+        return key
+    return None
 
 
 def is_compiler(name: str) -> bool:
@@ -121,8 +123,10 @@ def scan(root: Path, is_live: IsLive) -> Iterator[Entry]:
     """Entries below a folder, sorted; entries that vanish during the scan are left out."""
     for folder in sorted(root.glob("neuronxcc-*/MODULE_*")):
         key = parse_key(f"{folder.parent.name}/{folder.name}")
-        entry = look(folder, key, is_live) if key else None
-        if entry:
+        if key is None:
+            continue
+        entry = look(folder, key, is_live)
+        if entry is not None:
             yield entry
 
 
@@ -140,16 +144,17 @@ def look(folder: Path, key: CacheKey, is_live: IsLive) -> Entry | None:
 
 
 def _state(folder: Path, is_live: IsLive) -> tuple[EntryState, str]:
-    found = locks(folder)
-    live = [lock for lock in found if is_live(lock, folder)]
+    lock_files = locks(folder)
+    live = [lock for lock in lock_files if is_live(lock, folder)]
     if live:
         return EntryState.LOCKED, f"{live[0].name} is held"
-    if found:
-        return EntryState.STALE, f"whoever made {found[0].name} is gone"
+    if lock_files:
+        return EntryState.STALE, f"whoever made {lock_files[0].name} is gone"
     neff, log = folder / NEFF, folder / LOG
     if (folder / DONE).exists():
-        whole = neff.exists() and neff.stat().st_size > 0
-        return (EntryState.DONE, "") if whole else (EntryState.FAILED, f"marked done, but {NEFF} is missing or empty")
+        if neff.exists() and neff.stat().st_size > 0:
+            return EntryState.DONE, ""
+        return EntryState.FAILED, f"marked done, but {NEFF} is missing or empty"
     if log.exists() and not neff.exists():
         with log.open(encoding="utf-8", errors="replace") as file:
             return EntryState.FAILED, file.readline().strip()

@@ -87,31 +87,40 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
 def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | NeffWatch | None:
     """Watch of this rank, not yet started; None if the rank watches nothing."""
-    config, place = plan.config, Placement.read(environ)
-    if place.local_rank or not compiles_ahead(config) or extracting(environ):
+    config, placement = plan.config, Placement.read(environ)
+    if placement.local_rank or not compiles_ahead(config) or extracting(environ):
         return None
     native = is_native(config)
     cache = Cache(cache_folder(config.compile, shared=native))
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     stops = config.compile.on_miss == "stop"
-    world = place.world
-    build = native_build_of(plan, world, environ) if native else build_of(plan, world, environ, _compiler())
+    world = placement.world
+    if native:
+        build = native_build_of(plan, world, environ)
+    else:
+        package = installed("neuronx-cc")
+        compiler = f"neuronxcc-{package.version}" if package is not None else ""
+        build = build_of(plan, world, environ, compiler)
     parallel = config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.
-    mesh = Mesh.build(place.world, place.rank, tp=parallel.tp, pp=parallel.pp)
-    manifest = _manifest_of(config, mesh.stages_held(place.rank, place.local_world), cache, stops=stops)
+    mesh = Mesh.build(world, placement.rank, tp=parallel.tp, pp=parallel.pp)
+    manifest = _manifest_of(config, mesh.stages_held(placement.rank, placement.local_world), cache, stops=stops)
     if manifest is None:
         return None
-    if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
+    different = [f"    {difference}" for difference in differ(manifest.build, build)]
+    if different:
         _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
     # Ranks of one node have one parent, the agent, from which all their compilers descend.
-    on_miss = partial(_stop if stops else _warn, cache, manifest, build)
-    known = {CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    react = _stop if stops else _warn
+    on_miss = partial(react, cache, manifest, build)
+    expected = {CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     if native:
-        return NeffWatch(cache, known, on_miss)
-    run = os.getppid() if place.local_world > 1 else os.getpid()
-    return Watch(cache.root, known, run, on_miss)
+        return NeffWatch(cache, expected, on_miss)
+    run = os.getpid()
+    if placement.local_world > 1:
+        run = os.getppid()
+    return Watch(cache.root, expected, run, on_miss)
 
 
 def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> GraphManifest | None:
@@ -128,7 +137,8 @@ def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stop
         absent = f"there is no {file}"
         if stages:
             absent += f", the manifest of a machine that holds {stage_words(stages, config.parallel.pp)}"
-        if others := other_manifests(config, file):
+        others = other_manifests(config, file)
+        if others:
             absent += f", but {', '.join(map(str, others))}"
         if stops:
             raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
@@ -262,11 +272,6 @@ def _warn(cache: Cache, manifest: GraphManifest, build: Build, key: CacheKey, co
 
 def _miss(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
     return str(explain(manifest, replace(build, compiler=key.compiler), key.module))
-
-
-def _compiler() -> str:
-    package = installed("neuronx-cc")
-    return f"neuronxcc-{package.version}" if package else ""
 
 
 def _identity(lock: Path) -> tuple[int, int]:

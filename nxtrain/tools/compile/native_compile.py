@@ -74,8 +74,10 @@ def precompile_native(
             return
         support = torchneuron.support(devices=not torchneuron.compiles_only(command.env))
         if not support.ok:
-            why = "" if num_devices() else _why_no_mode(config)
-            raise BackendError("\n    ".join(filter(None, (f"graphs cannot be compiled here: {support.reason}", why))))
+            lines = [f"graphs cannot be compiled here: {support.reason}"]
+            if not num_devices() and _why_no_mode(config):
+                lines.append(_why_no_mode(config))
+            raise BackendError("\n    ".join(lines))
         if torchneuron.compiles_only(command.env):
             print_line(
                 "no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested. "
@@ -170,7 +172,8 @@ def _graphs(cache: Cache) -> Collection[CacheKey]:
 def _forget_reads(cache: Cache, keys: Collection[CacheKey]) -> None:
     """Set times of access before those of change, so that a mount with relative access times notes the next read."""
     for key in keys:
-        if entry := cache.entry(key):
+        entry = cache.entry(key)
+        if entry is not None:
             changed = entry.folder.stat().st_mtime_ns
             os.utime(entry.folder, ns=(changed - 1_000_000_000, changed))
 

@@ -35,7 +35,10 @@ class Neffs:
         base = (root or self._root) / NEFF_FOLDER
         for file in sorted(base.rglob("*.neff")):
             key = CacheKey(NEFF_FOLDER, file.relative_to(base).as_posix())
-            if is_neff(key) and (entry := _look(file, key)):
+            if not is_neff(key):
+                continue
+            entry = _look(file, key)
+            if entry is not None:
                 yield entry
 
     def entry(self, key: CacheKey) -> Entry | None:
@@ -54,11 +57,11 @@ class Neffs:
             ValueError: The file differs from its hash.
         """
         source = self.path(key)
-        found = {source.name: copy_file(source, target / source.name)}
-        seal = self.seal(key)
-        if seal and (damaged := damage(seal, found)):
+        copied = {source.name: copy_file(source, target / source.name)}
+        damaged = damage(self.seal(key), copied)
+        if damaged:
             raise ValueError(damaged)
-        return found
+        return copied
 
     def publish(self, key: CacheKey, staged: Path, seal: Seal) -> bool:
         """Give a staged file its name; False if there is one already."""
@@ -102,5 +105,7 @@ def _look(file: Path, key: CacheKey) -> Entry | None:
         stat = file.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    state, detail = (EntryState.DONE, "") if stat.st_size else (EntryState.FAILED, "the file is empty")
+    state, detail = EntryState.DONE, ""
+    if not stat.st_size:
+        state, detail = EntryState.FAILED, "the file is empty"
     return Entry(key, file, state, stat.st_size, max(stat.st_mtime, stat.st_atime), detail)

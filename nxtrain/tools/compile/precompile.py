@@ -82,7 +82,10 @@ def precompile(
         print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv), about=about))
         return
     tool = _find_tool()
-    print_line(f"up to {num_workers} graphs at a time: " + ("as --workers asks" if workers else str(memory)))
+    reason = str(memory)
+    if workers:
+        reason = "as --workers asks"
+    print_line(f"up to {num_workers} graphs at a time: {reason}")
     began = time.monotonic()
     env = {**os.environ, **command.env}
     cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
@@ -99,7 +102,9 @@ def precompile(
 
 def retries_of(config: RunConfig, wanted: int) -> int:
     """Times that failed graphs are tried again: of several nodes one alone has nobody to show them with."""
-    return wanted if config.cluster.nodes == 1 else 0
+    if config.cluster.nodes > 1:
+        return 0
+    return wanted
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
@@ -124,10 +129,13 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
     with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
         before = {CacheKey(old.build.compiler, graph.module): graph.seconds for graph in old.graphs}
-    return tuple(
-        CompiledGraph(name, key.module, round(compiled.seconds[key], 1) if key in compiled.seconds else before.get(key))
-        for key, name in compiled.names.items()
-    )
+    graphs = []
+    for key, name in compiled.names.items():
+        seconds = before.get(key)
+        if key in compiled.seconds:
+            seconds = round(compiled.seconds[key], 1)
+        graphs.append(CompiledGraph(name, key.module, seconds))
+    return tuple(graphs)
 
 
 def _check_backend(loaded: Loaded) -> None:

@@ -64,7 +64,10 @@ def open_place(text: str | Path) -> CacheLocation:
         ConfigError: The address names no bucket.
         BackendError: S3 cannot be reached from here.
     """
-    return Bucket(open_store(str(text))) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
+    address = str(text)
+    if address.startswith(SCHEME):
+        return Bucket(open_store(address))
+    return Cache(local_path(address))
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
