@@ -49,7 +49,9 @@ def check_instance(name: str, wanted: str, machine: TargetMachine | None) -> Fin
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
-    return fine("instance", (machine.instance if machine else name) or "no instance type that nxtrain knows")
+    if machine is not None:
+        name = machine.instance
+    return fine("instance", name or "no instance type that nxtrain knows")
 
 
 def check_host(host: Host, machine: TargetMachine | None) -> Iterator[Finding]:
@@ -91,14 +93,16 @@ def _clock(host: Host) -> Finding:
         return fault("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(shown)), why, fix)
     try:
         text = host.run("chronyc", "-c", "tracking")
-        offset = parse_chronyc(text) if text is not None else 0.0
+        if text is None:
+            return fine("clock", "set; chronyc is not installed")
+        offset = parse_chronyc(text)
     except (ToolError, ToolOutputError) as error:
         return fault("clock", str(error), why, fix)
     if offset is None:
         return fault("clock", "chronyd runs, and has no time source", why, fix)
     if offset > MAX_OFFSET_S:
         return fault("clock", f"{offset:.1f} s off", why, "chronyc makestep")
-    return fine("clock", f"{offset:.6f} s off" if text is not None else "set; chronyc is not installed")
+    return fine("clock", f"{offset:.6f} s off")
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
@@ -165,4 +169,6 @@ def check_port(host: Host, port: int, *, needs_all: bool) -> Finding:
         why = "agents of the run cannot meet: Address already in use"
         fix = f"end the program that ss -ltnp 'sport = :{port}' shows, or use --first-node NAME:PORT"
         return fault("ports", f"a program listens on port {port}", why, fix)
-    return fine("ports", f"port {port} is {'in use' if used else 'free'}")
+    if used:
+        return fine("ports", f"port {port} is in use")
+    return fine("ports", f"port {port} is free")

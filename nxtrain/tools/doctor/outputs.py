@@ -99,7 +99,10 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
     except (csv.Error, ValueError, KeyError) as error:
         raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
     numbers = tuple(index for index, _, _ in rows)
-    return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
+    driver = ""
+    if rows:
+        driver = rows[0][1]
+    return Devices(numbers, len(rows), _holders(held), driver, ecc)
 
 
 def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
@@ -107,9 +110,12 @@ def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
 
 
 def _lines(text: str) -> list[list[str]]:
-    # Line by line, since a stray quotation mark would hide the line after it.
-    rows = (row for line in text.splitlines() for row in csv.reader([line], skipinitialspace=True, strict=True))
-    return [[field.strip() for field in row] for row in rows if row]
+    lines = []
+    for line in text.splitlines():  # one by one, since a stray quotation mark would hide the line after it
+        for row in csv.reader([line], skipinitialspace=True, strict=True):
+            if row:
+                lines.append([field.strip() for field in row])
+    return lines
 
 
 def parse_fi_info(text: str) -> tuple[str, ...]:
@@ -139,23 +145,26 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
     Raises:
         ToolOutputError: There is no table, or a line of it lacks a number.
     """
-    found: list[Bandwidth] = []
+    rows: list[Bandwidth] = []
     columns: list[str] = []
     for line in text.splitlines():
         fields = line.split()
         if "busbw(GB/s)" in fields:
             columns = fields
         elif columns and len(fields) == len(columns) and fields[0].isdecimal():
-            found.append(_bandwidth(dict(zip(columns, fields, strict=True))))
-    if not found:
+            rows.append(_bandwidth(dict(zip(columns, fields, strict=True))))
+    if not rows:
         raise ToolOutputError("nccom-test printed no table")
-    return tuple(found)
+    return tuple(rows)
 
 
 def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
     try:
         size, bandwidth = int(row["size(B)"]), float(row["busbw(GB/s)"])
-        time = float(row["time(us)"] if "time(us)" in row else row["time:avg(us)"])
+        column = "time(us)"
+        if column not in row:
+            column = "time:avg(us)"
+        time = float(row[column])
     except (ValueError, KeyError) as error:
         raise ToolOutputError(f"nccom-test printed another table: {error!r}") from error
     if not (math.isfinite(time) and math.isfinite(bandwidth)):
@@ -176,4 +185,6 @@ def parse_chronyc(text: str) -> float | None:
         raise ToolOutputError("chronyc printed another line") from error
     if not math.isfinite(offset):
         raise ToolOutputError(f"chronyc printed an offset of {offset}")
-    return None if leap == "Not synchronised" else offset
+    if leap == "Not synchronised":
+        return None
+    return offset

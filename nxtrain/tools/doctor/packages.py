@@ -32,11 +32,12 @@ def check_packages(machine: TargetMachine | None) -> Iterator[Finding]:
 
 
 def _placeholders() -> Finding:
-    found = [package for name in AWS_PACKAGES if (package := sdk.installed(name)) and package.placeholder]
-    if not found:
+    packages = [sdk.installed(name) for name in AWS_PACKAGES]
+    placeholders = [package for package in packages if package is not None and package.placeholder]
+    if not placeholders:
         return fine("packages", f"no placeholder of an AWS package; Python {sys.version.partition(' ')[0]}")
-    what = "; ".join(sdk.placeholder(package) for package in found)
-    names = " ".join(package.name for package in found)
+    what = "; ".join(sdk.placeholder(package) for package in placeholders)
+    names = " ".join(package.name for package in placeholders)
     fix = f"pip uninstall -y {names}; then {sdk.install_command()}"
     return fault("packages", what, "an import of the package fails, or finds nothing", fix)
 
@@ -45,7 +46,9 @@ def _torch(machine: TargetMachine | None) -> Finding:
     torch, xla = sdk.installed("torch"), sdk.installed("torch-xla")
     if torch is None:
         return fault("torch", "torch is not installed", "no rank can start", "pip install nxtrain")
-    versions = f"torch {torch.version}" + (f", torch-xla {xla.version}" if xla else "")
+    versions = f"torch {torch.version}"
+    if xla is not None:
+        versions += f", torch-xla {xla.version}"
     if machine is not None and machine.resource == GPU and torch.version.endswith("+cpu"):
         why = "this build of torch knows no GPU, and ranks would train on processors"
         return fault("torch", versions, why, "pip install --force-reinstall torch, from PyPI")
@@ -57,12 +60,13 @@ def _torch(machine: TargetMachine | None) -> Finding:
 
 def _neuron() -> Finding:
     """Check that one of the two environments for Trainium is whole."""
-    native = torchneuron.detect()
-    support = torchneuron.support() if native else sdk.support()
+    support = torchneuron.support() if torchneuron.detect() else sdk.support()
     if support.ok:
         return fine("sdk", support.reason)
     first, *rest = support.reason.splitlines()
-    install = rest[-1].strip() if rest else sdk.install_command()
+    install = sdk.install_command()
+    if rest:
+        install = rest[-1].strip()
     what = "; ".join(line.strip() for line in (first, *rest[:-1]))
     return fault("sdk", what, "ranks cannot use the Neuron devices", install)
 
