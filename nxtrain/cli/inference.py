@@ -137,16 +137,17 @@ def evaluate(
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
 
-    found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
+    options = Options(names, every, seed, limit, task_dir, tp)
+    evaluations = evaluate_checkpoints(checkpoint, options, standard_error().print)
     if not place.is_leader:
         return
     if not every:
-        _name_source(checkpoint, found[0].model, is_named=True)
-    content = [each.to_json() for each in found]
+        _name_source(checkpoint, evaluations[0].model, is_named=True)
+    content = [evaluation.to_json() for evaluation in evaluations]
     if as_json:
         write_document(content if every else content[0])
     else:
-        typer.echo(table(found))
+        typer.echo(table(evaluations))
 
 
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
@@ -160,7 +161,8 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
     console = standard_error()
     if not is_named:
         console.print(f"from {model.place}, step {model.step:,}", markup=False)
-    if warning := choice_of(address, model.place):
+    warning = choice_of(address, model.place)
+    if warning:
         console.print(warning, markup=False)
 
 

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
-BEFORE, RUN, AFTER = "Before a run", "A run", "During a run, and after"
+BEFORE = "Before a run"
+RUN = "A run"
+AFTER = "During a run, and after"
 app.add_typer(config, name="config", rich_help_panel=BEFORE)
 app.add_typer(data, name="data", rich_help_panel=BEFORE)
 app.add_typer(cache, name="cache", rich_help_panel=BEFORE)
@@ -83,9 +85,10 @@ def main() -> None:
         try:
             app()
         except Exception as error:
-            if known := explained(error):
-                _report(known, _place())
-                _end(known.exit_code)
+            reason = explained(error)
+            if reason is not None:
+                _report(reason, _place())
+                _end(reason.exit_code)
             sys.excepthook(*sys.exc_info())
             if not isinstance(error, MemoryError):  # with code 1 the launcher restarts, and may find enough memory
                 print(DEFECT, file=sys.stderr)
@@ -154,7 +157,8 @@ def _advise(config: RunConfig) -> None:
     from nxtrain.metrics.start_log import read
     from nxtrain.plan.goodput import advice
 
-    if line := advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every):
+    line = advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every)
+    if line:
         typer.echo(line, err=True)
 
 
@@ -197,7 +201,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         from nxtrain.train.run import train
 
         garbage.settle()
-        if faults := os.environ.get("NXTRAIN_FAULTS"):
+        faults = os.environ.get("NXTRAIN_FAULTS")
+        if faults:
             from nxtrain.common.testing.faults import arm
 
             arm(faults, loaded.config.run.dir, place.rank)

@@ -34,7 +34,7 @@ def thread_variables(
         num_ranks: Ranks per machine.
         neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
     """
-    found: list[Variable] = []
+    variables: list[Variable] = []
     threads = environ.get(THREADS, "")
     if not threads:
         share = max(1, num_cores() // num_ranks)
@@ -43,16 +43,18 @@ def thread_variables(
         if busy < share:
             reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
         threads = str(min(busy, share))
-        found.append(Variable(THREADS, threads, reason))
+        variables.append(Variable(THREADS, threads, reason))
     if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
         reason = "threads that wait sleep; else they take the cores from whoever has work"
-        found.append(Variable(WAITING, "passive", reason, _OPENMP))
-    return tuple(found)
+        variables.append(Variable(WAITING, "passive", reason, _OPENMP))
+    return tuple(variables)
 
 
 def num_cores() -> int:
     """Cores that this process may use, if known: a cluster often grants only some cores of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _busy_threads(config: RunConfig) -> int:

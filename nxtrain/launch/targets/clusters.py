@@ -58,43 +58,41 @@ def render_parallelcluster(job: ClusterJob) -> str:
     }
     if job.machine.efa_devices:
         compute["Efa"] = {"Enabled": True}
-    queue = {
+    access = parallelcluster_access(job.config)
+    queue: dict[str, object] = {
         "Name": "train",
         "ComputeResources": [compute],
         "Networking": {"SubnetIds": [_SUBNET], "PlacementGroup": {"Enabled": True}},
         "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},  # compiled graphs
-        "HealthChecks": {"Gpu": {"Enabled": True}} if job.lane == "gpu" else None,
-        "Iam": _s3_access(job),
     }
+    if job.lane == "gpu":
+        queue["HealthChecks"] = {"Gpu": {"Enabled": True}}
     lustre = {
         "StorageCapacity": job.storage_gib,
         "DeploymentType": DEPLOYMENT,
         "PerUnitStorageThroughput": THROUGHPUT_MB_S,
         "DeletionPolicy": "Retain",  # checkpoints are on it
     }
-    head = {
+    head: dict[str, object] = {
         "InstanceType": "m5.8xlarge",
         "Networking": {"SubnetId": _SUBNET},
         "Ssh": {"KeyName": "your-key"},
-        "Iam": _s3_access(job),
     }
+    if access:
+        queue["Iam"] = {"S3Access": access}
+        head["Iam"] = {"S3Access": access}
     cluster = {
         "Region": "us-east-1",
         "Image": {"Os": "ubuntu2204"},
-        "HeadNode": {key: value for key, value in head.items() if value},
+        "HeadNode": head,
         "Scheduling": {
             "Scheduler": "slurm",
             "SlurmSettings": {"CustomSlurmSettings": [{"KillWait": 300}, {"SlurmdTimeout": 120}]},
-            "SlurmQueues": [{key: value for key, value in queue.items() if value}],
+            "SlurmQueues": [queue],
         },
         "SharedStorage": [{"Name": "fsx", "MountDir": SHARED, "StorageType": "FsxLustre", "FsxLustreSettings": lustre}],
     }
     return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
-
-
-def _s3_access(job: ClusterJob) -> dict[str, object]:
-    access = parallelcluster_access(job.config)
-    return {"S3Access": access} if access else {}
 
 
 def render_eks(job: ClusterJob) -> dict[str, str]:
@@ -132,8 +130,11 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
 
 
 def _node_permissions(job: ClusterJob) -> dict[str, object]:
+    permissions: dict[str, object] = {"withAddonPolicies": _ADDON_POLICIES}
     policy = iam_policy(job.config)
-    return {"withAddonPolicies": _ADDON_POLICIES, **({"attachPolicy": policy} if policy else {})}
+    if policy:
+        permissions["attachPolicy"] = policy
+    return permissions
 
 
 def _require_instance(job: ClusterJob) -> None:

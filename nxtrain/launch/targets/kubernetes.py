@@ -185,7 +185,8 @@ def _first_worker(job: ClusterJob) -> str:
 
 def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]:
     script = _ENTRY.format(steps=" ".join(job.steps), start=start)
-    script += _FROM_128 if restart_policy == "ExitCode" else ""
+    if restart_policy == "ExitCode":
+        script += _FROM_128
     return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]
 
 
@@ -204,8 +205,11 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
     arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node), *job.elastic]
     if "compile" in job.steps:
         cache = job.config.compile.cache_dir
-        folder = str(cache) if cache.is_absolute() and "{" not in str(cache) else CACHE
-        arguments += [f"compile.cache_dir={folder}"] if folder != str(cache) else []
+        folder = str(cache)
+        if not cache.is_absolute() or "{" in folder:
+            folder = CACHE
+        if folder != str(cache):
+            arguments.append(f"compile.cache_dir={folder}")
         mounts.append({"name": "graphs", "mountPath": folder})
         volumes.append({"name": "graphs", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
     container: Manifest = {
@@ -228,4 +232,6 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
 def _resources(job: ClusterJob) -> Mapping[str, Manifest]:
     devices = job.machine.resources
     requests = {"cpu": job.nproc, **devices}  # a pod with huge pages must ask for processors or memory, too
-    return {"limits": devices, "requests": requests} if devices else {"requests": requests}
+    if not devices:
+        return {"requests": requests}
+    return {"limits": devices, "requests": requests}

@@ -66,7 +66,8 @@ def launch_on(
                 print(f"{out / name} was another file, and is replaced", file=sys.stderr)
             replace_text(out / name, text, durable=False)
             print(out / name)
-        if left := [name for name in NAMES if name not in files and (out / name).exists()]:
+        left = [name for name in NAMES if name not in files and (out / name).exists()]
+        if left:
             print(f"{out} also has {', '.join(left)} of another launch; delete what is not meant", file=sys.stderr)
     elif target == "slurm":
         _submit(files[SCRIPT])
