@@ -167,12 +167,12 @@ def inspect(
     cache = cache_folder(DataConfig())
     if verify:
         verify_corpus(path, cache, VerificationLines())
-    found = inspect_corpus(
+    inspection = inspect_corpus(
         path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, mixed=mixed, cache=cache
     )
-    found["verified"] = verify
+    inspection["verified"] = verify
     if as_json:
-        write_document(found)
+        write_document(inspection)
     else:
-        present_inspection(found, Console(markup=False, highlight=False))
-    refuse_incomplete(found)
+        present_inspection(inspection, Console(markup=False, highlight=False))
+    refuse_incomplete(inspection)

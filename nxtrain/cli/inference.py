@@ -59,20 +59,20 @@ def generate(
 
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
-    place = _place(visible_cores)
+    placement = _place(visible_cores)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import Request, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
 
     request = Request(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
-    streams = place.is_leader and not as_json and len(prompt) == 1
+    streams = placement.is_leader and not as_json and len(prompt) == 1
     model, texts = continue_texts(
         checkpoint,
         request,
         Sampling(temperature, top_k, top_p),
         lambda number, piece: typer.echo(piece, nl=False) if streams else None,
     )
-    if not place.is_leader:
+    if not placement.is_leader:
         return
     if as_json:
         content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
@@ -132,14 +132,14 @@ def evaluate(
 
         typer.echo(listed())
         return
-    place = _place(visible_cores)
+    placement = _place(visible_cores)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
 
     options = Options(names, every, seed, limit, task_dir, tp)
     evaluations = evaluate_checkpoints(checkpoint, options, standard_error().print)
-    if not place.is_leader:
+    if not placement.is_leader:
         return
     if not every:
         _name_source(checkpoint, evaluations[0].model, is_named=True)
@@ -168,9 +168,9 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
 
 def _place(visible_cores: str) -> Placement:
     """Place of this rank, which is first started again with its Neuron core if the user names cores."""
-    place = Placement.read()
+    placement = Placement.read()
     if visible_cores:
         from nxtrain.launch.neuron import reexec_on_cores
 
-        reexec_on_cores(visible_cores, os.environ, place.local_rank, place.local_world)
-    return place
+        reexec_on_cores(visible_cores, os.environ, placement.local_rank, placement.local_world)
+    return placement

@@ -119,7 +119,7 @@ def _has_uploads_underway() -> bool:
     return uploads is not None and uploads.are_underway()
 
 
-def _report(error: NxtrainError, place: Placement) -> None:
+def _report(error: NxtrainError, placement: Placement) -> None:
     try:
         from rich.text import Text
 
@@ -128,16 +128,16 @@ def _report(error: NxtrainError, place: Placement) -> None:
         print(f"error: {error}", file=sys.stderr)
         return
     # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
-    if isinstance(error, ConfigError) and not place.speaks_for_node:
+    if isinstance(error, ConfigError) and not placement.speaks_for_node:
         return
     # All ranks stop together, which is no error.
     if isinstance(error, StoppedBySignal):
-        if place.is_leader:
+        if placement.is_leader:
             standard_error().print(str(error), markup=False)
         return
     console = standard_error()
-    is_of_all = not place.is_launched or (isinstance(error, ConfigError) and place.is_leader)
-    prefix = "" if is_of_all else f"rank {place.rank}: "
+    is_of_all = not placement.is_launched or (isinstance(error, ConfigError) and placement.is_leader)
+    prefix = "" if is_of_all else f"rank {placement.rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
@@ -183,18 +183,18 @@ def _options(
 )
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
-    place = Placement.read()
-    loaded, plan = _load(config, overrides, world=place.world)
-    if place.is_leader and not loaded.sets_anything:
+    placement = Placement.read()
+    loaded, plan = _load(config, overrides, world=placement.world)
+    if placement.is_leader and not loaded.sets_anything:
         print(f"warning: {config} sets nothing, so that all values are defaults or overrides", file=sys.stderr)
     from nxtrain.common.process.clock import process_began
     from nxtrain.common.process.signals import noted
     from nxtrain.launch.debug import open_debug_folder
     from nxtrain.launch.neuron import reexec_with_environment
 
-    reexec_with_environment(loaded.config, os.environ, place.local_world)
-    note = open_debug_folder(loaded.config, is_alone=place.is_alone)
-    if note and place.is_leader:
+    reexec_with_environment(loaded.config, os.environ, placement.local_world)
+    note = open_debug_folder(loaded.config, is_alone=placement.is_alone)
+    if note and placement.is_leader:
         print(note, file=sys.stderr)
     with noted() as signals:  # from here on, since torch takes seconds to import
         from nxtrain.tools.compile.miss_watch import watch_misses
@@ -205,10 +205,10 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         if faults:
             from nxtrain.common.testing.faults import arm
 
-            arm(faults, loaded.config.run.dir, place.rank)
+            arm(faults, loaded.config.run.dir, placement.rank)
         with watch_misses(plan, os.environ):
             train(loaded, signals, process_began())
-    if place.is_leader:
+    if placement.is_leader:
         _advise(loaded.config)
     if _has_uploads_underway():
         _end(0)
@@ -282,8 +282,8 @@ def graphs(
     """
     from nxtrain.tools.trace.command import graphs, present
 
-    found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
-    present(found, as_json=as_json)
+    traced = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
+    present(traced, as_json=as_json)
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")

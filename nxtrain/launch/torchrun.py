@@ -276,7 +276,7 @@ def is_news(record: logging.LogRecord) -> bool:
     """False for the log record of a rank that "failed" by a stop: torch's agent knows only 0 and failures."""
     stops = {STOPPED}
     if Agent.stop:
-        stops |= {-Agent.stop, -signal.SIGTERM}
+        stops = {STOPPED, -Agent.stop, -signal.SIGTERM}
     is_end = str(record.msg).startswith("failed (exitcode")
     return not (is_end and isinstance(record.args, tuple) and record.args[0] in stops)
 

@@ -62,10 +62,11 @@ def launch_on(
     elif out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            if _differs(out / name, text):
-                print(f"{out / name} was another file, and is replaced", file=sys.stderr)
-            replace_text(out / name, text, durable=False)
-            print(out / name)
+            file = out / name
+            if file.is_file() and file.read_bytes() != text.encode():  # of another launch, or edited by a user
+                print(f"{file} was another file, and is replaced", file=sys.stderr)
+            replace_text(file, text, durable=False)
+            print(file)
         left = [name for name in NAMES if name not in files and (out / name).exists()]
         if left:
             print(f"{out} also has {', '.join(left)} of another launch; delete what is not meant", file=sys.stderr)
@@ -78,11 +79,6 @@ def launch_on(
 def shown(files: Mapping[str, str]) -> str:
     """All files in one text, each under a line with its name."""
     return "\n".join(f"# ===== {name}\n{text}" for name, text in files.items())
-
-
-def _differs(file: Path, text: str) -> bool:
-    """True for a file of another launch, or one that a user has edited."""
-    return file.is_file() and file.read_bytes() != text.encode()
 
 
 def _image(job: ClusterJob) -> dict[str, str]:

@@ -61,7 +61,7 @@ class Cache:
         self.root = root
         self._own = root / OWN
         self._is_live = partial(lock_is_live, grace_s=grace_s)
-        self._neffs = Neffs(root, self._own)
+        self._neffs = Neffs(root, self._own / "seals")
 
     def __str__(self) -> str:
         return str(self.root)
@@ -259,7 +259,7 @@ class Cache:
         for folder in (self._own / "staging").glob("*"):
             owner = read_owner(folder.name)
             with suppress(FileNotFoundError):
-                if owner is None or not is_live(owner, _age_s(folder)):
+                if owner is None or not is_live(owner, time.time() - folder.stat().st_mtime):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _folder(self, key: CacheKey) -> Path:
@@ -368,7 +368,3 @@ def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
     (folder / DONE).stat()
     stats = {path.name: path.stat() for path in content(folder)}
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-
-
-def _age_s(path: Path) -> float:
-    return time.time() - path.stat().st_mtime

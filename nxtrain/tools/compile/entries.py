@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-NEFF, DONE, LOG = "model.neff", "model.done", "model.log"
+NEFF = "model.neff"
+DONE = "model.done"
+LOG = "model.log"
 LOCK = "model.hlo_module.pb.lock"
 SEAL = "nxtrain.json"
 """nxtrain's own file in an entry, with the hashes of the other files."""

@@ -160,22 +160,27 @@ class Watch(threading.Thread):
 
     Args:
         root: The cache.
-        known: Graphs that it may load, or compile.
+        expected: Graphs that it may load, or compile.
         run: The process from which all compilers of the run descend.
         on_miss: Is told of each other graph, once, from this thread.
         patience_s: Seconds for which a lock is given the time to show its compiler.
     """
 
     def __init__(
-        self, root: Path, known: Collection[CacheKey], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
+        self, root: Path, expected: Collection[CacheKey], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
     ) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
-        self._root, self._ancestor, self._on_miss, self._patience_s = root, run, on_miss, patience_s
-        self._settled = set(known)
+        self._root = root
+        self._ancestor = run
+        self._on_miss = on_miss
+        self._patience_s = patience_s
+        self._settled = set(expected)
         self._seen_s: dict[CacheKey, float] = {}
         self._stopped = threading.Event()
         # A lock that is there before the run belongs to somebody else, as long as it is the same.
-        self._old = {_identity(lock) for folder in self._folders() for lock in locks(folder)}
+        self._old: set[tuple[int, int]] = set()
+        for folder in self._folders():
+            self._old |= {_identity(lock) for lock in locks(folder)}
 
     def stop(self) -> None:
         """End, now."""
@@ -227,14 +232,14 @@ class NeffWatch(threading.Thread):
 
     Args:
         cache: The cache.
-        known: Graphs of the manifest.
+        expected: Graphs of the manifest.
         on_miss: Callback for each other graph, once, from this thread.
     """
 
-    def __init__(self, cache: Cache, known: Collection[CacheKey], on_miss: OnMiss) -> None:
+    def __init__(self, cache: Cache, expected: Collection[CacheKey], on_miss: OnMiss) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
         self._cache, self._on_miss = cache, on_miss
-        self._settled = {*known, *cache.done()}
+        self._settled = {*expected, *cache.done()}
         self._stopped = threading.Event()
 
     def stop(self) -> None:

@@ -24,11 +24,11 @@ class Neffs:
 
     Args:
         root: Folder of the cache.
-        own: nxtrain's own folder in the cache, with the hashes of the files.
+        seals: Folder with the hashes of the files.
     """
 
-    def __init__(self, root: Path, own: Path) -> None:
-        self._root, self._own = root, own
+    def __init__(self, root: Path, seals: Path) -> None:
+        self._root, self._seals = root, seals
 
     def entries(self, root: Path | None = None) -> Iterator[Entry]:
         """Every file of the cache, or of another folder of its form, sorted by name."""
@@ -97,7 +97,7 @@ class Neffs:
         self._seal(key).unlink(missing_ok=True)
 
     def _seal(self, key: CacheKey) -> Path:
-        return self._own / "seals" / f"{key.module}.json"
+        return self._seals / f"{key.module}.json"
 
 
 def _look(file: Path, key: CacheKey) -> Entry | None:
