@@ -44,7 +44,8 @@ def _warn_of_newer(src: str, checkpoint: Location) -> None:
     """Warn on standard error if newer checkpoints of the source were passed over."""
     from nxtrain.checkpoint.mirror import choice_of
 
-    if warning := choice_of(src, checkpoint):
+    warning = choice_of(src, checkpoint)
+    if warning:
         typer.echo(warning, err=True)
 
 
@@ -79,9 +80,11 @@ def nxtrain_to_hf(
         from nxtrain.backends import open_backend
         from nxtrain.checkpoint.convert.verify_export import verify_export
 
-        found = verify_export(checkpoint, dst, open_backend("cpu"))
-        rounding = f", and rounding costs ours {found.rounding:.2f} of what it costs them" if found.rounding else ""
-        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {found.difference:.2g}{rounding}")
+        result = verify_export(checkpoint, dst, open_backend("cpu"))
+        line = f"transformers loads {dst}; its scores differ from ours by at most {result.difference:.2g}"
+        if result.rounding:
+            line += f", and rounding costs ours {result.rounding:.2f} of what it costs them"
+        typer.echo(line)
 
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")

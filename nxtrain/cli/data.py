@@ -56,8 +56,10 @@ def _prefix(text: str) -> str:
 
 def _num_bytes(text: str | int) -> int:
     """Number of bytes, such as 512MiB or 2GB."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?i?)b?", str(text).lower())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else -1
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?i?)b?", str(text).lower())
+    size = -1
+    if match is not None and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
     if not 0 <= size <= MAX_INT:
         raise typer.BadParameter(f"{text} is no size; give a number of bytes, or one such as 512MiB or 2GB")
     return size
@@ -167,12 +169,12 @@ def inspect(
     cache = cache_folder(DataConfig())
     if verify:
         verify_corpus(path, cache, VerificationLines())
-    found = inspect_corpus(
+    inspection = inspect_corpus(
         path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, mixed=mixed, cache=cache
     )
-    found["verified"] = verify
+    inspection["verified"] = verify
     if as_json:
-        write_document(found)
+        write_document(inspection)
     else:
-        present_inspection(found, Console(markup=False, highlight=False))
-    refuse_incomplete(found)
+        present_inspection(inspection, Console(markup=False, highlight=False))
+    refuse_incomplete(inspection)

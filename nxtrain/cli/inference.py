@@ -62,21 +62,21 @@ def generate(
 
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
-    place = _place(checkpoint, visible_cores, tokens=len(prompt))
+    placement = _place(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import Request, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
 
     request = Request(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
-    streams = place.is_leader and not as_json and len(prompt) == 1
+    streams = placement.is_leader and not as_json and len(prompt) == 1
     model, texts = continue_texts(
         checkpoint,
         request,
         Sampling(temperature, top_k, top_p),
         (lambda number, piece: typer.echo(piece, nl=False)) if streams else None,
-        lambda model: _name_source(checkpoint, model, is_named=as_json) if place.is_leader else None,
+        lambda model: _name_source(checkpoint, model, is_named=as_json) if placement.is_leader else None,
     )
-    if not place.is_leader:
+    if not placement.is_leader:
         return
     if as_json:
         content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
@@ -135,21 +135,22 @@ def evaluate(
 
         typer.echo(listed())
         return
-    place = _place(checkpoint, visible_cores, tokens=EVAL_TOKENS)
+    placement = _place(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
 
-    found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
-    if not place.is_leader:
+    options = Options(names, every, seed, limit, task_dir, tp)
+    evaluations = evaluate_checkpoints(checkpoint, options, standard_error().print)
+    if not placement.is_leader:
         return
     if not every:
-        _name_source(checkpoint, found[0].model, is_named=True)
-    content = [each.to_json() for each in found]
+        _name_source(checkpoint, evaluations[0].model, is_named=True)
+    content = [evaluation.to_json() for evaluation in evaluations]
     if as_json:
         write_document(content if every else content[0])
     else:
-        typer.echo(table(found))
+        typer.echo(table(evaluations))
 
 
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
@@ -163,7 +164,8 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
     console = standard_error()
     if not is_named:
         console.print(f"from {model.place}, step {model.step:,}", markup=False)
-    if warning := choice_of(address, model.place):
+    warning = choice_of(address, model.place)
+    if warning:
         console.print(warning, markup=False)
 
 
@@ -175,11 +177,11 @@ def _place(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
         visible_cores: Neuron cores of all ranks; empty: the user names none.
         tokens: Tokens that a rank computes at once.
     """
-    place = Placement.read()
+    placement = Placement.read()
     from nxtrain.launch.neuron import reexec_for_inference, reexec_on_cores
     from nxtrain.tools.eval.model_shape import local_shape
 
     if visible_cores:
-        reexec_on_cores(visible_cores, os.environ, place.local_rank, place.local_world)
-    reexec_for_inference(local_shape(checkpoint), tokens, os.environ, place.local_world)
-    return place
+        reexec_on_cores(visible_cores, os.environ, placement.local_rank, placement.local_world)
+    reexec_for_inference(local_shape(checkpoint), tokens, os.environ, placement.local_world)
+    return placement

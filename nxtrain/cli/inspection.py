@@ -42,17 +42,17 @@ def inspect_model(
     from nxtrain.plan.inspection import inspect
     from nxtrain.plan.show_inspection import show_inspection
 
-    found = inspect(path, overrides or [])
+    inspection = inspect(path, overrides or [])
     if trace:
         from nxtrain.tools.trace.step_trace import trace_step
 
-        events = trace_step(found.resolved, found.job)
+        events = trace_step(inspection.resolved, inspection.job)
         if as_json:
             write_document({"events": events})
         else:
             typer.echo("\n".join(f"{number:3}  {event}" for number, event in enumerate(events, 1)))
         return
     if as_json:
-        write_document(found.to_json(rank))
+        write_document(inspection.to_json(rank))
     else:
-        show_inspection(found, rank, tree=tree)
+        show_inspection(inspection, rank, tree=tree)

@@ -73,11 +73,11 @@ def launch(
 
         launch(config, overrides or [], nproc, dry_run, first_node, min_nodes or 0)
         return
-    from nxtrain.launch.targets.job import Options
+    from nxtrain.launch.targets.job import LaunchOptions
     from nxtrain.launch.targets.render import launch_on
     from nxtrain.launch.targets.storage import STORAGE_GIB
 
-    options = Options(
+    options = LaunchOptions(
         nproc=nproc,
         image=image,
         claim=claim,
@@ -94,14 +94,11 @@ def _check_options(target: str, is_given: Mapping[str, bool]) -> None:
     Raises:
         ConfigError: An option is for other targets.
     """
-    problems = [
-        Problem("", f"{option} has no effect with --target {target}", hint=f"leave it out, or use {_targets(option)}")
-        for option, given in is_given.items()
-        if given and target not in APPLY[option]
-    ]
+    problems = []
+    for option, given in is_given.items():
+        if given and target not in APPLY[option]:
+            targets = " or ".join(APPLY[option])
+            hint = f"leave it out, or use --target {targets}"
+            problems.append(Problem("", f"{option} has no effect with --target {target}", hint=hint))
     if problems:
         raise ConfigError(problems)
-
-
-def _targets(option: str) -> str:
-    return f"--target {' or '.join(APPLY[option])}"

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
-BEFORE, RUN, AFTER = "Before a run", "A run", "During a run, and after"
+BEFORE = "Before a run"
+RUN = "A run"
+AFTER = "During a run, and after"
 app.add_typer(config, name="config", rich_help_panel=BEFORE)
 app.add_typer(data, name="data", rich_help_panel=BEFORE)
 app.add_typer(cache, name="cache", rich_help_panel=BEFORE)
@@ -83,9 +85,10 @@ def main() -> None:
         try:
             app()
         except Exception as error:
-            if known := explained(error):
-                _report(known, _place())
-                _end(known.exit_code)
+            reason = explained(error)
+            if reason is not None:
+                _report(reason, _place())
+                _end(reason.exit_code)
             sys.excepthook(*sys.exc_info())
             if not isinstance(error, MemoryError):  # with code 1 the launcher restarts, and may find enough memory
                 print(DEFECT, file=sys.stderr)
@@ -116,7 +119,7 @@ def _has_uploads_underway() -> bool:
     return uploads is not None and uploads.are_underway()
 
 
-def _report(error: NxtrainError, place: Placement) -> None:
+def _report(error: NxtrainError, placement: Placement) -> None:
     try:
         from rich.text import Text
 
@@ -125,16 +128,16 @@ def _report(error: NxtrainError, place: Placement) -> None:
         print(f"error: {error}", file=sys.stderr)
         return
     # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
-    if isinstance(error, ConfigError) and not place.speaks_for_node:
+    if isinstance(error, ConfigError) and not placement.speaks_for_node:
         return
     # All ranks stop together, which is no error.
     if isinstance(error, StoppedBySignal):
-        if place.is_leader:
+        if placement.is_leader:
             standard_error().print(str(error), markup=False)
         return
     console = standard_error()
-    is_of_all = not place.is_launched or (isinstance(error, ConfigError) and place.is_leader)
-    prefix = "" if is_of_all else f"rank {place.rank}: "
+    is_of_all = not placement.is_launched or (isinstance(error, ConfigError) and placement.is_leader)
+    prefix = "" if is_of_all else f"rank {placement.rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
@@ -154,7 +157,8 @@ def _advise(config: RunConfig) -> None:
     from nxtrain.metrics.start_log import read
     from nxtrain.plan.goodput import advice
 
-    if line := advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every):
+    line = advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every)
+    if line:
         typer.echo(line, err=True)
 
 
@@ -179,31 +183,32 @@ def _options(
 )
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
-    place = Placement.read()
-    loaded, plan = _load(config, overrides, world=place.world)
-    if place.is_leader and not loaded.sets_anything:
+    placement = Placement.read()
+    loaded, plan = _load(config, overrides, world=placement.world)
+    if placement.is_leader and not loaded.sets_anything:
         print(f"warning: {config} sets nothing, so that all values are defaults or overrides", file=sys.stderr)
     from nxtrain.common.process.clock import process_began
     from nxtrain.common.process.signals import noted
     from nxtrain.launch.debug import open_debug_folder
     from nxtrain.launch.neuron import reexec_with_environment
 
-    reexec_with_environment(loaded.config, os.environ, place.local_world)
-    note = open_debug_folder(loaded.config, is_alone=place.is_alone)
-    if note and place.is_leader:
+    reexec_with_environment(loaded.config, os.environ, placement.local_world)
+    note = open_debug_folder(loaded.config, is_alone=placement.is_alone)
+    if note and placement.is_leader:
         print(note, file=sys.stderr)
     with noted() as signals:  # from here on, since torch takes seconds to import
         from nxtrain.tools.compile.miss_watch import watch_misses
         from nxtrain.train.run import train
 
         garbage.settle()
-        if faults := os.environ.get("NXTRAIN_FAULTS"):
+        faults = os.environ.get("NXTRAIN_FAULTS")
+        if faults:
             from nxtrain.common.testing.faults import arm
 
-            arm(faults, loaded.config.run.dir, place.rank)
+            arm(faults, loaded.config.run.dir, placement.rank)
         with watch_misses(plan, os.environ):
             train(loaded, signals, process_began())
-    if place.is_leader:
+    if placement.is_leader:
         _advise(loaded.config)
     if _has_uploads_underway():
         _end(0)
@@ -277,8 +282,8 @@ def graphs(
     """
     from nxtrain.tools.trace.command import graphs, present
 
-    found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
-    present(found, as_json=as_json)
+    traced = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
+    present(traced, as_json=as_json)
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")

@@ -68,11 +68,11 @@ def plan(
         what = "--search compares many layouts" if search else f"nxtrain has no code for {model}"
         raise ConfigError(f"--trace builds a rank of one layout, and {what}; leave one of them out")
     if search:
-        found, note = find_layouts(config, overrides or [], question, assumed)
+        layouts, note = find_layouts(config, overrides or [], question, assumed)
         if as_json:
-            write_document(found.to_json())
+            write_document(layouts.to_json())
         else:
-            show_found(found, note, top)
+            show_found(layouts, note, top)
         return
     prediction, note = predict(config, overrides or [], question, assumed)
     compared: dict[str, tuple[int, int]] = {}

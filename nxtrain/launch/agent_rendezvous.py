@@ -74,9 +74,9 @@ def unmet(where: str, error: Exception) -> str:
 
 def reasons(error: Exception) -> str:
     """First lines of an error and of its causes, in one line."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
-        causes.append(cause)
+    causes: list[BaseException] = [error]
+    while isinstance(causes[-1].__cause__, Exception):
+        causes.append(causes[-1].__cause__)
     return "; ".join(dict.fromkeys(str(cause).strip().splitlines()[0] for cause in causes if str(cause).strip()))
 
 
@@ -99,7 +99,9 @@ def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
             for address in LOOPBACK_ADDRESSES:
                 socket.create_connection((address, server.getsockname()[1]), timeout=limit_s).close()
     except OSError as error:
-        why = f"no answer within {limit_s:g} seconds" if isinstance(error, TimeoutError) else error.strerror
+        why = error.strerror
+        if isinstance(error, TimeoutError):
+            why = f"no answer within {limit_s:g} seconds"
         return (
             f"the processes of this machine cannot reach each other at {address}: {why}. Ranks on one machine meet "
             "there; bring the loopback interface up (ip link set lo up), let a firewall pass it, and have /etc/hosts "

@@ -37,7 +37,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
     """
     if config.recovery.debug == "off":
         return ()
-    found = [
+    variables = [
         Variable(
             "TORCH_DISTRIBUTED_DEBUG",
             "DETAIL",
@@ -63,7 +63,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
         ),
     ]
     if neuron:
-        found += [
+        variables += [
             Variable("NEURON_RT_LOG_LEVEL", "INFO", "work of the Neuron runtime", _NEURON),
             Variable(
                 "NEURON_RT_LOG_LOCATION",
@@ -72,7 +72,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
                 _NEURON,
             ),
         ]
-    return beside(found, environ)
+    return beside(variables, environ)
 
 
 def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[Variable, ...]]:

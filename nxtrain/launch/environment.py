@@ -41,7 +41,9 @@ class Variable:
     @property
     def flag(self) -> str:
         """Flag as the compiler reads it."""
-        return f"{self.name}={self.value}" if self.value else self.name
+        if not self.value:
+            return self.name
+        return f"{self.name}={self.value}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Environment:
         Raises:
             ConfigError: The compiler's flags cannot be split as a shell splits them.
         """
-        problems = dead_variables(environ, self.sdk) if self.xla else []
+        problems: list[Problem] = []
+        if self.xla:
+            problems += dead_variables(environ, self.sdk)
         dead = {problem.key for problem in problems}
         for ours in self.variables:
             theirs = environ.get(ours.name, ours.value)
@@ -123,12 +127,13 @@ QUIET_PROFILER = Variable(
 
 def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Variables for a child of a shell; where the shell has a value, that value."""
-    return tuple(
-        variable
-        if environ.get(variable.name, variable.value) == variable.value
-        else replace(variable, value=environ[variable.name], reason="as the shell has it", source="")
-        for variable in variables
-    )
+    chosen = []
+    for variable in variables:
+        theirs = environ.get(variable.name, variable.value)
+        if theirs != variable.value:
+            variable = replace(variable, value=theirs, reason="as the shell has it", source="")  # noqa: PLW2901
+        chosen.append(variable)
+    return tuple(chosen)
 
 
 def _parse(flags: str) -> list[tuple[str, str, str]]:
@@ -139,17 +144,18 @@ def _parse(flags: str) -> list[tuple[str, str, str]]:
         raise ConfigError(
             [Problem(COMPILER_FLAGS, f"{flags} is not split as a shell would: {error}", ORIGIN)]
         ) from error
-    found: list[tuple[str, str, str]] = []
+    parsed: list[tuple[str, str, str]] = []
     for token in tokens:
-        if token.startswith("-") or not found or found[-1][1]:
+        if token.startswith("-") or not parsed or parsed[-1][1]:
             name, _, value = token.partition("=")
-            if level := _LEVEL.fullmatch(name):
+            level = _LEVEL.fullmatch(name)
+            if level is not None:
                 name, value = "--optlevel", level[1]
-            found.append((_canonical(name), value, shlex.quote(token)))
+            parsed.append((_canonical(name), value, shlex.quote(token)))
         else:
-            name, _, text = found.pop()
-            found.append((name, token, f"{text} {shlex.quote(token)}"))
-    return found
+            name, _, text = parsed.pop()
+            parsed.append((name, token, f"{text} {shlex.quote(token)}"))
+    return parsed
 
 
 def _canonical(name: str) -> str:

@@ -80,7 +80,7 @@ EXIT_CODES = (
 )
 """Every code that a command of nxtrain, or the shell that starts it, ends with."""
 
-FINAL = frozenset(code for kind in EXIT_CODES if not kind.helps for code in kind.codes if code)
+FINAL = frozenset[int]().union(*(kind.codes for kind in EXIT_CODES if not kind.helps)) - {0}
 """Codes of failures that a new start would repeat. Any other failure is worth a new start."""
 
 SHELL_FUNCTION = f"""\

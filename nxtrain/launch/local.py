@@ -55,10 +55,14 @@ class Command:
 
     def __str__(self) -> str:
         """Shell script of the command."""
-        lines = [f"# {line}" for note in self.about for line in note.splitlines()]
+        lines: list[str] = []
+        for note in self.about:
+            lines += [f"# {line}" for line in note.splitlines()]
         for variable in self.variables:
-            source = f" [{variable.source}]" if variable.source else ""
-            lines += [f"# {line}" for line in f"{variable.reason}{source}".splitlines()]
+            reason = variable.reason
+            if variable.source:
+                reason += f" [{variable.source}]"
+            lines += [f"# {line}" for line in reason.splitlines()]
             lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
         return "\n".join([*lines, shlex.join(self.argv)])
 
@@ -88,7 +92,8 @@ def render(
     """
     loaded = load(path, overrides)
     command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE, min_nodes)
-    if (nodes := loaded.config.cluster.nodes) > 1 and not first_node:
+    nodes = loaded.config.cluster.nodes
+    if nodes > 1 and not first_node:
         reason = f"nodes={nodes}, but this is one machine"
         hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
         problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
@@ -139,7 +144,9 @@ def rendezvous_address(first_node: str) -> tuple[str, int]:
     Raises:
         ConfigError: The name or the port is none that a machine can have.
     """
-    name, colon, port = first_node.rpartition(":") if ":" in first_node else (first_node, "", "")
+    name, colon, port = first_node.rpartition(":")
+    if not colon:
+        name, port = first_node, ""
     if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", name):
         raise ConfigError(f"--first-node {quoted(first_node)}: {quoted(name)} is no machine; write NAME or NAME:PORT")
     if colon and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) <= MAX_PORT):
@@ -192,8 +199,11 @@ def _render(
     problems = check_elastic(config, min_nodes) + uneven
     nodes = config.cluster.nodes
     nproc = ranks_per_node(config, nproc)
+    world: int | None = nproc * nodes
+    if uneven:
+        world = None
     try:
-        resolve_config(loaded, world=None if uneven else nproc * nodes)
+        resolve_config(loaded, world)
     except ConfigError as error:
         problems += error.problems
     about: list[str] = []
@@ -212,16 +222,19 @@ def _render(
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
         where = f"--rdzv-endpoint={name}:{port}"
-        counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
+        counts = f"{nodes}"
+        if min_nodes:
+            counts = f"{min_nodes}:{nodes}"
         options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
+    argv = [sys.executable]
     # One rank needs an agent, whose imports take seconds, only to be restarted.
-    supervised = nproc * nodes > 1 or config.recovery.max_restarts > 0
-    logs, of_agent = agent_settings(config, environ)
-    variables += of_agent if supervised else ()
-    agent = (*AGENT, *options, *logs, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
-    train = ("-m", "nxtrain", "train", str(path), *overrides)
-    argv = (sys.executable, *(agent if supervised else ()), *train)
-    return Command(argv, tuple(variables), tuple(about)), problems
+    if nproc * nodes > 1 or config.recovery.max_restarts > 0:
+        logs, of_agent = agent_settings(config, environ)
+        variables += of_agent
+        argv += [*AGENT, *options, *logs]
+        argv += [f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}"]
+    argv += ["-m", "nxtrain", "train", str(path), *overrides]
+    return Command(tuple(argv), tuple(variables), tuple(about)), problems
 
 
 def _ranks(config: RunConfig) -> int:

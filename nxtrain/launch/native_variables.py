@@ -58,13 +58,20 @@ def native_environment(
         locks: Folder of locks, on a disk of the machine.
         reads: Check of names.
     """
-    uncertain = _uncertain(config, locks)
-    found = [variable for each in uncertain for variable in each.known(reads)]
-    left_out = [each for each in uncertain if not each.known(reads)]
-    notes = [f"left out: {' or '.join(each.names)} ({each.reason}): nothing installed reads it" for each in left_out]
-    of_instance = [*host_variables(instance), *logical_cores(instance)] if instance else []
-    variables = [*_certain(config), *found, *of_instance, *network_variables(config, instance)]
-    barred = _BESIDE_PROFILER if config.metrics.profile_steps else ()
+    variables = _certain(config)
+    notes = []
+    for uncertain in _uncertain(config, locks):
+        named = uncertain.variables(reads)
+        variables += named
+        if not named:
+            names = " or ".join(uncertain.names)
+            notes.append(f"left out: {names} ({uncertain.reason}): nothing installed reads it")
+    if instance is not None:
+        variables += [*host_variables(instance), *logical_cores(instance)]
+    variables += network_variables(config, instance)
+    barred: tuple[Variable, ...] = ()
+    if config.metrics.profile_steps:
+        barred = _BESIDE_PROFILER
     return Environment(sdk, tuple(variables), (), barred, xla=False, passed=_PASSED, notes=tuple(notes))
 
 
@@ -92,17 +99,17 @@ def rank_variables(
         reason = f"{shown} shows {len(cores)} cores, but {local_world} ranks of this machine need one each"
         return [], [Problem(VISIBLE_CORES, reason, "environment", f"show {local_world} cores, or unset it")]
     reason = f"core of local rank {local_rank} among {shown}: a process that sees several takes them all"
-    kept = Variable(GIVEN_CORES, shown, "cores of all ranks, as the shell has them")
-    return [kept, Variable(VISIBLE_CORES, str(cores[local_rank]), reason, RUNTIME)], []
+    given = Variable(GIVEN_CORES, shown, "cores of all ranks, as the shell has them")
+    return [given, Variable(VISIBLE_CORES, str(cores[local_rank]), reason, RUNTIME)], []
 
 
 def _cores(text: str) -> list[int]:
     """Numbers of a list such as `0-3,8`."""
-    found: list[int] = []
+    cores: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        cores += range(int(first), int(last or first) + 1)
+    return cores
 
 
 def _certain(config: RunConfig) -> list[Variable]:
@@ -146,7 +153,7 @@ class _Uncertain:
     instead: str = ""
     source: str = ""
 
-    def known(self, reads: Reads) -> list[Variable]:
+    def variables(self, reads: Reads) -> list[Variable]:
         """The variable under each name that is read; under its first name if nothing is installed here."""
         answers = {name: reads(name) for name in self.names}
         if None in answers.values():
@@ -154,14 +161,14 @@ class _Uncertain:
             return [Variable(self.names[0], self.value, why, self.source or _PROBED, self.instead)]
         return [
             Variable(name, self.value, self.reason, self.source or _PROBED, self.instead)
-            for name, found in answers.items()
-            if found
+            for name, is_read in answers.items()
+            if is_read
         ]
 
 
 def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
     root, folders = config.compile.cache_dir, "unset it and use compile.cache_dir"
-    found = [
+    variables = [
         _Uncertain(
             ("TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR",),
             str(locks),
@@ -197,8 +204,8 @@ def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
     if config.compile.optlevel:
         level = f"-O{config.compile.optlevel}"
         way_out = "unset it and use compile.optlevel"
-        found.append(_Uncertain(("NEURON_COMPILER_OPT_LEVEL",), level, "compile.optlevel", way_out))
-    return found
+        variables.append(_Uncertain(("NEURON_COMPILER_OPT_LEVEL",), level, "compile.optlevel", way_out))
+    return variables
 
 
 def _passed(name: str, instead: str) -> Variable:

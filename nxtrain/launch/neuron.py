@@ -75,7 +75,9 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     if instance is None and (config.cluster.instance or not native):
         return Needs(problems=(_unknown(config.cluster.instance),))
     sdk = torchneuron.detect() if native else detect()
-    assumed = "" if sdk else ", assumed: it is not installed here"
+    assumed = ""
+    if sdk is None:
+        assumed = ", assumed: it is not installed here"
     problems: list[Problem] = []
     locks = Path()
     try:
@@ -92,7 +94,8 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         assert instance is not None
         flash = False
         try:
-            if attention := attention_of(config, instance, sdk or RECOMMENDED, installed("neuronx-distributed")):
+            attention = attention_of(config, instance, sdk or RECOMMENDED, installed("neuronx-distributed"))
+            if attention is not None:
                 about.insert(0, str(attention))
                 flash = attention.is_flash
         except ConfigError as error:
@@ -100,8 +103,10 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         environment = neuron_environment(config, instance, sdk or RECOMMENDED, flash=flash)
     about.insert(0, f"{_named(instance)}, Neuron SDK {environment.sdk}{assumed}")
     problems += environment.conflicts(environ)
-    problems += rank_variables(environ, 0, num_ranks)[1] if native else []
-    problems += _misfits(config, instance, num_ranks) if instance else []
+    if native:
+        problems += rank_variables(environ, 0, num_ranks)[1]
+    if instance is not None:
+        problems += _misfits(config, instance, num_ranks)
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
@@ -191,9 +196,9 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
         ConfigError: The list is none, or has fewer cores than ranks.
         BackendError: This machine has no Neuron device.
     """
-    found = [support(), torchneuron.support()]
-    if not any(each.ok for each in found):
-        reasons = "; ".join(dict.fromkeys(each.reason.splitlines()[0] for each in found))
+    lanes = [support(), torchneuron.support()]
+    if not any(lane.ok for lane in lanes):
+        reasons = "; ".join(dict.fromkeys(lane.reason.splitlines()[0] for lane in lanes))
         raise BackendError(f"--visible-cores is for Neuron devices: {reasons}; leave it out")
     variables, problems = rank_variables({VISIBLE_CORES: cores}, local_rank, local_world)
     if problems:
@@ -249,8 +254,9 @@ def _shape_of(config: RunConfig) -> AttentionShape | None:
 def _named(instance: Instance | None) -> str:
     if instance is None:
         return "an instance that nxtrain does not know, whose cores and threads are left to the runtime"
-    described = f", {instance.num_cores} logical cores as its driver describes them" if instance.measured else ""
-    return instance.name + described
+    if not instance.measured:
+        return instance.name
+    return f"{instance.name}, {instance.num_cores} logical cores as its driver describes them"
 
 
 def _unknown(name: str) -> Problem:

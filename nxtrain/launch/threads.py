@@ -66,7 +66,9 @@ def inference_variables(
 
 def num_cores() -> int:
     """Cores that this process may use, if known: a cluster often grants only some cores of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _busy_threads(config: RunConfig) -> int:

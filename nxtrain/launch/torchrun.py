@@ -80,7 +80,7 @@ IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.S
 """Stop signals that the parent process ignores, as with `nohup`; ranks inherit this."""
 
 
-class Ranks(SubprocessContext):
+class RankProcesses(SubprocessContext):
     """Rank processes of this node; they are ended faster than by torch, which grants 30 seconds after a failure."""
 
     @property
@@ -101,8 +101,10 @@ class Ranks(SubprocessContext):
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
         # After a final error of one rank the others could only report its consequences.
-        for_good = FINAL.intersection(process.poll() for process in self.processes)
-        for number in (signal.SIGKILL,) if for_good else (signal.SIGTERM, signal.SIGKILL):
+        numbers = [signal.SIGTERM, signal.SIGKILL]
+        if FINAL.intersection(process.poll() for process in self.processes):
+            numbers = [signal.SIGKILL]
+        for number in numbers:
             for process in self.alive:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
@@ -140,7 +142,10 @@ class Agent(LocalElasticAgent):
 
     def _listen(self) -> None:
         for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN if number in IGNORED else self._note)
+            if number in IGNORED:
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                signal.signal(number, self._note)
         signal.signal(signal.SIGUSR2, lambda number, frame: self._send(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -162,7 +167,9 @@ class Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def _alive(self) -> list[Popen[bytes]]:
-        return self._pcontext.alive if isinstance(self._pcontext, Ranks) else []
+        if isinstance(self._pcontext, RankProcesses):
+            return self._pcontext.alive
+        return []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch's agents would reuse the store of the first start for all starts, with the keys of the earlier ranks.
@@ -207,7 +214,9 @@ class Agent(LocalElasticAgent):
             return result
         if self.stop or any(failure.exitcode in {*FINAL, STOPPED} for failure in result.failures.values()):
             self._remaining_restarts = 0
-        elif (reached := self._reached()) > self._furthest:
+            return result
+        reached = self._reached()
+        if reached > self._furthest:
             # The limit grows together with the remaining restarts, since ranks derive their restart count from both.
             regained = self._budget - self._remaining_restarts
             worker_group.spec.max_restarts += regained
@@ -216,10 +225,14 @@ class Agent(LocalElasticAgent):
         return result
 
     def _reached(self) -> int:
-        return -1 if self.logs is None else last_step(self.logs)
+        if self.logs is None:
+            return -1
+        return last_step(self.logs)
 
     def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._pcontext.processes] if isinstance(self._pcontext, Ranks) else []
+        if isinstance(self._pcontext, RankProcesses):
+            return [process.poll() for process in self._pcontext.processes]
+        return []
 
     def _let_stop(self) -> None:
         """Wait for ranks that are about to stop because this agent or one of them received a stop signal."""
@@ -245,8 +258,9 @@ class Agent(LocalElasticAgent):
         After a final error there is no wait: the failed rank reports its cause, and the others only consequences.
         """
         limit = time.monotonic() + LAST_WORDS_S
-        while any(codes := self._codes()) and time.monotonic() < limit:
-            if None not in codes or FINAL.intersection(codes):
+        while time.monotonic() < limit:
+            codes = self._codes()
+            if not any(codes) or None not in codes or FINAL.intersection(codes):
                 return
             time.sleep(0.05)
 
@@ -260,7 +274,9 @@ class Agent(LocalElasticAgent):
 
 def is_news(record: logging.LogRecord) -> bool:
     """False for the log record of a rank that "failed" by a stop: torch's agent knows only 0 and failures."""
-    stops = {STOPPED, -Agent.stop, -signal.SIGTERM} if Agent.stop else {STOPPED}
+    stops = {STOPPED}
+    if Agent.stop:
+        stops = {STOPPED, -Agent.stop, -signal.SIGTERM}
     is_end = str(record.msg).startswith("failed (exitcode")
     return not (is_end and isinstance(record.args, tuple) and record.args[0] in stops)
 
@@ -272,11 +288,13 @@ def main(argv: Sequence[str]) -> int:
     options = run.parse_args(argv)
     # torch has no options for these classes.
     api.LocalElasticAgent = Agent  # type: ignore[misc]
-    multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
+    multiprocessing.SubprocessContext = RankProcesses  # type: ignore[misc]
     _configure(options)
-    if options.standalone and (reason := unreachable()):  # torch's agent would wait there without a message
-        print(f"error: {reason}", file=sys.stderr)
-        return BackendError.exit_code
+    if options.standalone:
+        reason = unreachable()
+        if reason:  # torch's agent would wait there without a message
+            print(f"error: {reason}", file=sys.stderr)
+            return BackendError.exit_code
     limit = 0.0
     try:
         while True:
@@ -349,10 +367,10 @@ def blame(exit_codes: Sequence[int]) -> int:
     Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the rank that knows the
     cause. The code of a rank that stopped as requested is least informative.
     """
-    known = [code for code in exit_codes if code > 1 and code != STOPPED]
+    own_codes = [code for code in exit_codes if code > 1 and code != STOPPED]
     crashed = [code for code in exit_codes if code > 0 and code != STOPPED]
     killed = [128 - code for code in exit_codes if code < 0]
-    return (known or crashed or killed or list(exit_codes))[0]
+    return (own_codes or crashed or killed or list(exit_codes))[0]
 
 
 if __name__ == "__main__":

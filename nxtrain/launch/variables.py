@@ -46,7 +46,10 @@ def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion, *
         flash: True if attention is NKI's kernel.
     """
     flags = _compiler_flags(config, instance, flash=flash)
-    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), _BESIDE_FLASH if flash else ())
+    barred: tuple[Variable, ...] = ()
+    if flash:
+        barred = _BESIDE_FLASH
+    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), barred)
 
 
 _AUTO_CAST = Variable(
@@ -158,15 +161,15 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
         by_hardware: The hardware rounds at random where `precision.update` asks for it.
     """
     stochastic = by_hardware and config.precision.update == "bf16_stochastic"
-    nearest = f"precision.update={config.precision.update} is made for rounding to nearest"
-    if config.precision.update == "bf16_stochastic":
-        nearest = "nxtrain rounds at random itself, by keys that do not depend on the layout, so the hardware must not"
+    reason = f"precision.update={config.precision.update} is made for rounding to nearest"
+    if stochastic:
+        reason = "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
+    elif config.precision.update == "bf16_stochastic":
+        reason = "nxtrain rounds at random itself, by keys that do not depend on the layout, so the hardware must not"
     rounding = Variable(
         ROUNDING,
-        "1" if stochastic else "0",
-        "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
-        if stochastic
-        else nearest,
+        str(int(stochastic)),
+        reason,
         ENVVARS,
         "unset it; precision.update=bf16_stochastic alone rounds at random, and backend.rounding says by which bits",
     )
@@ -177,7 +180,9 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
         ENVVARS,
         "unset it and use run.seed",
     )
-    return [rounding, seed] if stochastic else [rounding]
+    if not stochastic:
+        return [rounding]
+    return [rounding, seed]
 
 
 def _profile_variables(config: RunConfig) -> list[Variable]:
@@ -250,7 +255,9 @@ def network_variables(config: RunConfig, instance: Instance | None) -> list[Vari
     """Variables of collectives between nodes."""
     if config.cluster.nodes == 1:
         return []
-    devices = f"{instance.efa_devices} EFA devices" if instance else "EFA"
+    devices = "EFA"
+    if instance is not None:
+        devices = f"{instance.efa_devices} EFA devices"
     reason = f"collectives between nodes go over {devices}"
     way_out = "unset it: nodes train together over EFA only"
     direct = "EFA reads and writes device memory without a copy on the host"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.compile.cache import OWN, Cache
-from nxtrain.tools.compile.entries import NEFF, Key, State, parse_key
+from nxtrain.tools.compile.entries import NEFF, CacheKey, EntryState, parse_key
 from nxtrain.tools.compile.sync import sync
 from tests.support.caches import TWO_COMPILERS, add_failed, compiling, key, neff
 
@@ -39,7 +39,7 @@ def work(folder: Path, seed: int) -> None:
     fcntl.flock(running, fcntl.LOCK_SH)
     node, shared, small = (Cache(folder / name, grace_s=GRACE_S) for name in ("node", "shared", "small"))
 
-    def note(where: Cache, keys: list[Key]) -> None:
+    def note(where: Cache, keys: list[CacheKey]) -> None:
         with (folder / "journal").open("a", encoding="utf-8") as file:
             file.write("".join(f"{where.root.name} {of}\n" for of in keys))  # one write: no line is torn
 
@@ -129,8 +129,10 @@ def test_nothing_is_torn_or_lost_when_processes_race_and_are_killed(tmp_path: Pa
         done[name] = cache.done()
         for entry in cache.entries():
             # A compiler that was killed leaves a graph that is yet to be compiled, on its own node only.
-            assert entry.state in ({State.DONE, State.PENDING} if name == "node" else {State.DONE}), entry
-            if entry.state is State.DONE:
+            assert entry.state in ({EntryState.DONE, EntryState.PENDING} if name == "node" else {EntryState.DONE}), (
+                entry
+            )
+            if entry.state is EntryState.DONE:
                 assert (entry.folder / NEFF).read_bytes() == neff(entry.key), entry
         assert [verdict for verdict in cache.verify() if verdict.damage] == []
         assert [path for part in ("staging", "trash") for path in (cache.root / OWN / part).glob("*")] == []
@@ -143,7 +145,7 @@ def test_nothing_is_torn_or_lost_when_processes_race_and_are_killed(tmp_path: Pa
 
     node = Cache(tmp_path / "node")
     for entry in node.entries():  # no graph is barred from being compiled
-        if entry.state is State.PENDING:
+        if entry.state is EntryState.PENDING:
             with compiling(node.root, entry.key) as rank:
                 assert rank.wait(timeout=30) == 0
             assert entry.key in node.done()

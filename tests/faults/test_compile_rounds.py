@@ -15,9 +15,9 @@ import pytest
 
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.entries import LOCK, Key, State
+from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.entry_hashes import read_seal
-from nxtrain.tools.compile.parallel_compile import Compiled, Job, compile_graphs
+from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs
 from nxtrain.tools.compile.tool import TOOL
 from tests.support.caches import add_failed, add_locked
 from tests.support.neuron_machine import ROOT, install
@@ -50,7 +50,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield
 
 
-def keys(env: dict[str, str], *graphs: str) -> list[Key]:
+def keys(env: dict[str, str], *graphs: str) -> list[CacheKey]:
     plugin = Plugin(env)
     return [plugin.key(graph) for graph in graphs]
 
@@ -63,7 +63,7 @@ def compiled(
     env: dict[str, str], *script: str, workers: int = 2, retries: int = 0, grace_s: float = 300.0
 ) -> tuple[Compiled, Cache]:
     cache = Cache(Path(env["NEURON_COMPILE_CACHE_URL"]), grace_s=grace_s)
-    return compile_graphs(Job(tool(env), (*TRIAL, *script), env, cache), workers, retries), cache
+    return compile_graphs(CompileJob(tool(env), (*TRIAL, *script), env, cache), workers, retries), cache
 
 
 def faults(env: dict[str, str], *kinds: str) -> None:
@@ -159,7 +159,7 @@ def test_what_another_process_compiles_is_waited_for(env: dict[str, str]) -> Non
     jobs = [subprocess.Popen([sys.executable, "-c", _JOB, tool(env)], env=env, cwd=ROOT) for _ in range(2)]
     assert [job.wait(timeout=60) for job in jobs] == [0, 0]
     cache = Cache(Path(env["NEURON_COMPILE_CACHE_URL"]))
-    assert [entry.state for entry in cache.entries()] == [State.DONE] * 3
+    assert [entry.state for entry in cache.entries()] == [EntryState.DONE] * 3
 
 
 def test_whatever_ends_the_command_ends_its_compilers(env: dict[str, str]) -> None:
@@ -186,10 +186,10 @@ _JOB = f"""
 import os, sys
 from pathlib import Path
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.parallel_compile import Job, compile_graphs
+from nxtrain.tools.compile.parallel_compile import CompileJob, compile_graphs
 command = [sys.executable, "-m", "tests.support.neuron_plugin", *{[A, B, C]}]
 cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
-found = compile_graphs(Job(sys.argv[1], command, os.environ, cache), 2, 0)
+found = compile_graphs(CompileJob(sys.argv[1], command, os.environ, cache), 2, 0)
 assert set(found.names) == cache.done(), (found.names, cache.done())
 """
 

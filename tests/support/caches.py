@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nxtrain.tools.compile.entries import DONE, LOCK, LOG, NEFF, Key
+from nxtrain.tools.compile.entries import DONE, LOCK, LOG, NEFF, CacheKey
 
 COMPILER = "neuronxcc-2.23.6484.0+3b612583"
 
@@ -53,12 +53,12 @@ TWO_COMPILERS = 3
 """Exit code of the stand-in when another works on the same entry, which the lock is there to prevent."""
 
 
-def key(number: int, flags: str = "abc") -> Key:
+def key(number: int, flags: str = "abc") -> CacheKey:
     """The key of a graph that a test invents; hashes have 20 digits in life, too."""
-    return Key(COMPILER, f"MODULE_{number:020d}+{flags}")
+    return CacheKey(COMPILER, f"MODULE_{number:020d}+{flags}")
 
 
-def compiling(root: Path, of: Key, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:
+def compiling(root: Path, of: CacheKey, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:
     """Start to compile, in a process of its own that leads a session.
 
     Args:
@@ -79,12 +79,12 @@ def compile_now(folder: Path, pause_s: float = 0.0) -> None:
     subprocess.run(argv, check=True)
 
 
-def neff(of: Key) -> bytes:
+def neff(of: CacheKey) -> bytes:
     """Content of the stand-in's NEFF of a graph."""
     return (of.module * 500).encode()
 
 
-def add_pending(root: Path, of: Key) -> Path:
+def add_pending(root: Path, of: CacheKey) -> Path:
     """A graph that was extracted and not compiled."""
     folder = root / of.compiler / of.module
     folder.mkdir(parents=True)
@@ -93,7 +93,7 @@ def add_pending(root: Path, of: Key) -> Path:
     return folder
 
 
-def add_done(root: Path, of: Key) -> Path:
+def add_done(root: Path, of: CacheKey) -> Path:
     """A compiled graph, as the stand-in makes it."""
     folder = add_pending(root, of)
     (folder / NEFF).write_bytes(neff(of))
@@ -101,14 +101,14 @@ def add_done(root: Path, of: Key) -> Path:
     return folder
 
 
-def add_failed(root: Path, of: Key) -> Path:
+def add_failed(root: Path, of: CacheKey) -> Path:
     """A graph that could not be compiled."""
     folder = add_pending(root, of)
     (folder / LOG).write_text("Failed compilation with exit code 70\nmore\n", encoding="utf-8")
     return folder
 
 
-def add_locked(root: Path, of: Key, owner: str = "") -> Path:
+def add_locked(root: Path, of: CacheKey, owner: str = "") -> Path:
     """A graph under a lock; the compiler's locks name no owner."""
     folder = add_pending(root, of)
     (folder / LOCK).write_text(owner, encoding="utf-8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nxtrain.launch.targets import docker
-from nxtrain.launch.targets.job import Job, Options, resolve_job
+from nxtrain.launch.targets.job import ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.slurm import render_generic
 
@@ -34,13 +34,13 @@ class Case:
     target: str
     config: str
     overrides: tuple[str, ...] = ()
-    options: Options = field(default_factory=Options)
+    options: LaunchOptions = field(default_factory=LaunchOptions)
 
     def files(self) -> dict[str, str]:
         """Rendered files, by name."""
         return RENDERERS[self.target](self.job())
 
-    def job(self) -> Job:
+    def job(self) -> ClusterJob:
         """Resolved run."""
         return resolve_job(Path(self.config), self.overrides, self.options)
 
@@ -54,14 +54,16 @@ _IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/nxtrain:0.1"
 
 CASES = {
     "slurm": Case("slurm", _RECIPE, _SIXTEEN),
-    "slurm_container": Case("slurm", _GPU, _ON_P5, Options(image=_IMAGE, mounts="/fsx:/fsx")),
-    "slurm_elastic": Case("slurm", _GPU, _ON_P5, Options(min_nodes=2)),
-    "kubernetes": Case("kubernetes", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
-    "kubernetes_elastic": Case("kubernetes", _GPU, _ON_P5, Options(image=_IMAGE, min_nodes=2)),
-    "hyperpod": Case("hyperpod", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
-    "sagemaker": Case("sagemaker", _RECIPE, (*_SIXTEEN, "checkpoint.mirror=s3://bucket/7b"), Options(image=_IMAGE)),
-    "parallelcluster_gpu": Case("parallelcluster", _GPU, (*_ON_P5, *_IN_S3), Options(storage_gib=57_600)),
-    "eks_gpu": Case("eks", _GPU, (*_ON_P5, *_IN_S3), Options(storage_gib=57_600)),
+    "slurm_container": Case("slurm", _GPU, _ON_P5, LaunchOptions(image=_IMAGE, mounts="/fsx:/fsx")),
+    "slurm_elastic": Case("slurm", _GPU, _ON_P5, LaunchOptions(min_nodes=2)),
+    "kubernetes": Case("kubernetes", _RECIPE, _SIXTEEN, LaunchOptions(image=_IMAGE)),
+    "kubernetes_elastic": Case("kubernetes", _GPU, _ON_P5, LaunchOptions(image=_IMAGE, min_nodes=2)),
+    "hyperpod": Case("hyperpod", _RECIPE, _SIXTEEN, LaunchOptions(image=_IMAGE)),
+    "sagemaker": Case(
+        "sagemaker", _RECIPE, (*_SIXTEEN, "checkpoint.mirror=s3://bucket/7b"), LaunchOptions(image=_IMAGE)
+    ),
+    "parallelcluster_gpu": Case("parallelcluster", _GPU, (*_ON_P5, *_IN_S3), LaunchOptions(storage_gib=57_600)),
+    "eks_gpu": Case("eks", _GPU, (*_ON_P5, *_IN_S3), LaunchOptions(storage_gib=57_600)),
 }
 """Launches by the name of their folder."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, Key
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
 from tests.support.caches import COMPILER, compile_now
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}
@@ -44,10 +44,10 @@ class Plugin:
         if file := environ.get("NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG"):
             Path(file).write_text(str(self._root), encoding="utf-8")
 
-    def key(self, graph: str) -> Key:
+    def key(self, graph: str) -> CacheKey:
         """The key of a graph, whose hash is hexadecimal."""
         flags = hashlib.md5(" ".join(self._flags).encode()).hexdigest()[:8]
-        return Key(COMPILER, f"MODULE_{int(graph[:16], 16):020d}+{flags}")
+        return CacheKey(COMPILER, f"MODULE_{int(graph[:16], 16):020d}+{flags}")
 
     def meet(self, graph: str, text: str) -> None:
         """Have a graph ready to run, as a process does when it first reaches it."""

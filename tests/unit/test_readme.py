@@ -22,7 +22,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.launch.local import render
-from nxtrain.launch.targets.job import Options, resolve_job
+from nxtrain.launch.targets.job import LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.plan.command import Question, find_layouts, length_of, predict
 from tests.support import markdown
@@ -139,7 +139,9 @@ def _check_own(words: Sequence[str], world: int) -> None:
         return
     path, overrides = ROOT / values["config"], values["overrides"] or []
     if values.get("target", "local") != "local":
-        options = Options(values["nproc"], values["image"], values["claim"], values["min_nodes"], values["mounts"])
+        options = LaunchOptions(
+            values["nproc"], values["image"], values["claim"], values["min_nodes"], values["mounts"]
+        )
         assert RENDERERS[values["target"]](resolve_job(path, overrides, options))
     elif name in {"launch", "compile"}:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")

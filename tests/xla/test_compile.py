@@ -19,9 +19,9 @@ import pytest
 
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.commands import clean, ls, verify
-from nxtrain.tools.compile.entries import State
+from nxtrain.tools.compile.entries import EntryState
 from nxtrain.tools.compile.lock_owners import naming
-from nxtrain.tools.compile.manifest import Manifest, read_manifest
+from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import ROOT, assert_real, command, install
 from tests.support.neuron_plugin import PAUSE
@@ -49,7 +49,7 @@ class Machine:
         return Cache(self.folder / "cache")
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> GraphManifest:
         return read_manifest(self.folder / "tiny_cpu.json")
 
     def argv(self, name: str, *overrides: str) -> list[str]:
@@ -138,7 +138,7 @@ def test_the_run_compiles_nothing_while_one_with_another_setting_ends_at_its_fir
     # Nobody waits for the lock that is left, and nobody works for it.
     entry = machine.cache.entry(missed)
     assert entry is not None
-    assert entry.state is State.STALE
+    assert entry.state is EntryState.STALE
     clean(str(machine.cache.root), None, failed=False, stale=True)
     assert f"{missed}  lock broken" in capsys.readouterr().out
     end = time.monotonic() + 20

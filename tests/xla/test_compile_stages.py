@@ -16,8 +16,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.entries import Key
-from nxtrain.tools.compile.manifest import Manifest, read_manifest
+from nxtrain.tools.compile.entries import CacheKey
+from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.neuron_machine import ROOT, assert_real, command, install, rank_variables
 from tests.support.ports import free_port
 from tests.support.xla_processes import Started, start
@@ -70,7 +70,7 @@ class Cluster(NamedTuple):
     """
 
     machines: list[Machine]
-    manifests: list[Manifest]
+    manifests: list[GraphManifest]
     said: list[str]
 
     def run(self, first: int) -> tuple[list[int], list[str]]:
@@ -107,7 +107,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 def test_each_machine_writes_the_graphs_of_its_own_stage(cluster: Cluster) -> None:
     shared = cluster.machines[0].folder.parent
     assert sorted(file.name for file in shared.glob("*.json")) == ["tiny_cpu.stages-0.json", "tiny_cpu.stages-1.json"]
-    graphs = [{Key(m.build.compiler, graph.module) for graph in m.graphs} for m in cluster.manifests]
+    graphs = [{CacheKey(m.build.compiler, graph.module) for graph in m.graphs} for m in cluster.manifests]
     for stage, machine in enumerate(cluster.machines):
         assert cluster.manifests[stage].stages == (stage,)
         assert machine.cache.done() == graphs[stage]

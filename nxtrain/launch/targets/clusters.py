@@ -9,7 +9,7 @@ https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.launch.targets.job import SHARED, Job
+from nxtrain.launch.targets.job import SHARED, ClusterJob
 from nxtrain.launch.targets.storage import DEPLOYMENT, THROUGHPUT_MB_S, iam_policy, parallelcluster_access, volumes
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
@@ -47,7 +47,7 @@ _ADDON_POLICIES = {"cloudWatch": True, "efs": True, "fsx": True}
 """Permissions of the nodes for the add-ons that need some."""
 
 
-def render_parallelcluster(job: Job) -> str:
+def render_parallelcluster(job: ClusterJob) -> str:
     """Configuration of a ParallelCluster with Slurm, one queue of the run's machines, and a shared file system."""
     _require_instance(job)
     compute: dict[str, object] = {
@@ -58,46 +58,44 @@ def render_parallelcluster(job: Job) -> str:
     }
     if job.machine.efa_devices:
         compute["Efa"] = {"Enabled": True}
-    queue = {
+    access = parallelcluster_access(job.config)
+    queue: dict[str, object] = {
         "Name": "train",
         "ComputeResources": [compute],
         "Networking": {"SubnetIds": [_SUBNET], "PlacementGroup": {"Enabled": True}},
         "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},  # compiled graphs
-        "HealthChecks": {"Gpu": {"Enabled": True}} if job.lane == "gpu" else None,
-        "Iam": _s3_access(job),
     }
+    if job.lane == "gpu":
+        queue["HealthChecks"] = {"Gpu": {"Enabled": True}}
     lustre = {
         "StorageCapacity": job.storage_gib,
         "DeploymentType": DEPLOYMENT,
         "PerUnitStorageThroughput": THROUGHPUT_MB_S,
         "DeletionPolicy": "Retain",  # checkpoints are on it
     }
-    head = {
+    head: dict[str, object] = {
         "InstanceType": "m5.8xlarge",
         "Networking": {"SubnetId": _SUBNET},
         "Ssh": {"KeyName": "your-key"},
-        "Iam": _s3_access(job),
     }
+    if access:
+        queue["Iam"] = {"S3Access": access}
+        head["Iam"] = {"S3Access": access}
     cluster = {
         "Region": "us-east-1",
         "Image": {"Os": "ubuntu2204"},
-        "HeadNode": {key: value for key, value in head.items() if value},
+        "HeadNode": head,
         "Scheduling": {
             "Scheduler": "slurm",
             "SlurmSettings": {"CustomSlurmSettings": [{"KillWait": 300}, {"SlurmdTimeout": 120}]},
-            "SlurmQueues": [{key: value for key, value in queue.items() if value}],
+            "SlurmQueues": [queue],
         },
         "SharedStorage": [{"Name": "fsx", "MountDir": SHARED, "StorageType": "FsxLustre", "FsxLustreSettings": lustre}],
     }
     return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
 
 
-def _s3_access(job: Job) -> dict[str, object]:
-    access = parallelcluster_access(job.config)
-    return {"S3Access": access} if access else {}
-
-
-def render_eks(job: Job) -> dict[str, str]:
+def render_eks(job: ClusterJob) -> dict[str, str]:
     """Files of an EKS cluster with a managed node group of the run's machines, and of its shared storage."""
     _require_instance(job)
     nodes = {
@@ -131,11 +129,14 @@ def render_eks(job: Job) -> dict[str, str]:
     return {"eks.yaml": text, **volumes(job.claim, job.storage_gib, _SUBNET)}
 
 
-def _node_permissions(job: Job) -> dict[str, object]:
+def _node_permissions(job: ClusterJob) -> dict[str, object]:
+    permissions: dict[str, object] = {"withAddonPolicies": _ADDON_POLICIES}
     policy = iam_policy(job.config)
-    return {"withAddonPolicies": _ADDON_POLICIES, **({"attachPolicy": policy} if policy else {})}
+    if policy:
+        permissions["attachPolicy"] = policy
+    return permissions
 
 
-def _require_instance(job: Job) -> None:
+def _require_instance(job: ClusterJob) -> None:
     if not job.machine.instance:
         raise ConfigError([Problem("cluster.instance", "not set, and a cluster is made of instances")])

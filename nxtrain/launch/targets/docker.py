@@ -65,12 +65,17 @@ CMD ["nxtrain", "--help"]
 
 def render(lane: str) -> str:
     """Dockerfile of a lane."""
-    neuron = lane.startswith("neuron")
-    path = "/opt/nxtrain/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH" if neuron else "/opt/nxtrain/bin:$PATH"
+    path = "/opt/nxtrain/bin:$PATH"
+    devices = ""
+    if lane.startswith("neuron"):
+        path = "/opt/nxtrain/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH"
+        devices = _TOOLS + _EFA
+    elif lane == "gpu":
+        devices = _EFA
     return _FILE.format(
         lane=lane,
         base=_BASES[lane],
-        devices=(_TOOLS if neuron else "") + (_EFA if neuron or lane == "gpu" else ""),
+        devices=devices,
         path=path,
         indices=_INDICES.get(lane, ""),
         extras=_EXTRAS[lane],

@@ -20,7 +20,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
-from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, TargetMachine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
@@ -39,7 +39,7 @@ _NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Choices of a launch that no configuration has.
 
     Args:
@@ -60,7 +60,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run and its machines.
 
     Args:
@@ -81,7 +81,7 @@ class Job:
     path: Path
     overrides: tuple[str, ...]
     loaded: Loaded
-    machine: Machine
+    machine: TargetMachine
     nproc: int
     lane: str
     image: str
@@ -114,7 +114,8 @@ class Job:
         """
         name = self.config.run.name
         label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        label = (label if label[:1].isalpha() else f"run-{label}").strip("-")
+        if not label[:1].isalpha():
+            label = f"run-{label}".strip("-")
         if name.isascii() and len(label) <= MAX_NAME:
             return label
         suffix = hashlib.sha256(name.encode()).hexdigest()[:6]
@@ -123,7 +124,9 @@ class Job:
     @property
     def steps(self) -> tuple[str, ...]:
         """Commands of nxtrain in order: graphs for Trainium are compiled before they are needed."""
-        return ("compile", "launch") if self.lane == "neuron" else ("launch",)
+        if self.lane == "neuron":
+            return "compile", "launch"
+        return ("launch",)
 
     @property
     def config_text(self) -> str:
@@ -141,16 +144,19 @@ class Job:
             config_file: Path of `CONFIG_FILE` there.
             first_node: Name of the machine that holds the rendezvous.
         """
-        meet = (f"--first-node={first_node}:{PORT}",) if self.nodes > 1 else ()
-        return (config_file, f"--nproc={self.nproc}", *meet)
+        if self.nodes == 1:
+            return config_file, f"--nproc={self.nproc}"
+        return config_file, f"--nproc={self.nproc}", f"--first-node={first_node}:{PORT}"
 
     @property
     def elastic(self) -> tuple[str, ...]:
         """Argument of `nxtrain launch` alone that lets the run shrink."""
-        return (f"--min-nodes={self.min_nodes}",) if self.is_elastic else ()
+        if not self.is_elastic:
+            return ()
+        return (f"--min-nodes={self.min_nodes}",)
 
 
-def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
+def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) -> ClusterJob:
     """Resolve a run for rendering.
 
     Args:
@@ -164,23 +170,28 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
     loaded = load(path, overrides)
     config = loaded.config
     problems: list[Problem] = []
-    machine = MACHINES.get(config.cluster.instance) or Machine(config.cluster.instance, "", 0, 0, 0)
+    machine = MACHINES.get(config.cluster.instance) or TargetMachine(config.cluster.instance, "", 0, 0, 0)
     lane, wanted = _lane(config, machine)
     problems += _check_instance(config, machine, lane, wanted)
-    if lane == "neuron-native" and machine.instance in INSTANCES and _target(machine) in FIRST_GENERATION:
+    instance = INSTANCES.get(machine.instance)
+    if lane == "neuron-native" and instance is not None and instance.target in FIRST_GENERATION:
         reason = f"{machine.instance} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    fills = machine.ranks and not config.parallel.dp
-    uneven = [] if fills else check_nodes(loaded, options.nproc)
+    if machine.ranks and not config.parallel.dp:
+        uneven: list[Problem] = []
+        nproc = options.nproc or machine.ranks
+    else:
+        uneven = check_nodes(loaded, options.nproc)
+        nproc = options.nproc or ranks_per_node(config, None)
     problems += uneven
-    nproc = options.nproc or (machine.ranks if fills else ranks_per_node(config, None))
     if machine.ranks and nproc > machine.ranks and not uneven:
         reason = f"{nproc} ranks per machine, but {machine.instance} has {machine.ranks} cores or GPUs for them"
         problems.append(Problem("cluster.nodes", reason, hint="use more cluster.nodes, or lower degrees"))
     if config.cluster.nodes > 1 and machine.resource == NEURON and not machine.efa_devices:
         reason = f"{config.cluster.nodes} machines, but {machine.instance} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
-    problems += [] if options.claim else [Problem("", _NO_CLAIM, hint="name it, or leave --claim out")]
+    if not options.claim:
+        problems.append(Problem("", _NO_CLAIM, hint="name it, or leave --claim out"))
     problems += _check_mounts(options)
     problems += check_storage(options.storage_gib)
     problems += check_elastic(config, options.min_nodes)
@@ -190,13 +201,16 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
             Problem("", reason, hint="leave it out, and use checkpoint.resume=auto with other cluster.nodes")
         )
     for nodes in {config.cluster.nodes, options.min_nodes or config.cluster.nodes}:
+        world: int | None = nproc * nodes
+        if uneven:
+            world = None
         try:
-            resolve_config(loaded, world=None if uneven else nproc * nodes)
+            resolve_config(loaded, world)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError([replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in problems])
-    return Job(
+    return ClusterJob(
         path=path,
         overrides=tuple(overrides),
         loaded=loaded,
@@ -212,28 +226,28 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
     )
 
 
-def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
+def _lane(config: RunConfig, machine: TargetMachine) -> tuple[str, str]:
     """Kind of environment, and Kubernetes' resource for it: by the backend, or with `auto` by the instance."""
     name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}
     if name == "auto":
         return {NEURON: "neuron", GPU: "gpu"}.get(machine.resource, "cpu"), machine.resource
-    return (name, no_gpu[name]) if name in no_gpu else ("gpu", GPU)
+    if name in no_gpu:
+        return name, no_gpu[name]
+    return "gpu", GPU
 
 
-def _check_mounts(options: Options) -> Iterator[Problem]:
+def _check_mounts(options: LaunchOptions) -> Iterator[Problem]:
     mounts = options.mounts
     if mounts and not options.image:
         yield Problem("", "--mounts has no effect without a container", hint="name its image with --image")
-    for mount in mounts.split(",") if mounts else ():
+    if not mounts:
+        return
+    for mount in mounts.split(","):
         if not re.fullmatch(r"[^:\s]+:/[^:\s]*(:[a-z+]+)?", mount):
             yield Problem("", f"--mounts {quoted(mount)} is not SRC:DST or SRC:DST:FLAGS", hint="write /fsx:/fsx")
 
 
-def _target(machine: Machine) -> str:
-    return INSTANCES[machine.instance].target
-
-
-def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str) -> Iterator[Problem]:
+def _check_instance(config: RunConfig, machine: TargetMachine, lane: str, wanted: str) -> Iterator[Problem]:
     instance = config.cluster.instance
     if machine.resource != wanted:
         yield _misfit(instance, lane, wanted)

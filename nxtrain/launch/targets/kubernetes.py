@@ -17,7 +17,7 @@ from typing import Any
 
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import FINAL, SHELL_FUNCTION
-from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, Job
+from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, ClusterJob
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
 Manifest = dict[str, Any]
@@ -57,7 +57,7 @@ and the claim of a file system that all nodes share.
 """
 
 
-def render(job: Job) -> dict[str, str]:
+def render(job: ClusterJob) -> dict[str, str]:
     """Manifests of a run for each operator, by file name."""
     return {
         "pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, pytorch_job(job)),
@@ -66,7 +66,7 @@ def render(job: Job) -> dict[str, str]:
     }
 
 
-def render_hyperpod(job: Job) -> dict[str, str]:
+def render_hyperpod(job: ClusterJob) -> dict[str, str]:
     """Manifest for HyperPod on EKS, which replaces a broken node and starts the pods again."""
     manifest = pytorch_job(job)
     manifest["metadata"]["annotations"] = {
@@ -83,7 +83,7 @@ def render_hyperpod(job: Job) -> dict[str, str]:
     return {"pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, manifest)}
 
 
-def pytorch_job(job: Job) -> Manifest:
+def pytorch_job(job: ClusterJob) -> Manifest:
     """PyTorchJob with one worker per machine."""
     spec: Manifest = {"runPolicy": {"cleanPodPolicy": "None", "backoffLimit": _restarts(job)}}
     if job.is_elastic:
@@ -98,7 +98,7 @@ def pytorch_job(job: Job) -> Manifest:
     return _manifest("kubeflow.org/v1", "PyTorchJob", job, {**spec, "pytorchReplicaSpecs": {"Worker": worker}})
 
 
-def mpi_job(job: Job) -> Manifest:
+def mpi_job(job: ClusterJob) -> Manifest:
     """MPIJob whose launcher starts one agent per machine with mpirun; the agents start the ranks."""
     start = f"mpirun --allow-run-as-root -np {job.nodes} --map-by ppr:1:node --bind-to none "
     worker = _pod(job, f"{job.name}-worker-0.{job.name}", "Never")
@@ -130,7 +130,7 @@ def mpi_job(job: Job) -> Manifest:
     return _manifest("kubeflow.org/v2beta1", "MPIJob", job, spec)
 
 
-def job_set(job: Job) -> Manifest:
+def job_set(job: ClusterJob) -> Manifest:
     """JobSet of one indexed Job, whose failure policy repeats no mistake and counts no preemption."""
 
     def rule(action: str, codes: list[int]) -> Manifest:
@@ -164,32 +164,33 @@ def literal(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _manifest(version: str, kind: str, job: Job, spec: Manifest) -> Manifest:
+def _manifest(version: str, kind: str, job: ClusterJob, spec: Manifest) -> Manifest:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": job.name}, "spec": spec}
 
 
-def _text(operator: str, file: str, job: Job, manifest: Manifest) -> str:
+def _text(operator: str, file: str, job: ClusterJob, manifest: Manifest) -> str:
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name}}
     return dump_yaml(
         [{**config, "data": {CONFIG_FILE: job.config_text}}, manifest], _HEAD.format(operator=operator, file=file)
     )
 
 
-def _restarts(job: Job) -> int:
+def _restarts(job: ClusterJob) -> int:
     return job.config.recovery.max_restarts or RESTARTS
 
 
-def _first_worker(job: Job) -> str:
+def _first_worker(job: ClusterJob) -> str:
     return f"{job.name}-worker-0"
 
 
-def _command(job: Job, restart_policy: str, start: str = "") -> list[str]:
+def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]:
     script = _ENTRY.format(steps=" ".join(job.steps), start=start)
-    script += _FROM_128 if restart_policy == "ExitCode" else ""
+    if restart_policy == "ExitCode":
+        script += _FROM_128
     return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]
 
 
-def _pod(job: Job, first_node: str, restart_policy: str) -> Manifest:
+def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
     """Pod that takes one machine."""
     mounts = [
         {"name": "config", "mountPath": FOLDER},
@@ -204,8 +205,11 @@ def _pod(job: Job, first_node: str, restart_policy: str) -> Manifest:
     arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node), *job.elastic]
     if "compile" in job.steps:
         cache = job.config.compile.cache_dir
-        folder = str(cache) if cache.is_absolute() and "{" not in str(cache) else CACHE
-        arguments += [f"compile.cache_dir={folder}"] if folder != str(cache) else []
+        folder = str(cache)
+        if not cache.is_absolute() or "{" in folder:
+            folder = CACHE
+        if folder != str(cache):
+            arguments.append(f"compile.cache_dir={folder}")
         mounts.append({"name": "graphs", "mountPath": folder})
         volumes.append({"name": "graphs", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
     container: Manifest = {
@@ -225,7 +229,9 @@ def _pod(job: Job, first_node: str, restart_policy: str) -> Manifest:
     return {**pod, "terminationGracePeriodSeconds": math.ceil(job.config.recovery.grace_s) + 30}
 
 
-def _resources(job: Job) -> Mapping[str, Manifest]:
+def _resources(job: ClusterJob) -> Mapping[str, Manifest]:
     devices = job.machine.resources
     requests = {"cpu": job.nproc, **devices}  # a pod with huge pages must ask for processors or memory, too
-    return {"limits": devices, "requests": requests} if devices else {"requests": requests}
+    if not devices:
+        return {"requests": requests}
+    return {"limits": devices, "requests": requests}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 
 NEURON = "aws.amazon.com/neuron"
 """Kubernetes' resource of a Trainium chip, from the Neuron device plugin."""
@@ -24,7 +24,7 @@ _CHIP_CORES = {"trn1": 2, "trn1n": 2, "trn2": 8}
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """An instance type.
 
     Args:
@@ -44,29 +44,27 @@ class Machine:
     @property
     def resources(self) -> dict[str, int | str]:
         """Kubernetes' limits of a pod that has the machine to itself, but for processors and memory."""
-        found: dict[str, int | str] = {self.resource: self.devices} if self.resource else {}
+        limits: dict[str, int | str] = {}
+        if self.resource:
+            limits[self.resource] = self.devices
         if self.efa_devices:
-            found |= {EFA: self.efa_devices, "hugepages-2Mi": "5120Mi"}  # libfabric's buffers
-        return found
+            limits |= {EFA: self.efa_devices, "hugepages-2Mi": "5120Mi"}  # libfabric's buffers
+        return limits
 
 
-def _gpus(instance: str, devices: int, efa_devices: int) -> Machine:
-    return Machine(instance, GPU, devices, devices, efa_devices)
+def _neuron(instance: Instance) -> TargetMachine:
+    devices = instance.num_cores * instance.physical_cores // _CHIP_CORES[instance.target]
+    return TargetMachine(instance.name, NEURON, devices, instance.num_cores, instance.efa_devices)
+
+
+def _gpus(instance: str, devices: int, efa_devices: int) -> TargetMachine:
+    return TargetMachine(instance, GPU, devices, devices, efa_devices)
 
 
 MACHINES = {
     machine.instance: machine
     for machine in (
-        *(
-            Machine(
-                known.name,
-                NEURON,
-                known.num_cores * known.physical_cores // _CHIP_CORES[known.target],
-                known.num_cores,
-                known.efa_devices,
-            )
-            for known in INSTANCES.values()
-        ),
+        *map(_neuron, INSTANCES.values()),
         _gpus("p4d.24xlarge", 8, 4),
         _gpus("p4de.24xlarge", 8, 4),
         _gpus("p5.48xlarge", 8, 32),

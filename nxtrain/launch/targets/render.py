@@ -11,13 +11,13 @@ from pathlib import Path
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
-from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 
 SCRIPT = "train.sbatch"
 """Name of Slurm's job script."""
 
 
-RENDERERS: Mapping[str, Callable[[Job], dict[str, str]]] = {
+RENDERERS: Mapping[str, Callable[[ClusterJob], dict[str, str]]] = {
     "slurm": lambda job: {SCRIPT: slurm.render(job)},
     "kubernetes": lambda job: {**kubernetes.render(job), **_image(job)},
     "hyperpod": lambda job: {
@@ -40,7 +40,7 @@ NAMES = (
 
 
 def launch_on(
-    target: str, path: Path, overrides: Sequence[str], options: Options, *, out: Path | None, dry_run: bool
+    target: str, path: Path, overrides: Sequence[str], options: LaunchOptions, *, out: Path | None, dry_run: bool
 ) -> None:
     """Write or show the files of a run; with neither, submit the script of Slurm.
 
@@ -62,11 +62,13 @@ def launch_on(
     elif out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            if _differs(out / name, text):
-                print(f"{out / name} was another file, and is replaced", file=sys.stderr)
-            replace_text(out / name, text, durable=False)
-            print(out / name)
-        if left := [name for name in NAMES if name not in files and (out / name).exists()]:
+            file = out / name
+            if file.is_file() and file.read_bytes() != text.encode():  # of another launch, or edited by a user
+                print(f"{file} was another file, and is replaced", file=sys.stderr)
+            replace_text(file, text, durable=False)
+            print(file)
+        left = [name for name in NAMES if name not in files and (out / name).exists()]
+        if left:
             print(f"{out} also has {', '.join(left)} of another launch; delete what is not meant", file=sys.stderr)
     elif target == "slurm":
         _submit(files[SCRIPT])
@@ -79,12 +81,7 @@ def shown(files: Mapping[str, str]) -> str:
     return "\n".join(f"# ===== {name}\n{text}" for name, text in files.items())
 
 
-def _differs(file: Path, text: str) -> bool:
-    """True for a file of another launch, or one that a user has edited."""
-    return file.is_file() and file.read_bytes() != text.encode()
-
-
-def _image(job: Job) -> dict[str, str]:
+def _image(job: ClusterJob) -> dict[str, str]:
     return {"Dockerfile": docker.render(job.lane)}
 
 

@@ -8,7 +8,7 @@ algo-1, algo-2, ...; SIGTERM comes 120 seconds before SIGKILL).
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.launch.targets.job import CONFIG_FILE, Job
+from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob
 
 FOLDER = "/opt/ml/input/data/config"
 """Folder of the input channel `config` in containers."""
@@ -51,7 +51,7 @@ print(estimator.latest_training_job.name)
 '''
 
 
-def render(job: Job) -> dict[str, str]:
+def render(job: ClusterJob) -> dict[str, str]:
     """Script and configuration of a run, by file name.
 
     Raises:
@@ -72,7 +72,7 @@ def render(job: Job) -> dict[str, str]:
         name=job.name,
         file=CONFIG_FILE,
         image=job.image,
-        instance=f"ml.{job.machine.instance}" if job.machine.instance else "ml.m5.xlarge",
+        instance=f"ml.{job.machine.instance or 'm5.xlarge'}",
         nodes=job.nodes,
         entry=script,
         arguments=arguments,

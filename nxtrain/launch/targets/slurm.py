@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 
 from nxtrain.launch.exit_codes import SHELL_FUNCTION
-from nxtrain.launch.targets.job import Job
+from nxtrain.launch.targets.job import ClusterJob
 
 _SCRIPT = """\
 #!/bin/bash
@@ -45,17 +45,21 @@ def render_generic() -> str:
     return _script("", GENERIC, "", "${NXTRAIN_STEPS:-launch}", "--wait=60")
 
 
-def render(job: Job, *, auto_resume: bool = False) -> str:
+def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     """Script for one run.
 
     Args:
         job: The run.
         auto_resume: Let HyperPod replace a broken node, and start the step again.
     """
-    nodes = f"{job.min_nodes}-{job.nodes}" if job.is_elastic else f"{job.nodes}"
+    nodes = f"{job.nodes}"
+    if job.is_elastic:
+        nodes = f"{job.min_nodes}-{job.nodes}"
     directives = f"#SBATCH --job-name={job.name} --nodes={nodes} --output={job.name}-%j.log\n"
     arguments: Sequence[str] = (str(job.path), *job.overrides, f"--nproc={job.nproc}")
-    options = "--wait=60 --auto-resume=1" if auto_resume else "--wait=60"
+    options = "--wait=60"
+    if auto_resume:
+        options += " --auto-resume=1"
     if job.container:
         options += f" {container_options(job.container, job.mounts)}"
     return _script(directives, "sbatch train.sbatch", f"set -- {shlex.join(arguments)}\n", " ".join(job.steps), options)
@@ -68,7 +72,9 @@ def container_options(image: str, mounts: str) -> str:
         image: Image in a registry, or path of a squashfs file.
         mounts: Further mounts, `SRC:DST[,SRC:DST...]`; empty: none.
     """
-    more = f",{shlex.quote(mounts)}" if mounts else ""
+    more = ""
+    if mounts:
+        more = f",{shlex.quote(mounts)}"
     uri = shlex.quote(f"--container-image={enroot_uri(image)}")
     return f'{uri} --container-mounts="$PWD:$PWD"{more} --container-workdir="$PWD"'
 
@@ -81,7 +87,9 @@ def enroot_uri(image: str) -> str:
     """
     registry, slash, rest = image.partition("/")
     is_registry = re.fullmatch(r"localhost|[\w-]+(\.[\w-]+)+(:\d+)?|[\w-]+:\d+", registry) is not None
-    return f"{registry}#{rest}" if slash and is_registry else image
+    if slash and is_registry:
+        return f"{registry}#{rest}"
+    return image
 
 
 def _script(directives: str, usage: str, arguments: str, steps: str, options: str) -> str:

@@ -94,8 +94,10 @@ def locations(config: RunConfig) -> list[Location]:
         "checkpoint.resume": [config.checkpoint.resume],
     }
     mirror = config.checkpoint.mirror
-    named = [("checkpoint.mirror", mirror), *((key, place) for key, places in read.items() for place in places)]
-    found: list[Location] = []
+    named = [("checkpoint.mirror", mirror)]
+    for key, addresses in read.items():
+        named += [(key, address) for address in addresses]
+    used: list[Location] = []
     for key, address in named:
         if not address.startswith("s3://"):
             continue
@@ -103,8 +105,8 @@ def locations(config: RunConfig) -> list[Location]:
         if not re.fullmatch(_BUCKET, bucket):
             reason = f"{quoted(bucket)} is not the name of a bucket: 3 to 63 of a-z, 0-9, '.' and '-'"
             raise ConfigError([Problem(key, reason, hint="write s3://BUCKET/PREFIX")])
-        found.append(Location(bucket, prefix.strip("/"), is_written=key == "checkpoint.mirror"))
-    return found
+        used.append(Location(bucket, prefix.strip("/"), is_written=key == "checkpoint.mirror"))
+    return used
 
 
 def parallelcluster_access(config: RunConfig) -> list[Manifest]:
@@ -120,11 +122,15 @@ def iam_policy(config: RunConfig) -> Manifest:
     used = locations(config)
     if not used:
         return {}
-    objects = {location: _arns(location) for location in used}
-    written = [arn for location, arns in objects.items() if location.is_written for arn in arns]
+    read: list[str] = []
+    written: list[str] = []
+    for location in dict.fromkeys(used):
+        read += _arns(location)
+        if location.is_written:
+            written += _arns(location)
     statements = [
         _statement(["s3:ListBucket"], sorted({f"arn:aws:s3:::{location.bucket}" for location in used})),
-        _statement(["s3:GetObject"], [arn for arns in objects.values() for arn in arns]),
+        _statement(["s3:GetObject"], read),
     ]
     if written:
         statements.append(_statement(["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"], written))
@@ -211,5 +217,7 @@ def _statement(actions: Sequence[str], resources: Sequence[str]) -> Manifest:
 def _arns(location: Location) -> list[str]:
     """Names of an object, and of all objects in a folder of this name; characters of a pattern stand for themselves."""
     bucket = f"arn:aws:s3:::{location.bucket}"
-    key = re.sub(r"[*?$]", lambda found: f"${{{found[0]}}}", location.key)
-    return [f"{bucket}/{key}", f"{bucket}/{key}/*"] if key else [f"{bucket}/*"]
+    key = re.sub(r"[*?$]", lambda match: f"${{{match[0]}}}", location.key)
+    if not key:
+        return [f"{bucket}/*"]
+    return [f"{bucket}/{key}", f"{bucket}/{key}/*"]

@@ -25,7 +25,11 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 def _string(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     is_plain = _PLAIN.fullmatch(text) and dumper.resolve(yaml.ScalarNode, text, (True, False)) == _STRING
-    style = "|" if text.count("\n") > 1 else None if is_plain else '"'
+    style: str | None = '"'
+    if text.count("\n") > 1:
+        style = "|"
+    elif is_plain:
+        style = None
     return dumper.represent_scalar(_STRING, text, style=style)
 
 

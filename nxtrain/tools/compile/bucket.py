@@ -14,7 +14,7 @@ from nxtrain.common.errors import DamagedError, cause_of
 from nxtrain.common.io.checksummed_file import digest_of
 from nxtrain.common.io.object_store import ObjectStore, content_of, open_source
 from nxtrain.tools.compile.cache import UnusableEntryError
-from nxtrain.tools.compile.entries import Key, parse_key
+from nxtrain.tools.compile.entries import CacheKey, parse_key
 from nxtrain.tools.compile.entry_hashes import Content, Seal, damage, from_json, hash_file, to_json
 
 _ENTRIES, _SUFFIX = "entries", ".json"
@@ -33,19 +33,23 @@ class Bucket:
     def __str__(self) -> str:
         return str(self._store.root)
 
-    def done(self) -> set[Key]:
+    def done(self) -> set[CacheKey]:
         """Keys of the complete entries."""
-        names = [name.removeprefix(f"{_ENTRIES}/") for name in self._store.sizes(_ENTRIES) if name.endswith(_SUFFIX)]
-        return {key for name in names if (key := parse_key(name.removesuffix(_SUFFIX)))}
+        keys = set()
+        for name in self._store.sizes(_ENTRIES):
+            key = parse_key(name.removeprefix(f"{_ENTRIES}/").removesuffix(_SUFFIX))
+            if name.endswith(_SUFFIX) and key is not None:
+                keys.add(key)
+        return keys
 
-    def size_bytes(self, key: Key) -> int:
+    def size_bytes(self, key: CacheKey) -> int:
         """Size of an entry in bytes; 0 if its list of files is unusable."""
         try:
             return sum(file.size_bytes for file in self._seal(key).values())
         except UnusableEntryError:
             return 0
 
-    def fetch(self, key: Key, target: Path) -> Seal:
+    def fetch(self, key: CacheKey, target: Path) -> Seal:
         """Download an entry and verify its hashes.
 
         Args:
@@ -66,7 +70,7 @@ class Bucket:
             raise UnusableEntryError(f"damaged: {damaged}")
         return seal
 
-    def store(self, key: Key, folder: Path, seal: Seal) -> None:
+    def store(self, key: CacheKey, folder: Path, seal: Seal) -> None:
         """Upload an entry: every file that the store lacks, then the list of files.
 
         Args:
@@ -85,7 +89,7 @@ class Bucket:
             raise UnusableEntryError(str(error)) from error
         self._store.put(_entry(key), json.dumps({"files": to_json(seal)}, indent=1).encode())
 
-    def _seal(self, key: Key) -> Seal:
+    def _seal(self, key: CacheKey) -> Seal:
         try:
             return from_json(json.loads(content_of(self._store.root / _entry(key)))["files"])
         except FileNotFoundError as error:
@@ -107,5 +111,5 @@ def _object(file: Content) -> str:
     return f"objects/{file.sha256}"
 
 
-def _entry(key: Key) -> str:
+def _entry(key: CacheKey) -> str:
     return f"{_ENTRIES}/{key}{_SUFFIX}"

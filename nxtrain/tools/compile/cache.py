@@ -21,7 +21,7 @@ from pathlib import Path
 
 from nxtrain.common.errors import BackendError
 from nxtrain.common.io.atomic import sync_folder
-from nxtrain.tools.compile.entries import DONE, LOCK, Entry, Key, State, content, is_neff, locks, look, scan
+from nxtrain.tools.compile.entries import DONE, LOCK, CacheKey, Entry, EntryState, content, is_neff, locks, look, scan
 from nxtrain.tools.compile.entry_hashes import Seal, copy_file, damage, hash_folder, read_seal, write_seal
 from nxtrain.tools.compile.lock_owners import GRACE_S, is_live, lock_is_live, read_owner, this_process
 from nxtrain.tools.compile.neffs import Neffs
@@ -35,7 +35,7 @@ class UnusableEntryError(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EntryVerdict:
     """Result of the verification of one entry.
 
     Args:
@@ -44,7 +44,7 @@ class Verdict:
         is_new: True if the entry had no seal and was sealed by the verification.
     """
 
-    key: Key
+    key: CacheKey
     damage: str
     is_new: bool
 
@@ -61,7 +61,7 @@ class Cache:
         self.root = root
         self._own = root / OWN
         self._is_live = partial(lock_is_live, grace_s=grace_s)
-        self._neffs = Neffs(root, self._own)
+        self._neffs = Neffs(root, self._own / "seals")
 
     def __str__(self) -> str:
         return str(self.root)
@@ -70,33 +70,35 @@ class Cache:
         """Entries, sorted by name."""
         return [*self._neffs.entries(), *scan(self.root, self._is_live)]
 
-    def entry(self, key: Key) -> Entry | None:
+    def entry(self, key: CacheKey) -> Entry | None:
         """Entry of a key; None if the cache lacks it."""
         if is_neff(key):
             return self._neffs.entry(key)
         return look(self._folder(key), key, self._is_live)
 
-    def done(self) -> set[Key]:
+    def done(self) -> set[CacheKey]:
         """Keys of the entries that a run can load."""
-        return {entry.key for entry in self.entries() if entry.state is State.DONE}
+        return {entry.key for entry in self.entries() if entry.state is EntryState.DONE}
 
-    def size_bytes(self, key: Key) -> int:
+    def size_bytes(self, key: CacheKey) -> int:
         """Size of an entry in bytes; 0 if the cache lacks it."""
         entry = self.entry(key)
-        return entry.size_bytes if entry else 0
+        if entry is None:
+            return 0
+        return entry.size_bytes
 
     def quarantined(self) -> list[Entry]:
         """Entries in the quarantine, under their original names."""
-        place = self._own / "quarantine"
-        return [*self._neffs.entries(place), *scan(place, self._is_live)]
+        folder = self._own / "quarantine"
+        return [*self._neffs.entries(folder), *scan(folder, self._is_live)]
 
-    def mark_used(self, keys: Iterable[Key]) -> None:
+    def mark_used(self, keys: Iterable[CacheKey]) -> None:
         """Mark entries as used by a run, so they are evicted last."""
         for key in keys:
             with suppress(FileNotFoundError):
                 os.utime(self._folder(key))
 
-    def fetch(self, key: Key, target: Path) -> Seal:
+    def fetch(self, key: CacheKey, target: Path) -> Seal:
         """Copy the files of a done entry.
 
         Args:
@@ -111,18 +113,18 @@ class Cache:
             return self._fetch_neff(key, target)
         try:
             seal, before = read_seal(folder), _fingerprint(folder)
-            found = {path.name: copy_file(path, target / path.name) for path in content(folder)}
+            copied = {path.name: copy_file(path, target / path.name) for path in content(folder)}
             entry = self.entry(key)
-            if entry is None or entry.state is not State.DONE or _fingerprint(folder) != before:
+            if entry is None or entry.state is not EntryState.DONE or _fingerprint(folder) != before:
                 raise UnusableEntryError("it changed while it was read")
         except FileNotFoundError as error:
             raise UnusableEntryError("it was taken away while it was read") from error
-        damaged = damage(seal, found) if seal else ""
+        damaged = damage(seal, copied)
         if damaged:
             raise UnusableEntryError(f"damaged: {damaged}")
-        return found
+        return copied
 
-    def store(self, key: Key, fill: Callable[[Path], Seal]) -> bool:
+    def store(self, key: CacheKey, fill: Callable[[Path], Seal]) -> bool:
         """Add an entry, whole or not at all.
 
         Args:
@@ -143,7 +145,7 @@ class Cache:
                 is_new = self._publish(folder, key)
         return is_new
 
-    def _fetch_neff(self, key: Key, target: Path) -> Seal:
+    def _fetch_neff(self, key: CacheKey, target: Path) -> Seal:
         try:
             return self._neffs.fetch(key, target)
         except FileNotFoundError as error:
@@ -161,7 +163,7 @@ class Cache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def verify(self, only: Collection[Key] | None = None) -> Iterator[Verdict]:
+    def verify(self, only: Collection[CacheKey] | None = None) -> Iterator[EntryVerdict]:
         """Verify every done entry against its seal; damaged entries are quarantined, entries without a seal get one.
 
         Args:
@@ -175,39 +177,40 @@ class Cache:
             folder = self._folder(key)
             with suppress(FileNotFoundError):  # evicted meanwhile
                 seal, before = read_seal(folder), _fingerprint(folder)
-                found = hash_folder(folder)
-                damaged = damage(seal, found) if seal else ""
+                hashes = hash_folder(folder)
+                damaged = damage(seal, hashes)
                 with self._alone():
                     if _fingerprint(folder) != before:
                         continue
                     if seal is None:
-                        write_seal(folder, found)
+                        write_seal(folder, hashes)
                     if damaged:
                         self._quarantine(key)
-                yield Verdict(key, damaged, seal is None)
+                yield EntryVerdict(key, damaged, seal is None)
 
-    def _verify_neff(self, key: Key) -> Verdict:
-        seal, found = self._neffs.seal(key), self._neffs.hash(key)
-        damaged = damage(seal, found) if seal else ""
+    def _verify_neff(self, key: CacheKey) -> EntryVerdict:
+        seal = self._neffs.seal(key)
+        hashes = self._neffs.hash(key)
+        damaged = damage(seal, hashes)
         with self._alone():
             if seal is None:
-                self._neffs.write_seal(key, found)
+                self._neffs.write_seal(key, hashes)
             if damaged:
                 self._quarantine(key)
-        return Verdict(key, damaged, seal is None)
+        return EntryVerdict(key, damaged, seal is None)
 
-    def break_locks(self) -> list[Key]:
+    def break_locks(self) -> list[CacheKey]:
         """Remove the locks of processes that are gone.
 
         Returns: Keys of the entries that were locked.
         """
         with self._alone():
-            stale = [entry for entry in self.entries() if entry.state is State.STALE]
+            stale = [entry for entry in self.entries() if entry.state is EntryState.STALE]
             for entry in stale:
                 self._unlock(entry.folder)
         return [entry.key for entry in stale]
 
-    def disown(self, key: Key) -> None:
+    def disown(self, key: CacheKey) -> None:
         """Make this process the owner of an entry's locks, so that they become stale when it ends."""
         for lock in locks(self._folder(key)):
             with suppress(FileNotFoundError):
@@ -215,17 +218,17 @@ class Cache:
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(str(this_process()))
 
-    def quarantine_failed(self) -> list[Key]:
+    def quarantine_failed(self) -> list[CacheKey]:
         """Quarantine failed entries, so that the compiler tries them again.
 
         Returns: Keys of the moved entries.
         """
         with self._alone():
-            failed = [entry.key for entry in self.entries() if entry.state is State.FAILED]
+            failed = [entry.key for entry in self.entries() if entry.state is EntryState.FAILED]
             moved = [key for key in failed if self._quarantine(key)]
         return moved
 
-    def evict(self, max_bytes: int) -> list[Key]:
+    def evict(self, max_bytes: int) -> list[CacheKey]:
         """Evict the quarantine first, then the least recently used entries; locked entries stay.
 
         Args:
@@ -238,18 +241,17 @@ class Cache:
             quarantined, entries = self.quarantined(), self.entries()
             total = sum(entry.size_bytes for entry in (*quarantined, *entries))
             oldest = sorted(entries, key=lambda entry: entry.used_s)
-            for entry in (*quarantined, *(entry for entry in oldest if entry.state is not State.LOCKED)):
+            for entry in (*quarantined, *(entry for entry in oldest if entry.state is not EntryState.LOCKED)):
                 if total <= max_bytes:
                     break
-                if self._remove(entry):
+                if is_neff(entry.key):
+                    is_removed = self._move_file(entry.key, self._trash(), entry.folder)
+                else:
+                    is_removed = self._move(entry.folder, self._trash())
+                if is_removed:
                     removed.append(entry.key)
                     total -= entry.size_bytes
         return removed
-
-    def _remove(self, entry: Entry) -> bool:
-        if is_neff(entry.key):
-            return self._move_file(entry.key, self._trash(), entry.folder)
-        return self._move(entry.folder, self._trash())
 
     def sweep(self) -> None:
         """Delete the remains of killed processes."""
@@ -257,17 +259,17 @@ class Cache:
         for folder in (self._own / "staging").glob("*"):
             owner = read_owner(folder.name)
             with suppress(FileNotFoundError):
-                if owner is None or not is_live(owner, _age_s(folder)):
+                if owner is None or not is_live(owner, time.time() - folder.stat().st_mtime):
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder(self, key: Key) -> Path:
+    def _folder(self, key: CacheKey) -> Path:
         return self.root / key.compiler / key.module
 
-    def _is_taken(self, key: Key) -> bool:
+    def _is_taken(self, key: CacheKey) -> bool:
         entry = self.entry(key)
-        return entry is not None and entry.state in {State.DONE, State.LOCKED}
+        return entry is not None and entry.state in {EntryState.DONE, EntryState.LOCKED}
 
-    def _publish(self, staged: Path, key: Key) -> bool:
+    def _publish(self, staged: Path, key: CacheKey) -> bool:
         target = self._folder(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._is_taken(key) or (target.exists() and not self._move(target, self._trash())):
@@ -281,28 +283,28 @@ class Cache:
         sync_folder(target.parent)
         return True
 
-    def _quarantine(self, key: Key) -> bool:
-        place = self._own / "quarantine" / key.compiler / key.module
-        if place.exists():
-            place.rename(self._trash())
+    def _quarantine(self, key: CacheKey) -> bool:
+        target = self._own / "quarantine" / key.compiler / key.module
+        if target.exists():
+            target.rename(self._trash())
         if is_neff(key):
-            return self._move_file(key, place)
-        return self._move(self._folder(key), place)
+            return self._move_file(key, target, self._folder(key))
+        return self._move(self._folder(key), target)
 
-    def _move(self, folder: Path, place: Path) -> bool:
+    def _move(self, folder: Path, target: Path) -> bool:
         """Move an entry, unless a process works on it."""
         if not self._claim(folder):
             return False
-        place.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(place)
-        (place / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        (target / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
         return True
 
-    def _move_file(self, key: Key, place: Path, file: Path | None = None) -> bool:
+    def _move_file(self, key: CacheKey, target: Path, file: Path) -> bool:
         """Move a graph of TorchNeuron; a process that reads the file keeps what it has open."""
-        place.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            (file or self._folder(key)).rename(place)
+            file.rename(target)
         except FileNotFoundError:
             return False
         self._neffs.forget(key)
@@ -366,7 +368,3 @@ def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
     (folder / DONE).stat()
     stats = {path.name: path.stat() for path in content(folder)}
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-
-
-def _age_s(path: Path) -> float:
-    return time.time() - path.stat().st_mtime

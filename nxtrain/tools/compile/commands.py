@@ -25,10 +25,16 @@ from nxtrain.config.cache_dir import LOCKS, cache_folder
 from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
-from nxtrain.tools.compile.entries import NEFF_FOLDER, Entry, Key, State, is_compiler
+from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
 from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
 
-_COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
+_COLORS = {
+    EntryState.DONE: "green",
+    EntryState.FAILED: "red",
+    EntryState.LOCKED: "cyan",
+    EntryState.STALE: "yellow",
+    EntryState.PENDING: "dim",
+}
 _GIB = 1 << 30
 _SHOWN = 3
 """Most names of a folder that a message lists."""
@@ -61,10 +67,11 @@ def ls(where: str | None, as_json: bool) -> None:
         table.add_row(state, *map(_plain, row), _plain(entry.detail))
     _print(table)
     counts = Counter(entry.state for entry in entries)
-    words = [f"{counts[state]} {state.value}" for state in State if counts[state]]
-    words += [f"{len(quarantined)} in quarantine"] if quarantined else []
+    words = [f"{counts[state]} {state.value}" for state in EntryState if counts[state]]
+    if quarantined:
+        words.append(f"{len(quarantined)} in quarantine")
     print(f"{', '.join(words) or 'empty'}; {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
-    ways = [f"--{state.value}" for state in (State.FAILED, State.STALE) if counts[state]]
+    ways = [f"--{state.value}" for state in (EntryState.FAILED, EntryState.STALE) if counts[state]]
     if ways:
         print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
 
@@ -84,8 +91,12 @@ def verify(where: str | None) -> None:
         verdicts = []
         for verdict in cache.verify():
             verdicts.append(verdict)
-            word = f"damaged: {verdict.damage}" if verdict.damage else "hashed now" if verdict.is_new else "ok"
-            print(f"{verdict.key}  {word}")
+            result = "ok"
+            if verdict.damage:
+                result = f"damaged: {verdict.damage}"
+            elif verdict.is_new:
+                result = "hashed now"
+            print(f"{verdict.key}  {result}")
     damaged = sum(bool(verdict.damage) for verdict in verdicts)
     new = sum(verdict.is_new for verdict in verdicts)
     print(f"{len(verdicts) - damaged - new} as they were sealed, {new} hashed for the first time, {damaged} damaged")
@@ -106,16 +117,18 @@ def sync_places(source: str, target: str) -> None:
         ConfigError: A place that cannot be.
         BackendError: S3 refuses, or entries could not be taken.
     """
-    places = _place(source), _place(target)
-    with _explained(places[1]), _Progress() as progress:
-        report = sync(*places, on_step=progress.show)
+    source_cache = _location(source)
+    target_cache = _location(target)
+    with _explained(target_cache), _SyncBar() as progress:
+        report = sync(source_cache, target_cache, on_step=progress.show)
     words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
-    words += [f"{len(report.busy)} left to those who work on them"] if report.busy else []
+    if report.busy:
+        words.append(f"{len(report.busy)} left to those who work on them")
     print(", ".join(words))
     if report.unusable:
         lines = [f"    {key}: {reason}" for key, reason in report.unusable.items()]
         raise BackendError(
-            f"{len(report.unusable)} entries of {places[0]} were not taken:\n" + "\n".join(lines) + "\n"
+            f"{len(report.unusable)} entries of {source_cache} were not taken:\n" + "\n".join(lines) + "\n"
             "    sync again if they were changing; if they are damaged, delete them there and publish them anew"
         )
 
@@ -150,7 +163,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
 
 
-class _Progress:
+class _SyncBar:
     """A live bar on a terminal, nothing elsewhere; the result is printed in any case."""
 
     def __init__(self) -> None:
@@ -166,7 +179,7 @@ class _Progress:
         )
         self._task = self._bar.add_task("comparing", total=None)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _SyncBar:
         self._bar.start()
         return self
 
@@ -179,7 +192,7 @@ class _Progress:
         self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
 
 
-def _place(text: str) -> CacheLocation:
+def _location(text: str) -> CacheLocation:
     if text.startswith(SCHEME):
         return open_place(text)
     folder = _folder(text)
@@ -217,7 +230,9 @@ def _refuse_other(folder: Path) -> None:
     has_graphs = any(name == NEFF_FOLDER or is_compiler(name) for name in names)
     others = [name for name in names if name not in (OWN, LOCKS)]
     if others and not has_graphs:
-        shown = ", ".join(map(quoted, others[:_SHOWN])) + (" and others" if others[_SHOWN:] else "")
+        shown = ", ".join(map(quoted, others[:_SHOWN]))
+        if others[_SHOWN:]:
+            shown += " and others"
         raise ConfigError(
             f"{folder} is no cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
             f"{NEFF_FOLDER}; name a cache, a configuration whose compile.cache_dir is one, or an empty folder"
@@ -238,13 +253,13 @@ def _folder(where: str | None) -> Path:
 
 
 @contextmanager
-def _explained(place: CacheLocation) -> Iterator[None]:
+def _explained(cache: CacheLocation) -> Iterator[None]:
     """Raise errors of the file system as errors for the user."""
     try:
         yield
     except OSError as error:
         raise BackendError(
-            f"{place}: {error.strerror}: {error.filename}; what was under way is left out, nothing is torn"
+            f"{cache}: {error.strerror}: {error.filename}; what was under way is left out, nothing is torn"
         ) from error
 
 
@@ -253,7 +268,7 @@ def _to_json(cache: Cache, entries: Sequence[Entry], quarantined: Sequence[Entry
     return {
         "folder": str(cache),
         "bytes": sum(entry.size_bytes for entry in (*entries, *quarantined)),
-        "counts": {state.value: counts[state] for state in State},
+        "counts": {state.value: counts[state] for state in EntryState},
         "entries": [_row(entry) for entry in entries],
         "quarantine": [_row(entry) for entry in quarantined],
     }
@@ -270,14 +285,16 @@ def _row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _tell(what: str, keys: Sequence[Key]) -> None:
+def _tell(what: str, keys: Sequence[CacheKey]) -> None:
     for key in keys:
         print(f"{key}  {what}")
 
 
 def _print(table: Table) -> None:
-    # Whoever reads a file or a pipe has no width to fit.
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+    width = None
+    if not sys.stdout.isatty():  # the reader of a file or a pipe has no width to fit
+        width = 160
+    Console(width=width, highlight=False).print(table)
 
 
 def _plain(text: str) -> str:
@@ -285,11 +302,14 @@ def _plain(text: str) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:  # noqa: PLR2004 - the step between units
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
+    step = 1024
+    if size_bytes < step:
+        return f"{size_bytes} B"
+    size = size_bytes / step
+    for unit in ("KiB", "MiB"):
+        if size < step:
+            return f"{size:.1f} {unit}"
+        size /= step
     return f"{size:.1f} GiB"
 
 

@@ -76,7 +76,10 @@ def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[st
     settings |= {name: environ[name] for name in VARIABLES if name in environ}
     settings |= {f"version of {package.name}": package.version for package in map(installed, PACKAGES) if package}
     plain = (str, int, float, bool)
-    return {key: value if isinstance(value, plain) else repr(value) for key, value in settings.items()}
+    for key, value in settings.items():
+        if not isinstance(value, plain):
+            settings[key] = repr(value)
+    return settings
 
 
 def _flags(text: str) -> tuple[str, ...]:

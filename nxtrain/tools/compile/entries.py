@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-NEFF, DONE, LOG = "model.neff", "model.done", "model.log"
+NEFF = "model.neff"
+DONE = "model.done"
+LOG = "model.log"
 LOCK = "model.hlo_module.pb.lock"
 SEAL = "nxtrain.json"
 """nxtrain's own file in an entry, with the hashes of the other files."""
@@ -30,7 +32,7 @@ _MODULE = re.compile(r"MODULE_[\w.+-]+")
 _FILE = re.compile(r"[\w+-][\w.+-]*")
 
 
-class State(str, enum.Enum):
+class EntryState(str, enum.Enum):
     """State of an entry."""
 
     DONE = "done"
@@ -45,7 +47,7 @@ class State(str, enum.Enum):
     """A graph that is yet to be compiled."""
 
 
-class Key(NamedTuple):
+class CacheKey(NamedTuple):
     """Key of a compiled graph and its compiler.
 
     Args:
@@ -73,9 +75,9 @@ class Entry:
         detail: Reason for the state; empty if the state needs none.
     """
 
-    key: Key
+    key: CacheKey
     folder: Path
-    state: State
+    state: EntryState
     size_bytes: int
     used_s: float
     detail: str
@@ -85,11 +87,13 @@ IsLive = Callable[[Path, Path], bool]
 """True if a process works under a lock; takes the lock's path and the entry's folder."""
 
 
-def parse_key(text: str) -> Key | None:
+def parse_key(text: str) -> CacheKey | None:
     """Parse `compiler/module`; None if the text is no key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
-    key = Key(compiler, module)
-    return key if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)) else None
+    key = CacheKey(compiler, module)
+    if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)):
+        return key
+    return None
 
 
 def is_compiler(name: str) -> bool:
@@ -97,7 +101,7 @@ def is_compiler(name: str) -> bool:
     return bool(_COMPILER.fullmatch(name))
 
 
-def is_neff(key: Key) -> bool:
+def is_neff(key: CacheKey) -> bool:
     """True if a key is that of a file of TorchNeuron, such as `neff/ab/cd/<hash>.neff`."""
     return key.compiler == NEFF_FOLDER and bool(_NEFF_FILE.fullmatch(key.module))
 
@@ -121,12 +125,14 @@ def scan(root: Path, is_live: IsLive) -> Iterator[Entry]:
     """Entries below a folder, sorted; entries that vanish during the scan are left out."""
     for folder in sorted(root.glob("neuronxcc-*/MODULE_*")):
         key = parse_key(f"{folder.parent.name}/{folder.name}")
-        entry = look(folder, key, is_live) if key else None
-        if entry:
+        if key is None:
+            continue
+        entry = look(folder, key, is_live)
+        if entry is not None:
             yield entry
 
 
-def look(folder: Path, key: Key, is_live: IsLive) -> Entry | None:
+def look(folder: Path, key: CacheKey, is_live: IsLive) -> Entry | None:
     """One entry; None if there is none."""
     try:
         state, detail = _state(folder, is_live)
@@ -139,18 +145,19 @@ def look(folder: Path, key: Key, is_live: IsLive) -> Entry | None:
     return Entry(key, folder, state, sum(stat.st_size for stat in stats.values()), used_s, detail)
 
 
-def _state(folder: Path, is_live: IsLive) -> tuple[State, str]:
-    found = locks(folder)
-    live = [lock for lock in found if is_live(lock, folder)]
+def _state(folder: Path, is_live: IsLive) -> tuple[EntryState, str]:
+    lock_files = locks(folder)
+    live = [lock for lock in lock_files if is_live(lock, folder)]
     if live:
-        return State.LOCKED, f"{live[0].name} is held"
-    if found:
-        return State.STALE, f"whoever made {found[0].name} is gone"
+        return EntryState.LOCKED, f"{live[0].name} is held"
+    if lock_files:
+        return EntryState.STALE, f"whoever made {lock_files[0].name} is gone"
     neff, log = folder / NEFF, folder / LOG
     if (folder / DONE).exists():
-        whole = neff.exists() and neff.stat().st_size > 0
-        return (State.DONE, "") if whole else (State.FAILED, f"marked done, but {NEFF} is missing or empty")
+        if neff.exists() and neff.stat().st_size > 0:
+            return EntryState.DONE, ""
+        return EntryState.FAILED, f"marked done, but {NEFF} is missing or empty"
     if log.exists() and not neff.exists():
         with log.open(encoding="utf-8", errors="replace") as file:
-            return State.FAILED, file.readline().strip()
-    return State.PENDING, ""
+            return EntryState.FAILED, file.readline().strip()
+    return EntryState.PENDING, ""

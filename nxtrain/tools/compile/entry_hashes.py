@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,15 +81,26 @@ def read_seal(folder: Path) -> Seal | None:
     """
     try:
         record = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        return from_json(record["files"]) if record["done_ns"] == _done_ns(folder) else None
+        if record["done_ns"] == _done_ns(folder):
+            return from_json(record["files"])
     except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
         _done_ns(folder)
-        return None
+    return None
 
 
-def damage(seal: Seal, found: Seal) -> str:
-    """Differences of an entry from its seal as text; empty if there are none."""
-    return "; ".join(_differences(seal, found))
+def damage(seal: Seal | None, files: Seal) -> str:
+    """Differences of an entry's files from its seal as text; empty if there are none, or no seal."""
+    if seal is None:
+        return ""
+    differences = []
+    for name, file in seal.items():
+        if name not in files:
+            differences.append(f"{name} is missing")
+        elif files[name].size_bytes != file.size_bytes:
+            differences.append(f"{name} has {files[name].size_bytes:,} bytes, not {file.size_bytes:,}")
+        elif files[name] != file:
+            differences.append(f"{name} has SHA-256 {files[name].sha256[:12]}..., not {file.sha256[:12]}...")
+    return "; ".join(differences)
 
 
 def to_json(seal: Seal) -> dict[str, Any]:
@@ -125,18 +136,10 @@ def _pieces(path: Path) -> Iterator[bytes]:
     except PermissionError:  # only its owner may read a file unseen
         descriptor = os.open(path, os.O_RDONLY)
     with open(descriptor, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+        piece = file.read(_PIECE_BYTES)
+        while piece:
             yield piece
-
-
-def _differences(seal: Seal, found: Seal) -> Iterable[str]:
-    for name, file in seal.items():
-        if name not in found:
-            yield f"{name} is missing"
-        elif found[name].size_bytes != file.size_bytes:
-            yield f"{name} has {found[name].size_bytes:,} bytes, not {file.size_bytes:,}"
-        elif found[name] != file:
-            yield f"{name} has SHA-256 {found[name].sha256[:12]}..., not {file.sha256[:12]}..."
+            piece = file.read(_PIECE_BYTES)
 
 
 def _done_ns(folder: Path) -> int:

@@ -61,8 +61,10 @@ def this_process() -> Owner:
 
 def read_owner(text: str) -> Owner | None:
     """The owner that a lock names, or the name of a folder; None if it names none."""
-    found = _TOKEN.search(text)
-    return Owner(int(found[1]), int(found[2]), found[3], found[4]) if found else None
+    match = _TOKEN.search(text)
+    if match is None:
+        return None
+    return Owner(int(match[1]), int(match[2]), match[3], match[4])
 
 
 def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
@@ -89,7 +91,9 @@ def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
 def is_live(owner: Owner, age_s: float) -> bool:
     """True if an owner counts as live; an owner on another machine does until its lock is `FOREIGN_S` old."""
     alive = owner.is_alive()
-    return age_s < FOREIGN_S if alive is None else alive
+    if alive is None:
+        return age_s < FOREIGN_S
+    return alive
 
 
 def naming(entry: str) -> Iterator[int]:
@@ -127,7 +131,9 @@ def _start(pid: int) -> int | None:
         fields = _fields(pid)
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[_START_FIELD])  # a zombie holds nothing
+    if fields[0] in "ZX":  # a zombie holds nothing
+        return None
+    return int(fields[_START_FIELD])
 
 
 def _fields(pid: int) -> list[str]:
@@ -138,7 +144,9 @@ def _fields(pid: int) -> list[str]:
 def _host() -> str:
     # Containers of one machine may share its name, but not its processes.
     namespace = PROC / "self/ns/pid"
-    return f"{host_name()}:{namespace.readlink()}" if namespace.is_symlink() else host_name()
+    if namespace.is_symlink():
+        return f"{host_name()}:{namespace.readlink()}"
+    return host_name()
 
 
 def _boot() -> str:

@@ -25,7 +25,7 @@ from nxtrain.common.mesh import spans
 from nxtrain.config.cache_dir import fill
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.entries import Key, State, parse_key
+from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
 
 _VERSION = 1
 
@@ -48,7 +48,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Graph:
+class CompiledGraph:
     """One compiled graph.
 
     Args:
@@ -63,7 +63,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
@@ -75,7 +75,7 @@ class Manifest:
 
     name: str
     build: Build
-    graphs: tuple[Graph, ...]
+    graphs: tuple[CompiledGraph, ...]
     stages: tuple[int, ...] = ()
 
     @property
@@ -88,7 +88,9 @@ class Manifest:
 
 def stage_words(stages: Sequence[int], total: Setting) -> str:
     """Pipeline stages as messages name them, such as `pipeline stages 0-3 of 8`."""
-    return f"pipeline stage{'s' if len(stages) > 1 else ''} {spans(stages)} of {total}"
+    if len(stages) > 1:
+        return f"pipeline stages {spans(stages)} of {total}"
+    return f"pipeline stage {spans(stages)} of {total}"
 
 
 def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
@@ -102,24 +104,26 @@ def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
         ConfigError: `compile.manifest` has an unknown placeholder.
     """
     file = Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
-    return file.with_name(f"{file.stem}.stages-{spans(stages).replace(', ', '_')}{file.suffix}") if stages else file
+    if not stages:
+        return file
+    return file.with_name(f"{file.stem}.stages-{spans(stages).replace(', ', '_')}{file.suffix}")
 
 
 def other_manifests(config: RunConfig, file: Path) -> list[Path]:
     """The manifests of a run for other stages than those of `file`, or for all."""
     whole = manifest_file(config)
-    found = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
-    return sorted(path for path in found - {file} if path.exists())
+    files = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
+    return sorted(path for path in files - {file} if path.exists())
 
 
-def write_manifest(manifest: Manifest, path: Path) -> None:
+def write_manifest(manifest: GraphManifest, path: Path) -> None:
     """Write a manifest atomically and always the same way; nodes that share the folder may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"version": _VERSION, **asdict(manifest)}
     replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> GraphManifest:
     """Read a manifest.
 
     Raises:
@@ -136,25 +140,30 @@ def read_manifest(path: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no manifest of compiled graphs ({error!r}); precompile again") from error
     bad = [graph.module for graph in manifest.graphs if not parse_key(f"{manifest.build.compiler}/{graph.module}")]
-    if bad or record.get("version") != _VERSION:
-        what = f"{bad[0]!r} is no key of a graph" if bad else f"version {record.get('version')}, not {_VERSION}"
+    what = ""
+    if bad:
+        what = f"{bad[0]!r} is no key of a graph"
+    elif record.get("version") != _VERSION:
+        what = f"version {record.get('version')}, not {_VERSION}"
+    if what:
         raise ConfigError(f"{path} is no manifest that this release reads: {what}; precompile again")
     return manifest
 
 
-def check_ready(manifest: Manifest, cache: Cache) -> None:
+def check_ready(manifest: GraphManifest, cache: Cache) -> None:
     """Make sure, before a run, that this node has every graph, and note that they are in use.
 
     Raises:
         BackendError: Graphs are missing here, or not done; each with its state.
     """
-    keys = {graph: Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
-    found = {graph: cache.entry(key) for graph, key in keys.items()}
-    lacking = [
-        f"    {graph.name} ({graph.module}): {entry.state.value if entry else 'absent'}"
-        for graph, entry in found.items()
-        if entry is None or entry.state is not State.DONE
-    ]
+    keys = {graph: CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    lacking = []
+    for graph, key in keys.items():
+        entry = cache.entry(key)
+        if entry is None:
+            lacking.append(f"    {graph.name} ({graph.module}): absent")
+        elif entry.state is not EntryState.DONE:
+            lacking.append(f"    {graph.name} ({graph.module}): {entry.state.value}")
     if lacking:
         raise BackendError(
             f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.words}, {manifest.build.compiler}:\n"
@@ -164,9 +173,9 @@ def check_ready(manifest: Manifest, cache: Cache) -> None:
     cache.mark_used(keys.values())
 
 
-def _from_json(record: Mapping[str, Any]) -> Manifest:
+def _from_json(record: Mapping[str, Any]) -> GraphManifest:
     build = record["build"]
-    return Manifest(
+    return GraphManifest(
         name=str(record["name"]),
         build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
         graphs=tuple(map(_graph, record["graphs"])),
@@ -174,9 +183,11 @@ def _from_json(record: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _graph(row: Mapping[str, Any]) -> Graph:
+def _graph(row: Mapping[str, Any]) -> CompiledGraph:
     seconds = row["seconds"]
-    return Graph(str(row["name"]), str(row["module"]), None if seconds is None else float(seconds))
+    if seconds is not None:
+        seconds = float(seconds)
+    return CompiledGraph(str(row["name"]), str(row["module"]), seconds)
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,7 @@ class Miss:
     """
 
     module: str
-    sibling: Graph | None
+    sibling: CompiledGraph | None
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
@@ -224,7 +235,7 @@ class Miss:
         return "\n    ".join(lines)
 
 
-def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
+def explain(manifest: GraphManifest, build: Build, module: str) -> Miss | None:
     """Explain how a graph differs from the compiled graphs; None if it is one of them.
 
     Args:
@@ -236,13 +247,14 @@ def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
     if same_compiler and any(graph.module == module for graph in manifest.graphs):
         return None
     graph_hash, flags_hash = _hashes(module)
-    known = [(*_hashes(graph.module), graph) for graph in manifest.graphs]
-    sibling = next((graph for its_graph, its_flags, graph in known if its_graph == graph_hash), None)
+    sibling = None
+    if same_compiler:
+        sibling = next((graph for graph in manifest.graphs if _hashes(graph.module)[0] == graph_hash), None)
     differences = tuple(differ(manifest.build, build))
-    flags = sorted({its_flags for _, its_flags, _ in known})
+    flags = sorted({_hashes(graph.module)[1] for graph in manifest.graphs})
     if not differences and flags and flags_hash not in flags:
         differences = (Difference("flags", " ".join(flags), f"{flags_hash}; set elsewhere, such as in a script"),)
-    return Miss(module, sibling if same_compiler else None, differences)
+    return Miss(module, sibling, differences)
 
 
 def differ(compiled: Build, needed: Build) -> Iterator[Difference]:
@@ -257,9 +269,16 @@ def differ(compiled: Build, needed: Build) -> Iterator[Difference]:
     if compiled.flags != needed.flags:
         yield from _flag_differences(compiled.flags, needed.flags)
     for key in sorted({*compiled.settings, *needed.settings}):
-        was, now = (repr(build.settings[key]) if key in build.settings else "nothing" for build in (compiled, needed))
+        was = _shown(compiled, key)
+        now = _shown(needed, key)
         if was != now:
             yield Difference(key, was, now)
+
+
+def _shown(build: Build, key: str) -> str:
+    if key not in build.settings:
+        return "nothing"
+    return repr(build.settings[key])
 
 
 def _flag_differences(compiled: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Difference]:

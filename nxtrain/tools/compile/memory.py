@@ -51,7 +51,9 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = min(_limits(proc / "self/cgroup", cgroups), default=total)
-    return Memory(limit, "this container") if limit < total else Memory(total, "this machine")
+    if limit < total:
+        return Memory(limit, "this container")
+    return Memory(total, "this machine")
 
 
 def num_killed(proc: Path = PROC) -> int:
@@ -64,12 +66,15 @@ def num_killed(proc: Path = PROC) -> int:
 
 
 def _limits(groups: Path, root: Path) -> Iterator[int]:
-    lines = groups.read_text(encoding="utf-8").splitlines() if groups.exists() else []
-    for line in lines:
+    if not groups.exists():
+        return
+    for line in groups.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        base, name = root, "memory.max"
+        if controllers:
+            base, name = root / "memory", "memory.limit_in_bytes"
         # A limit holds for all groups below; a container may not see its own under the path that the host gives it.
         group = Path(path.lstrip("/"))
         for folder in (base / group, *(base / parent for parent in group.parents)):

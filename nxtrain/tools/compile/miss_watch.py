@@ -37,11 +37,11 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of, native_build_of
-from nxtrain.tools.compile.entries import DONE, Key, locks, parse_key
+from nxtrain.tools.compile.entries import DONE, CacheKey, locks, parse_key
 from nxtrain.tools.compile.lock_owners import descends, naming, read_owner
 from nxtrain.tools.compile.manifest import (
     Build,
-    Manifest,
+    GraphManifest,
     check_ready,
     differ,
     explain,
@@ -58,7 +58,7 @@ PATIENCE_S = 15.0
 AFTERMATH_S = 5
 """Seconds from the end of a run to that of its compilers, which would work on for nobody."""
 
-OnMiss = Callable[[Key, Sequence[int]], None]
+OnMiss = Callable[[CacheKey, Sequence[int]], None]
 """Callback for a graph that is being compiled, with the processes that compile it."""
 
 
@@ -87,34 +87,43 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
 def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | NeffWatch | None:
     """Watch of this rank, not yet started; None if the rank watches nothing."""
-    config, place = plan.config, Placement.read(environ)
-    if place.local_rank or not compiles_ahead(config) or extracting(environ):
+    config, placement = plan.config, Placement.read(environ)
+    if placement.local_rank or not compiles_ahead(config) or extracting(environ):
         return None
     native = is_native(config)
     cache = Cache(cache_folder(config.compile, shared=native))
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     stops = config.compile.on_miss == "stop"
-    world = place.world
-    build = native_build_of(plan, world, environ) if native else build_of(plan, world, environ, _compiler())
+    world = placement.world
+    if native:
+        build = native_build_of(plan, world, environ)
+    else:
+        package = installed("neuronx-cc")
+        compiler = f"neuronxcc-{package.version}" if package is not None else ""
+        build = build_of(plan, world, environ, compiler)
     parallel = config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.
-    mesh = Mesh.build(place.world, place.rank, tp=parallel.tp, pp=parallel.pp)
-    manifest = _manifest_of(config, mesh.stages_held(place.rank, place.local_world), cache, stops=stops)
+    mesh = Mesh.build(world, placement.rank, tp=parallel.tp, pp=parallel.pp)
+    manifest = _manifest_of(config, mesh.stages_held(placement.rank, placement.local_world), cache, stops=stops)
     if manifest is None:
         return None
-    if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
+    different = [f"    {difference}" for difference in differ(manifest.build, build)]
+    if different:
         _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
     # Ranks of one node have one parent, the agent, from which all their compilers descend.
-    on_miss = partial(_stop if stops else _warn, cache, manifest, build)
-    known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    react = _stop if stops else _warn
+    on_miss = partial(react, cache, manifest, build)
+    expected = {CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     if native:
-        return NeffWatch(cache, known, on_miss)
-    run = os.getppid() if place.local_world > 1 else os.getpid()
-    return Watch(cache.root, known, run, on_miss)
+        return NeffWatch(cache, expected, on_miss)
+    run = os.getpid()
+    if placement.local_world > 1:
+        run = os.getppid()
+    return Watch(cache.root, expected, run, on_miss)
 
 
-def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> Manifest | None:
+def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> GraphManifest | None:
     """Manifest of the stages of this machine; None if it is absent or damaged.
 
     Args:
@@ -128,13 +137,14 @@ def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stop
         absent = f"there is no {file}"
         if stages:
             absent += f", the manifest of a machine that holds {stage_words(stages, config.parallel.pp)}"
-        if others := other_manifests(config, file):
+        others = other_manifests(config, file)
+        if others:
             absent += f", but {', '.join(map(str, others))}"
         if stops:
             raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
         _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
         return None
-    manifest: Manifest | None = None
+    manifest: GraphManifest | None = None
     try:
         manifest = read_manifest(file)
         check_ready(manifest, cache)
@@ -150,22 +160,27 @@ class Watch(threading.Thread):
 
     Args:
         root: The cache.
-        known: Graphs that it may load, or compile.
+        expected: Graphs that it may load, or compile.
         run: The process from which all compilers of the run descend.
         on_miss: Is told of each other graph, once, from this thread.
         patience_s: Seconds for which a lock is given the time to show its compiler.
     """
 
     def __init__(
-        self, root: Path, known: Collection[Key], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
+        self, root: Path, expected: Collection[CacheKey], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
     ) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
-        self._root, self._ancestor, self._on_miss, self._patience_s = root, run, on_miss, patience_s
-        self._settled = set(known)
-        self._seen_s: dict[Key, float] = {}
+        self._root = root
+        self._ancestor = run
+        self._on_miss = on_miss
+        self._patience_s = patience_s
+        self._settled = set(expected)
+        self._seen_s: dict[CacheKey, float] = {}
         self._stopped = threading.Event()
         # A lock that is there before the run belongs to somebody else, as long as it is the same.
-        self._old = {_identity(lock) for folder in self._folders() for lock in locks(folder)}
+        self._old: set[tuple[int, int]] = set()
+        for folder in self._folders():
+            self._old |= {_identity(lock) for lock in locks(folder)}
 
     def stop(self) -> None:
         """End, now."""
@@ -200,7 +215,7 @@ class Watch(threading.Thread):
                     return True
         return False
 
-    def _judge(self, key: Key) -> None:
+    def _judge(self, key: CacheKey) -> None:
         processes = list(naming(key.module))
         ours = [pid for pid in processes if descends(pid, self._ancestor)]
         waited_s = time.monotonic() - self._seen_s.setdefault(key, time.monotonic())
@@ -217,14 +232,14 @@ class NeffWatch(threading.Thread):
 
     Args:
         cache: The cache.
-        known: Graphs of the manifest.
+        expected: Graphs of the manifest.
         on_miss: Callback for each other graph, once, from this thread.
     """
 
-    def __init__(self, cache: Cache, known: Collection[Key], on_miss: OnMiss) -> None:
+    def __init__(self, cache: Cache, expected: Collection[CacheKey], on_miss: OnMiss) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
         self._cache, self._on_miss = cache, on_miss
-        self._settled = {*known, *cache.done()}
+        self._settled = {*expected, *cache.done()}
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -244,7 +259,7 @@ class NeffWatch(threading.Thread):
             self._on_miss(key, ())
 
 
-def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+def _stop(cache: Cache, manifest: GraphManifest, build: Build, key: CacheKey, compilers: Sequence[int]) -> None:
     """End this rank, and with it the run, which an agent ends when a rank does."""
     print(f"error: {_miss(manifest, build, key)}", file=sys.stderr, flush=True)
     # Whoever needs the graph next would wait for a lock that nobody holds any more.
@@ -256,17 +271,12 @@ def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: S
     os._exit(BackendError.exit_code)
 
 
-def _warn(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+def _warn(cache: Cache, manifest: GraphManifest, build: Build, key: CacheKey, compilers: Sequence[int]) -> None:
     _say(f"warning: {_miss(manifest, build, key)}")
 
 
-def _miss(manifest: Manifest, build: Build, key: Key) -> str:
+def _miss(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
     return str(explain(manifest, replace(build, compiler=key.compiler), key.module))
-
-
-def _compiler() -> str:
-    package = installed("neuronx-cc")
-    return f"neuronxcc-{package.version}" if package else ""
 
 
 def _identity(lock: Path) -> tuple[int, int]:

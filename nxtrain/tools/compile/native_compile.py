@@ -34,8 +34,8 @@ from nxtrain.launch.local import FIRST_NODE, Command, ranks_per_node, render
 from nxtrain.launch.neuron import machine_of
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import native_build_of
-from nxtrain.tools.compile.entries import Key, is_neff
-from nxtrain.tools.compile.manifest import Graph, Manifest, manifest_file, write_manifest
+from nxtrain.tools.compile.entries import CacheKey, is_neff
+from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, manifest_file, write_manifest
 from nxtrain.tools.compile.parallel_compile import print_line
 
 STEPS = 4
@@ -74,8 +74,10 @@ def precompile_native(
             return
         support = torchneuron.support(devices=not torchneuron.compiles_only(command.env))
         if not support.ok:
-            why = "" if num_devices() else _why_no_mode(config)
-            raise BackendError("\n    ".join(filter(None, (f"graphs cannot be compiled here: {support.reason}", why))))
+            lines = [f"graphs cannot be compiled here: {support.reason}"]
+            if not num_devices() and _why_no_mode(config):
+                lines.append(_why_no_mode(config))
+            raise BackendError("\n    ".join(lines))
         if torchneuron.compiles_only(command.env):
             print_line(
                 "no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested. "
@@ -87,8 +89,8 @@ def precompile_native(
     world = ranks_per_node(config, nproc) * config.cluster.nodes
     build = native_build_of(resolve_config(loaded, world), world, {**os.environ, **command.env})
     file = manifest_file(config)
-    graphs = tuple(Graph(f"graph {number}", key.module, None) for number, key in enumerate(used, start=1))
-    write_manifest(Manifest(config.run.name, build, graphs), file)
+    graphs = tuple(CompiledGraph(f"graph {number}", key.module, None) for number, key in enumerate(used, start=1))
+    write_manifest(GraphManifest(config.run.name, build, graphs), file)
     duration = f"after {time.monotonic() - began:.0f} s"
     print_line(f"all {len(used)} graphs are in {cache}, {len(new)} of them new, {duration}; see {file}")
 
@@ -149,7 +151,7 @@ def _why_no_mode(config: RunConfig) -> str:
     return ""
 
 
-def _rehearse(command: Command, cache: Cache) -> tuple[list[Key], set[Key]]:
+def _rehearse(command: Command, cache: Cache) -> tuple[list[CacheKey], set[CacheKey]]:
     """Start the command; returns the graphs that the ranks used, and the new ones among these."""
     before = _graphs(cache)
     _forget_reads(cache, before)
@@ -163,19 +165,20 @@ def _rehearse(command: Command, cache: Cache) -> tuple[list[Key], set[Key]]:
     return used, set(after) - set(before)
 
 
-def _graphs(cache: Cache) -> Collection[Key]:
+def _graphs(cache: Cache) -> Collection[CacheKey]:
     return {key for key in cache.done() if is_neff(key)}
 
 
-def _forget_reads(cache: Cache, keys: Collection[Key]) -> None:
+def _forget_reads(cache: Cache, keys: Collection[CacheKey]) -> None:
     """Set times of access before those of change, so that a mount with relative access times notes the next read."""
     for key in keys:
-        if entry := cache.entry(key):
+        entry = cache.entry(key)
+        if entry is not None:
             changed = entry.folder.stat().st_mtime_ns
             os.utime(entry.folder, ns=(changed - 1_000_000_000, changed))
 
 
-def _was_read(cache: Cache, key: Key) -> bool:
+def _was_read(cache: Cache, key: CacheKey) -> bool:
     """True if a file was read since `_forget_reads`."""
     entry = cache.entry(key)
     if entry is None:

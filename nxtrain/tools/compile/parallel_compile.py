@@ -12,9 +12,9 @@ from pathlib import Path
 
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.entries import LOG, Entry, Key, State
+from nxtrain.tools.compile.entries import LOG, CacheKey, Entry, EntryState
 from nxtrain.tools.compile.memory import num_killed
-from nxtrain.tools.compile.tool import TOOL, Names, Outcome, run_tool, tool_argv
+from nxtrain.tools.compile.tool import TOOL, Names, ToolOutcome, run_tool, tool_argv
 
 OUT_OF_MEMORY = "[F137]"
 """Mark in the compiler's log for a killed subprocess, mostly for want of memory."""
@@ -23,7 +23,7 @@ _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """Compilation job.
 
     Args:
@@ -50,11 +50,11 @@ class Compiled:
     """
 
     names: Names
-    seconds: Mapping[Key, float]
+    seconds: Mapping[CacheKey, float]
     stages: tuple[int, ...] = ()
 
 
-def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
+def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
     """Compile and seal every graph, and wait for graphs that other processes compile.
 
     Args:
@@ -66,15 +66,15 @@ def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
         BackendError: The command failed or showed no graph, or graphs could not be compiled.
     """
     folder = Path(tempfile.mkdtemp(prefix="nxtrain-compile-"))
-    names, seconds = Names(), dict[Key, float]()
+    names, seconds = Names(), dict[CacheKey, float]()
     for attempt in range(retries + 1):
         _mend(job.cache)
-        place = folder / str(attempt)
-        place.mkdir()
+        attempt_folder = folder / str(attempt)
+        attempt_folder.mkdir()
         killed_before = num_killed()
-        argv = tool_argv(job.tool, num_workers, place, job.command)
-        outcome = run_tool(argv, job.env, place, _Progress(job.cache))
-        names = {**outcome.names, **names} if names else outcome.names
+        argv = tool_argv(job.tool, num_workers, attempt_folder, job.command)
+        outcome = run_tool(argv, job.env, attempt_folder, _GraphCount(job.cache))
+        names = {**outcome.names, **names}
         seconds |= outcome.seconds
         _refuse_failed_command(outcome)
         _await_others(job.cache, names)
@@ -87,8 +87,10 @@ def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
             return Compiled(names, seconds, outcome.stages)
         if attempt < retries:
             starved = num_killed() > killed_before or any(map(_was_killed, lacking.values()))
-            num_workers = max(1, num_workers // 2) if starved else num_workers
-            why = ", since compilers were killed, which is mostly for want of memory" if starved else ""
+            why = ""
+            if starved:
+                num_workers = max(1, num_workers // 2)
+                why = ", since compilers were killed, which is mostly for want of memory"
             print_line(f"{len(lacking)} of {len(names)} graphs failed; once more, up to {num_workers} at a time{why}")
     raise BackendError(_report(names, lacking, outcome.log))
 
@@ -98,18 +100,24 @@ def print_line(line: str) -> None:
     print(f"nxtrain compile: {line}", file=sys.stderr, flush=True)
 
 
-class _Progress:
+class _GraphCount:
     """Printer of the number of compiled graphs, whenever it has changed."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache, self._began, self._told = cache, time.monotonic(), ""
+        self._cache = cache
+        self._began = time.monotonic()
+        self._printed = ""
 
     def __call__(self, names: Names) -> None:
-        entries = [entry for key in names if (entry := self._cache.entry(key))]
-        done, failed = (sum(entry.state is state for entry in entries) for state in (State.DONE, State.FAILED))
-        line = f"{done} of {len(names)} graphs done" + (f", {failed} failed" if failed else "")
-        if done + failed and line != self._told:
-            self._told = line
+        entries = [self._cache.entry(key) for key in names]
+        states = [entry.state for entry in entries if entry is not None]
+        done = states.count(EntryState.DONE)
+        failed = states.count(EntryState.FAILED)
+        line = f"{done} of {len(names)} graphs done"
+        if failed:
+            line += f", {failed} failed"
+        if done + failed and line != self._printed:
+            self._printed = line
             print_line(f"{line}, {time.monotonic() - self._began:.0f} s")
 
 
@@ -122,7 +130,7 @@ def _mend(cache: Cache) -> None:
         print_line(f"put {key} aside, which failed before")
 
 
-def _refuse_failed_command(outcome: Outcome) -> None:
+def _refuse_failed_command(outcome: ToolOutcome) -> None:
     where = f"its lines are above, and in {outcome.log}"
     if outcome.status == 1 and not outcome.compiled:
         raise BackendError(f"the run that shows the graphs failed, so that nothing was compiled; {where}")
@@ -135,30 +143,35 @@ def _refuse_failed_command(outcome: Outcome) -> None:
 
 def _await_others(cache: Cache, names: Names) -> None:
     """Wait for graphs that others compile; a lock that nobody works under goes stale meanwhile, and is broken."""
-    told = 0
-    while locked := [key for key in names if (entry := cache.entry(key)) and entry.state is State.LOCKED]:
-        if len(locked) != told:
-            told = len(locked)
-            print_line(f"waiting for {told} graphs that another process has locked, such as {locked[0]}")
+    num_printed = 0
+    while True:
+        entries = [cache.entry(key) for key in names]
+        locked = [entry.key for entry in entries if entry is not None and entry.state is EntryState.LOCKED]
+        if not locked:
+            break
+        if len(locked) != num_printed:
+            num_printed = len(locked)
+            print_line(f"waiting for {num_printed} graphs that another process has locked, such as {locked[0]}")
         time.sleep(_POLL_S)
     cache.break_locks()
 
 
 def _was_killed(entry: Entry | None) -> bool:
     """True if a compiler ended without a result, or its log reports that it was killed."""
-    if entry is None or entry.state is not State.FAILED:
+    if entry is None or entry.state is not EntryState.FAILED:
         return True
     log = entry.folder / LOG
     return log.exists() and OUT_OF_MEMORY in log.read_text(encoding="utf-8", errors="replace")
 
 
-def _report(names: Names, lacking: Mapping[Key, Entry | None], log: Path) -> str:
+def _report(names: Names, lacking: Mapping[CacheKey, Entry | None], log: Path) -> str:
     lines = [f"{len(lacking)} of {len(names)} graphs could not be compiled:"]
     for key, name in names.items():
         if key in lacking:
             entry = lacking[key]
-            failed = entry is not None and entry.state is State.FAILED
-            verdict = f"{entry.detail}; see {entry.folder / LOG}" if entry and failed else "its compiler was killed"
+            verdict = "its compiler was killed"
+            if entry is not None and entry.state is EntryState.FAILED:
+                verdict = f"{entry.detail}; see {entry.folder / LOG}"
             lines.append(f"{name} ({key.module}): {verdict}")
     lines.append(f"what was printed is above, and that of the run in {log}")
     if any(map(_was_killed, lacking.values())):

@@ -21,11 +21,18 @@ from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.entries import Key
-from nxtrain.tools.compile.manifest import Graph, Manifest, manifest_file, read_manifest, stage_words, write_manifest
+from nxtrain.tools.compile.entries import CacheKey
+from nxtrain.tools.compile.manifest import (
+    CompiledGraph,
+    GraphManifest,
+    manifest_file,
+    read_manifest,
+    stage_words,
+    write_manifest,
+)
 from nxtrain.tools.compile.memory import host_memory
 from nxtrain.tools.compile.native_compile import precompile_native
-from nxtrain.tools.compile.parallel_compile import Compiled, Job, compile_graphs, print_line
+from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
@@ -75,15 +82,18 @@ def precompile(
         print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv), about=about))
         return
     tool = _find_tool()
-    print_line(f"up to {num_workers} graphs at a time: " + ("as --workers asks" if workers else str(memory)))
+    reason = str(memory)
+    if workers:
+        reason = "as --workers asks"
+    print_line(f"up to {num_workers} graphs at a time: {reason}")
     began = time.monotonic()
     env = {**os.environ, **command.env}
     cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
-    compiled = compile_graphs(Job(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
+    compiled = compile_graphs(CompileJob(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
     world = ranks_per_node(config, nproc) * config.cluster.nodes
     build = build_of(resolve_config(loaded, world), world, env, next(iter(compiled.names)).compiler)
     file = manifest_file(config, compiled.stages)
-    write_manifest(Manifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
+    write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
     graphs, new = f"{len(compiled.names)} graphs", len(compiled.seconds)
     if compiled.stages:
         graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
@@ -92,7 +102,9 @@ def precompile(
 
 def retries_of(config: RunConfig, wanted: int) -> int:
     """Times that failed graphs are tried again: of several nodes one alone has nobody to show them with."""
-    return wanted if config.cluster.nodes == 1 else 0
+    if config.cluster.nodes > 1:
+        return 0
+    return wanted
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
@@ -111,16 +123,19 @@ def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
     ]
 
 
-def _graphs(compiled: Compiled, file: Path) -> tuple[Graph, ...]:
+def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
     """The rows of the manifest; what was compiled before keeps the seconds that it had in it."""
-    before: dict[Key, float | None] = {}
+    before: dict[CacheKey, float | None] = {}
     with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
-        before = {Key(old.build.compiler, graph.module): graph.seconds for graph in old.graphs}
-    return tuple(
-        Graph(name, key.module, round(compiled.seconds[key], 1) if key in compiled.seconds else before.get(key))
-        for key, name in compiled.names.items()
-    )
+        before = {CacheKey(old.build.compiler, graph.module): graph.seconds for graph in old.graphs}
+    graphs = []
+    for key, name in compiled.names.items():
+        seconds = before.get(key)
+        if key in compiled.seconds:
+            seconds = round(compiled.seconds[key], 1)
+        graphs.append(CompiledGraph(name, key.module, seconds))
+    return tuple(graphs)
 
 
 def _check_backend(loaded: Loaded) -> None:

@@ -16,7 +16,7 @@ from nxtrain.common.io.paths import local_path
 from nxtrain.common.io.s3 import SCHEME
 from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import Key
+from nxtrain.tools.compile.entries import CacheKey
 
 CacheLocation = Cache | Bucket
 
@@ -33,11 +33,11 @@ class Report:
         unusable: Entries that could not be copied, with the reason.
     """
 
-    copied: list[Key] = field(default_factory=list)
+    copied: list[CacheKey] = field(default_factory=list)
     size_bytes: int = 0
-    present: list[Key] = field(default_factory=list)
-    busy: list[Key] = field(default_factory=list)
-    unusable: dict[Key, str] = field(default_factory=dict)
+    present: list[CacheKey] = field(default_factory=list)
+    busy: list[CacheKey] = field(default_factory=list)
+    unusable: dict[CacheKey, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Step:
         bytes_done, bytes_total: Their bytes.
     """
 
-    key: Key
+    key: CacheKey
     num_done: int
     num_total: int
     bytes_done: int
@@ -64,7 +64,10 @@ def open_place(text: str | Path) -> CacheLocation:
         ConfigError: The address names no bucket.
         BackendError: S3 cannot be reached from here.
     """
-    return Bucket(open_store(str(text))) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
+    address = str(text)
+    if address.startswith(SCHEME):
+        return Bucket(open_store(address))
+    return Cache(local_path(address))
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
@@ -107,7 +110,7 @@ def _check(source: CacheLocation, target: CacheLocation) -> None:
         raise ConfigError(f"{source} and {target} are the same folder")
 
 
-def _copy(source: CacheLocation, target: CacheLocation, key: Key) -> bool:
+def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:
     if isinstance(target, Cache):
         return target.store(key, lambda folder: source.fetch(key, folder))
     assert isinstance(source, Cache)

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import FrameType
 
 from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
-from nxtrain.tools.compile.entries import Key, parse_key
+from nxtrain.tools.compile.entries import CacheKey, parse_key
 
 TOOL = "neuron_parallel_compile"
 STOP_S = 40.0
 """Seconds that the tool has to end its processes when it is stopped; torchrun gives its ranks 30."""
 
-Names = dict[Key, str]
+Names = dict[CacheKey, str]
 """Name of each graph's work, in the order in which the graphs were first seen."""
 
 _STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
@@ -36,7 +36,7 @@ _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuro
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ToolOutcome:
     """Outcome of one call.
 
     Args:
@@ -51,7 +51,7 @@ class Outcome:
     status: int
     names: Names
     compiled: bool
-    seconds: Mapping[Key, float]
+    seconds: Mapping[CacheKey, float]
     log: Path
     stages: tuple[int, ...] = ()
 
@@ -66,13 +66,13 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
             its working folder with everything in it when it starts.
         command: What shows the graphs; it runs where this process does.
     """
-    own = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
-    return (tool, *own, "env", f"--chdir={Path.cwd()}", *command)
+    options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
+    return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
 
 
 def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[Names], None], every_s: float = 2.0
-) -> Outcome:
+) -> ToolOutcome:
     """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
 
     Args:
@@ -98,9 +98,13 @@ def run_tool(
         finally:
             _end(process)
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{TOOL}_results_*.json")]
-    rows = [row for result in results for row in result["compilation_report"].items()]
-    seconds = {key: float(row["compile_time"]) for path, row in rows if (key := _key_of(path))}
-    return Outcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
+    seconds: dict[CacheKey, float] = {}
+    for result in results:
+        for path, row in result["compilation_report"].items():
+            key = parse_key("/".join(Path(path).parts[-3:-1]))
+            if key is not None:
+                seconds[key] = float(row["compile_time"])
+    return ToolOutcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
 
 
 def names_in(log: str, marker: str) -> Names:
@@ -118,7 +122,8 @@ def names_in(log: str, marker: str) -> Names:
         if marker in line:
             work = line.partition(marker)[2].strip()
         for compiler, module in _GRAPH.findall(line):
-            if (key := Key(compiler, module)) not in names:
+            key = CacheKey(compiler, module)
+            if key not in names:
                 numbers[work] += 1
                 names[key] = f"{work} #{numbers[work]}"
     return names
@@ -126,15 +131,20 @@ def names_in(log: str, marker: str) -> Names:
 
 def stages_in(log: str) -> tuple[int, ...]:
     """The pipeline stages that a machine named as its own; empty if it holds all of them."""
-    found = _STAGES.search(log)
-    return tuple(map(int, found[1].split(","))) if found else ()
+    match = _STAGES.search(log)
+    if match is None:
+        return ()
+    return tuple(map(int, match[1].split(",")))
 
 
 class _Log:
     """Log of the tool's command, read again only when it has grown."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._size, self._text, self._names = folder, 0, "", Names()
+        self._folder = folder
+        self._size = 0
+        self._text = ""
+        self._names = Names()
 
     def path(self) -> Path:
         return next(iter(self._folder.glob("trial_run_pid*_log.txt")), self._folder / "trial_run_log.txt")
@@ -142,7 +152,8 @@ class _Log:
     def names(self) -> Names:
         with suppress(FileNotFoundError):
             path = self.path()
-            if (size := path.stat().st_size) != self._size:
+            size = path.stat().st_size
+            if size != self._size:
                 self._size = size
                 self._text = path.read_text(encoding="utf-8", errors="replace")
                 self._names = names_in(self._text, EXTRACTING)
@@ -178,7 +189,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(STOP_S)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _key_of(path: str) -> Key | None:
-    return parse_key("/".join(Path(path).parts[-3:-1]))

@@ -9,11 +9,11 @@ from nxtrain.backends.capability import bf16_warning
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, is_native
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 
 
-def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
+def check_choices(host: Host, config: RunConfig, machine: TargetMachine | None) -> Iterator[Finding]:
     """Check the choices of a run that is about to start.
 
     Args:
@@ -21,16 +21,29 @@ def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Ite
         config: Configuration of the run.
         machine: Kind of machine; None: unknown.
     """
-    gpus = _capabilities(host) if config.backend.name in ("auto", ON_GPUS) else {}
     backend: str = config.backend.name
+    gpus: dict[str, tuple[int, int]] = {}
+    if backend in ("auto", ON_GPUS):
+        gpus = _capabilities(host)
     if backend == "auto":
-        resource = machine.resource if machine else ""
-        on_neuron = "neuron-native" if is_native(config) else "neuron"
-        backend = on_neuron if resource == NEURON else ON_GPUS if resource == GPU or gpus else "cpu"
+        resource = ""
+        if machine is not None:
+            resource = machine.resource
+        if resource == NEURON and is_native(config):
+            backend = "neuron-native"
+        elif resource == NEURON:
+            backend = "neuron"
+        elif resource == GPU or gpus:
+            backend = ON_GPUS
+        else:
+            backend = "cpu"
     yield from _attention(config, backend)
     if backend == ON_GPUS and config.precision.params == "bf16":
-        warnings = filter(None, (bf16_warning(name, capability) for name, capability in gpus.items()))
-        yield from (fine("bf16", warning) for warning in [*warnings][:1])
+        for name, capability in gpus.items():
+            warning = bf16_warning(name, capability)
+            if warning:
+                yield fine("bf16", warning)
+                break
 
 
 def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:
@@ -50,10 +63,10 @@ def _capabilities(host: Host) -> dict[str, tuple[int, int]]:
         text = host.run("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
     except ToolError:  # drivers before release 510 have no such field
         return {}
-    found = {}
+    capabilities = {}
     for line in (text or "").splitlines():
         name, _, capability = line.rpartition(",")
         major, _, minor = capability.strip().partition(".")
         if name and major.isdecimal() and minor.isdecimal():
-            found[name.strip()] = (int(major), int(minor))
-    return found
+            capabilities[name.strip()] = (int(major), int(minor))
+    return capabilities

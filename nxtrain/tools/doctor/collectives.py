@@ -14,10 +14,10 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.launch.local import rendezvous_address
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
-from nxtrain.tools.doctor.outputs import Bandwidth, OutputError, parse_nccom_test
+from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
 LIMIT_S = 30.0
 """Seconds that ranks wait for one another."""
@@ -52,14 +52,23 @@ class World:
 
     def name(self, rank: int) -> str:
         """Machine of a rank, by name where known."""
-        return f"{self.names[rank]} (rank {rank})" if len(self.names) == self.size else f"rank {rank}"
+        if len(self.names) != self.size:
+            return f"rank {rank}"
+        return f"{self.names[rank]} (rank {rank})"
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the rank, as torchrun sets them."""
-        place = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        place |= {"MASTER_PORT": self.port, "GROUP_RANK": self.rank, "GROUP_WORLD_SIZE": self.size}
-        return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": self.first_node}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_PORT": str(self.port),
+            "GROUP_RANK": str(self.rank),
+            "GROUP_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.first_node,
+        }
 
 
 def world_of(first_node: str, rank: int, size: int, host: Host | None = None) -> World:
@@ -85,7 +94,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
 
 def check_collectives(
-    host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
+    host: Host, machine: TargetMachine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
     """Check the links within this machine, or with a world those between all machines.
 
@@ -95,49 +104,55 @@ def check_collectives(
         world: Machines that run this check at the same time; None: this one alone.
         limit_s: Seconds that ranks wait for one another.
     """
-    is_gpu = machine is not None and machine.resource == GPU
+    gpus: TargetMachine | None = None
+    backend = "cpu"
+    if machine is not None and machine.resource == GPU:
+        gpus = machine
+        backend = "auto"
     if machine is not None and machine.resource == NEURON:
         yield _nccom(host, machine)
     elif world is None:
-        yield _loopback(machine if is_gpu else None, limit_s)
+        yield _loopback(gpus, backend, limit_s)
     if world is not None:
-        (result,) = _run_ranks([world.environment], "auto" if is_gpu else "cpu", limit_s)
+        (result,) = _run_ranks([world.environment], backend, limit_s)
         yield _judge("collectives", [result], world.size, world.name, None)
 
 
-def _loopback(machine: Machine | None, limit_s: float) -> Finding:
+def _loopback(machine: TargetMachine | None, backend: str, limit_s: float) -> Finding:
     """Collectives between processes of this machine: one per GPU of a machine, or two without."""
-    size = machine.devices if machine is not None else 2
+    size = 2
+    if machine is not None:
+        size = machine.devices
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    places = [
+    environments = [
         {**World("127.0.0.1", port, rank, size).environment, **local, "LOCAL_RANK": str(rank)} for rank in range(size)
     ]
-    results = _run_ranks(places, "auto" if machine is not None else "cpu", limit_s)
+    results = _run_ranks(environments, backend, limit_s)
     return _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
 
 
-def _nccom(host: Host, machine: Machine) -> Finding:
+def _nccom(host: Host, machine: TargetMachine) -> Finding:
     try:
         text = host.run(*NCCOM, "--nworkers", str(machine.ranks), "allr", limit_s=LIMIT_S)
         if text is None:
             why, fix = "the links between chips cannot be tested", "install aws-neuronx-tools"
             return fault("loopback", "nccom-test is not installed", why, fix)
         rows = parse_nccom_test(text)
-    except (ToolError, OutputError) as error:
+    except (ToolError, ToolOutputError) as error:
         return fault("loopback", str(error), WHY, "see the processes and driver above; reboot, then replace the node")
     return _judge_links("loopback", rows, machine, f"{machine.ranks} NeuronCores")
 
 
-def _run_ranks(places: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
+def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
     """Start ranks as processes, and return what each found; `error` is set for those that died."""
     program = (sys.executable, "-m", "nxtrain.tools.doctor.collectives_rank", backend, str(limit_s))
     started = [
         subprocess.Popen(
-            program, env={**os.environ, **place}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            program, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for place in places
+        for environment in environments
     ]
     limit = time.monotonic() + limit_s + MEASURE_S
     results = []
@@ -156,16 +171,22 @@ def _run_ranks(places: Sequence[Mapping[str, str]], backend: str, limit_s: float
 
 
 def _judge(
-    name: str, results: Sequence[Mapping[str, Any]], size: int, name_of: Callable[[int], str], machine: Machine | None
+    name: str,
+    results: Sequence[Mapping[str, Any]],
+    size: int,
+    name_of: Callable[[int], str],
+    machine: TargetMachine | None,
 ) -> Finding:
-    missing = sorted({rank for result in results for rank in result["missing"]})
+    errors = list(dict.fromkeys(result["error"] for result in results if result["error"]))
+    missing = sorted(set().union(*(result["missing"] for result in results)))
     if missing:
         what = f"{len(missing)} of {size} did not arrive: {words([name_of(rank) for rank in missing])}"
-        reasons = "; ".join(dict.fromkeys(result["error"] for result in results if result["error"]))
+        if errors:
+            what += f" ({'; '.join(errors)})"
         fix = "start this check on all machines at once; then look at the named ones: name, firewall, security group"
-        return fault(name, f"{what}{f' ({reasons})' if reasons else ''}", WHY, fix)
-    if errors := [result["error"] for result in results if result["error"]]:
-        return fault(name, words(list(dict.fromkeys(errors))), WHY, "bring the loopback interface up; reinstall torch")
+        return fault(name, what, WHY, fix)
+    if errors:
+        return fault(name, words(errors), WHY, "bring the loopback interface up; reinstall torch")
     rows = []
     for number, (size_bytes, _) in enumerate(results[0]["rows"]):
         seconds = max(result["rows"][number][1] for result in results)
@@ -173,11 +194,14 @@ def _judge(
     return _judge_links(name, rows, machine, f"{size} ranks on {results[0].get('device', 'unknown')}")
 
 
-def _judge_links(name: str, rows: Sequence[Bandwidth], machine: Machine | None, who: str) -> Finding:
+def _judge_links(name: str, rows: Sequence[Bandwidth], machine: TargetMachine | None, who: str) -> Finding:
     best = max(row.bus_bytes_s for row in rows)
     what = f"{who}: {rows[0].time_s * 1e6:.0f} us for {rows[0].size_bytes} bytes, {best / 1e9:.2f} GB/s"
-    link = MACHINES[machine.instance].link_bytes_s if machine is not None and machine.instance in MACHINES else 0.0
-    if link and best < MIN_SHARE * link:
+    link = 0.0
+    if machine is not None and machine.instance in MACHINES:
+        link = MACHINES[machine.instance].link_bytes_s
+    if link:
         what += f" of {link / 1e9:.0f} GB/s"
+    if best < MIN_SHARE * link:
         return fault(name, what, "one slow link slows every step of every rank", "reboot, then replace the node")
-    return fine(name, what + (f" of {link / 1e9:.0f} GB/s" if link else ""))
+    return fine(name, what)

@@ -40,21 +40,25 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
     Returns:
         `missing`, the ranks that did not arrive; `error`, empty if all is well; and `rows`, bytes and seconds.
     """
-    place, host = Placement.read(), os.environ["MASTER_ADDR"]
+    placement = Placement.read()
+    host = os.environ["MASTER_ADDR"]
     timeout = timedelta(seconds=limit_s)
     port = int(os.environ["MASTER_PORT"])
-    if place.rank and (why := _silence(host, port, limit_s)):
-        return {"missing": [0], "error": why, "rows": []}
+    if placement.rank:
+        why = _silence(host, port, limit_s)
+        if why:
+            return {"missing": [0], "error": why, "rows": []}
     try:
-        store = connect(host, port, place.rank, timeout)
-        if missing := _missing(store, place, limit_s):
+        store = connect(host, port, placement.rank, timeout)
+        missing = _missing(store, placement, limit_s)
+        if missing:
             return {"missing": missing, "error": "", "rows": []}
     except DistError as error:
         why = (str(error).strip().splitlines() or ["no answer"])[0]
         return {"missing": [], "error": why, "rows": []}
     opened = open_backend(choose(backend)[0], limit_s)
     try:
-        return {"missing": [], "error": "", "rows": _measure(opened, place), "device": str(opened.device)}
+        return {"missing": [], "error": "", "rows": _measure(opened, placement), "device": str(opened.device)}
     finally:
         opened.close()
 
@@ -72,19 +76,21 @@ def _silence(host: str, port: int, limit_s: float) -> str:
     return f"{host}:{port}: {why}"
 
 
-def _missing(store: Store, place: Placement, limit_s: float) -> list[int]:
+def _missing(store: Store, placement: Placement, limit_s: float) -> list[int]:
     """Ranks that did not arrive within the limit."""
-    store.set(f"doctor/{place.rank}", socket.gethostname())
+    store.set(f"doctor/{placement.rank}", socket.gethostname())
     limit = time.monotonic() + limit_s
-    waiting = list(range(place.world))
-    while waiting and time.monotonic() < limit:
+    waiting = list(range(placement.world))
+    while time.monotonic() < limit:
         waiting = [rank for rank in waiting if not store.check([f"doctor/{rank}"])]
-        time.sleep(POLL_S if waiting else 0.0)
+        if not waiting:
+            break
+        time.sleep(POLL_S)
     return waiting
 
 
-def _measure(backend: Backend, place: Placement) -> list[tuple[int, float]]:
-    mesh = Mesh.build(place.world, place.rank, dp=place.world)
+def _measure(backend: Backend, placement: Placement) -> list[tuple[int, float]]:
+    mesh = Mesh.build(placement.world, placement.rank, dp=placement.world)
     backend.lay_out(mesh)
     rows = []
     for size in SIZES_BYTES:
@@ -101,6 +107,5 @@ def _measure(backend: Backend, place: Placement) -> list[tuple[int, float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = join(sys.argv[1], float(sys.argv[2]))
-    print(json.dumps(found), flush=True)
+    print(json.dumps(join(sys.argv[1], float(sys.argv[2]))), flush=True)
     os._exit(0)  # the store may wait for ranks that never come

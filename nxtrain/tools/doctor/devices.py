@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import (
     GPU_QUERY,
@@ -12,7 +13,7 @@ from nxtrain.tools.doctor.outputs import (
     UUID_QUERY,
     Devices,
     Holder,
-    OutputError,
+    ToolOutputError,
     parse_fi_info,
     parse_neuron_ls,
     parse_nvidia_smi,
@@ -35,7 +36,7 @@ Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-
 REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, or HyperPod's own replacement)"
 
 
-def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
+def check_devices(host: Host, machine: TargetMachine | None, *, needs_all: bool) -> Iterator[Finding]:
     """Check accelerators and EFA.
 
     Args:
@@ -45,7 +46,7 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
     """
     try:
         devices = _list_devices(host, machine)
-    except (ToolError, OutputError) as error:
+    except (ToolError, ToolOutputError) as error:
         why = "the driver does not answer, and a run would hang or fail at its start"
         yield fault("devices", str(error), why, f"reload the driver or reboot; if that fails, {REPLACE}")
     else:
@@ -59,36 +60,49 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
         yield _efa(host, machine)
 
 
-def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
+def _list_devices(host: Host, machine: TargetMachine | None) -> Devices | None:
     """Accelerators of the machine; None if neither a tool nor the driver knows any."""
-    kinds = {machine.resource} if machine else {NEURON, GPU}
-    if NEURON in kinds and (text := host.run("neuron-ls", "--json-output")):
-        return parse_neuron_ls(text)
-    form = "--format=csv,noheader"
-    if GPU in kinds and (gpus := host.run("nvidia-smi", f"--query-gpu={GPU_QUERY}", form)):
-        uuids = host.run("nvidia-smi", f"--query-gpu={UUID_QUERY}", form) or ""
-        processes = host.run("nvidia-smi", f"--query-compute-apps={PROCESS_QUERY}", form) or ""
-        return parse_nvidia_smi(gpus, uuids, processes)
-    chips = host.at("/dev").glob("neuron[0-9]*") if NEURON in kinds else ()
-    numbers = sorted(int(path.name.removeprefix("neuron")) for path in chips if path.name[6:].isdigit())
-    return Devices(tuple(numbers), 0, ()) if numbers else None
+    may_have_chips = machine is None or machine.resource == NEURON
+    if may_have_chips:
+        text = host.run("neuron-ls", "--json-output")
+        if text:
+            return parse_neuron_ls(text)
+    if machine is None or machine.resource == GPU:
+        form = "--format=csv,noheader"
+        gpus = host.run("nvidia-smi", f"--query-gpu={GPU_QUERY}", form)
+        if gpus:
+            uuids = host.run("nvidia-smi", f"--query-gpu={UUID_QUERY}", form) or ""
+            processes = host.run("nvidia-smi", f"--query-compute-apps={PROCESS_QUERY}", form) or ""
+            return parse_nvidia_smi(gpus, uuids, processes)
+    numbers = []
+    if may_have_chips:
+        names = [path.name.removeprefix("neuron") for path in host.at("/dev").glob("neuron[0-9]*")]
+        numbers = sorted(int(name) for name in names if name.isdigit())
+    if not numbers:
+        return None
+    return Devices(tuple(numbers), 0, ())
 
 
-def _count(devices: Devices | None, machine: Machine | None) -> Finding:
-    found = len(devices.numbers) if devices else 0
+def _count(devices: Devices | None, machine: TargetMachine | None) -> Finding:
+    numbers: tuple[int, ...] = ()
+    if devices is not None:
+        numbers = devices.numbers
+    count = len(numbers)
     if machine is None or not machine.resource:
-        return fine("devices", f"{found} accelerators")
-    if found != machine.devices:
-        missing = sorted({*range(machine.devices)} - {*(devices.numbers if devices else ())})
-        what = f"{found} of {machine.devices} accelerators of {machine.instance}; missing: {words(missing)}"
+        return fine("devices", f"{count} accelerators")
+    if count != machine.devices:
+        missing = sorted({*range(machine.devices)} - {*numbers})
+        what = f"{count} of {machine.devices} accelerators of {machine.instance}; missing: {words(missing)}"
         return fault("devices", what, "ranks of the missing ones cannot start", f"reboot once; then {REPLACE}")
-    return fine("devices", f"{found} accelerators, as {machine.instance} has")
+    return fine("devices", f"{count} accelerators, as {machine.instance} has")
 
 
 def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Finding:
     stray = [holder for holder in holders if needs_all or _is_orphan(host, holder.pid)]
+    if not holders:
+        return fine("processes", "no process holds a device")
     if not stray:
-        return fine("processes", f"{len(holders)} processes hold devices" if holders else "no process holds a device")
+        return fine("processes", f"{len(holders)} processes hold devices")
     pids = " ".join(str(holder.pid) for holder in stray)
     what = "; ".join(
         f"process {holder.pid} ({holder.command}) holds devices {words(holder.devices)}" for holder in stray
@@ -103,19 +117,32 @@ def _is_orphan(host: Host, pid: int) -> bool:
     return len(fields) > 1 and fields[1] == "1" and pid != 1
 
 
-def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
-    found = dict(devices.ecc)
-    for number in devices.numbers if machine is None or machine.resource == NEURON else ():
-        for counter in COUNTERS:
-            for path in host.at(f"{NEURON_SYSFS}/neuron{number}").rglob(counter):
-                file = path / "total" if path.is_dir() else path
-                text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else ""
-                found[number] = found.get(number, 0) + (int(text) if text.isdecimal() else 0)
-    bad = {number: count for number, count in found.items() if count}
+def _ecc(host: Host, devices: Devices, machine: TargetMachine | None) -> Finding:
+    counts = dict(devices.ecc)
+    if machine is None or machine.resource == NEURON:
+        for number in devices.numbers:
+            for counter in COUNTERS:
+                for path in host.at(f"{NEURON_SYSFS}/neuron{number}").rglob(counter):
+                    counts[number] = counts.get(number, 0) + _counter_value(path)
+    if not counts:
+        return fine("ecc", "no counters here")
+    bad = {number: count for number, count in counts.items() if count}
     if not bad:
-        return fine("ecc", f"no uncorrected memory error on {len(found)} devices" if found else "no counters here")
+        return fine("ecc", f"no uncorrected memory error on {len(counts)} devices")
     what = "; ".join(f"device {number}: {count} uncorrected memory errors" for number, count in sorted(bad.items()))
     return fault("ecc", what, "weights or gradients may have been changed silently", REPLACE)
+
+
+def _counter_value(path: Path) -> int:
+    """Value of a counter: a file, or in some releases a folder with a file `total`; 0 if there is no number."""
+    if path.is_dir():
+        path = path / "total"
+    if not path.is_file():
+        return 0
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    if not text.isdecimal():
+        return 0
+    return int(text)
 
 
 def _pair(host: Host) -> Finding:
@@ -133,15 +160,19 @@ def _pair(host: Host) -> Finding:
         what = f"driver {driver} beside runtime {text}, which came with driver {needed[0]}.{needed[1]}"
         why = "a runtime newer than its driver fails at the first call, or lacks features silently"
         return fault("driver", what, why, "upgrade aws-neuronx-dkms, or use the SDK of this driver")
-    return fine("driver", f"driver {driver}" + (f", runtime {text}" if text else ""))
+    if not text:
+        return fine("driver", f"driver {driver}")
+    return fine("driver", f"driver {driver}, runtime {text}")
 
 
 def _minor(version: str) -> tuple[int, int]:
     parts = version.split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and all(part.isdecimal() for part in parts) else (0, 0)
+    if len(parts) > 1 and all(part.isdecimal() for part in parts):
+        return int(parts[0]), int(parts[1])
+    return 0, 0
 
 
-def _efa(host: Host, machine: Machine) -> Finding:
+def _efa(host: Host, machine: TargetMachine) -> Finding:
     fix = "attach the instance's EFA interfaces, and install AWS's EFA driver; see docs/slurm_kubernetes.md"
     why = "collectives between machines fail, or fall back to TCP at a fraction of the speed"
     try:
@@ -149,8 +180,11 @@ def _efa(host: Host, machine: Machine) -> Finding:
     except ToolError as error:  # fi_info ends with an error where it finds no device
         return fault("efa", str(error), why, fix)
     folder = host.at("/sys/class/infiniband")
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    found = parse_fi_info(text) if text is not None else tuple(sorted(names))
-    if len(found) < machine.efa_devices:
-        return fault("efa", f"{len(found)} of {machine.efa_devices} EFA devices: {words(found) or 'none'}", why, fix)
-    return fine("efa", f"{len(found)} EFA devices")
+    names: tuple[str, ...] = ()
+    if text is not None:
+        names = parse_fi_info(text)
+    elif folder.is_dir():
+        names = tuple(sorted(path.name for path in folder.iterdir()))
+    if len(names) < machine.efa_devices:
+        return fault("efa", f"{len(names)} of {machine.efa_devices} EFA devices: {words(names) or 'none'}", why, fix)
+    return fine("efa", f"{len(names)} EFA devices")

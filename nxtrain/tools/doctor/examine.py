@@ -12,7 +12,7 @@ from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.local import PORT
-from nxtrain.launch.targets.machines import MACHINES, NEURON
+from nxtrain.launch.targets.machines import MACHINES, NEURON, TargetMachine
 from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.doctor.choices import check_choices
@@ -41,11 +41,19 @@ def examine(
     Raises:
         ConfigError: The configuration cannot be read.
     """
-    loaded = load(path, overrides) if path else None
-    config, host = loaded.config if loaded else RunConfig(), host or Host()
+    loaded: Loaded | None = None
+    config = RunConfig()
+    if path is not None:
+        loaded = load(path, overrides)
+        config = loaded.config
+    host = host or Host()
     name = host.read(str(SYS / PRODUCT_NAME))
-    machine = None if config.backend.name in {"cpu", "xla"} else MACHINES.get(config.cluster.instance or name)
-    yield check_instance(name if name in MACHINES else "", config.cluster.instance, machine)
+    machine: TargetMachine | None = None
+    if config.backend.name not in {"cpu", "xla"}:
+        machine = MACHINES.get(config.cluster.instance or name)
+    if name not in MACHINES:
+        name = ""
+    yield check_instance(name, config.cluster.instance, machine)
     yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None))
     yield from _guarded("host", lambda: check_host(host, machine))
     yield from _guarded("disk", lambda: [check_disk(config.run.dir, _needed_bytes(path, overrides, loaded))])
@@ -69,8 +77,10 @@ def _guarded(name: str, checks: Callable[[], Iterable[Finding]]) -> Iterator[Fin
 
 def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | None) -> int:
     """Free space that the kept checkpoints of a run need, and one that is being written."""
-    if path is None or loaded is None or not loaded.config.checkpoint.every:
-        return MIN_FREE_BYTES if path is None else 0
+    if path is None or loaded is None:
+        return MIN_FREE_BYTES
+    if not loaded.config.checkpoint.every:
+        return 0
     try:
         prediction, _ = predict(path, overrides, Question(), Assumptions())
     except ConfigError:  # no machine of the table
@@ -85,5 +95,6 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 def line_of(finding: Finding) -> str:
     """Finding for people."""
-    head = f"{'ok' if finding.ok else 'FAULT':6}{finding.name:12}{finding.what}"
-    return head if finding.ok else f"{head}\n{'':18}why: {finding.why}\n{'':18}fix: {finding.fix}"
+    if finding.ok:
+        return f"{'ok':6}{finding.name:12}{finding.what}"
+    return f"{'FAULT':6}{finding.name:12}{finding.what}\n{'':18}why: {finding.why}\n{'':18}fix: {finding.fix}"

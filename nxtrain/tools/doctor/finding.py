@@ -99,5 +99,8 @@ class ToolError(Exception):
 
 def words(values: Sequence[object]) -> str:
     """Values in one line, no more than `SHOWN`."""
+    text = ", ".join(map(str, values[:SHOWN]))
     rest = len(values) - SHOWN
-    return ", ".join(map(str, values[:SHOWN])) + (f" and {rest} more" if rest > 0 else "")
+    if rest > 0:
+        text += f" and {rest} more"
+    return text

@@ -13,9 +13,9 @@ from pathlib import Path
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.schema import CompileConfig
-from nxtrain.launch.targets.machines import Machine
+from nxtrain.launch.targets.machines import TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
-from nxtrain.tools.doctor.outputs import OutputError, parse_chronyc
+from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
 GIB = 1 << 30
 
@@ -38,7 +38,7 @@ SET_SINCE = 1735689600.0
 """2025-01-01: a clock that shows less is not set."""
 
 
-def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
+def check_instance(name: str, wanted: str, machine: TargetMachine | None) -> Finding:
     """Check the kind of machine.
 
     Args:
@@ -49,17 +49,19 @@ def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
-    return fine("instance", (machine.instance if machine else name) or "no instance type that nxtrain knows")
+    if machine is not None:
+        name = machine.instance
+    return fine("instance", name or "no instance type that nxtrain knows")
 
 
-def check_host(host: Host, machine: Machine | None) -> Iterator[Finding]:
+def check_host(host: Host, machine: TargetMachine | None) -> Iterator[Finding]:
     """Check limits, shared memory and clock."""
     yield _limits(machine)
     yield _shared_memory(host)
     yield _clock(host)
 
 
-def _limits(machine: Machine | None) -> Finding:
+def _limits(machine: TargetMachine | None) -> Finding:
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = resource.RLIM_INFINITY
     if files != unlimited and files < MIN_FILES:
@@ -91,14 +93,16 @@ def _clock(host: Host) -> Finding:
         return fault("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(shown)), why, fix)
     try:
         text = host.run("chronyc", "-c", "tracking")
-        offset = parse_chronyc(text) if text is not None else 0.0
-    except (ToolError, OutputError) as error:
+        if text is None:
+            return fine("clock", "set; chronyc is not installed")
+        offset = parse_chronyc(text)
+    except (ToolError, ToolOutputError) as error:
         return fault("clock", str(error), why, fix)
     if offset is None:
         return fault("clock", "chronyd runs, and has no time source", why, fix)
     if offset > MAX_OFFSET_S:
         return fault("clock", f"{offset:.1f} s off", why, "chronyc makestep")
-    return fine("clock", f"{offset:.6f} s off" if text is not None else "set; chronyc is not installed")
+    return fine("clock", f"{offset:.6f} s off")
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
@@ -165,4 +169,6 @@ def check_port(host: Host, port: int, *, needs_all: bool) -> Finding:
         why = "agents of the run cannot meet: Address already in use"
         fix = f"end the program that ss -ltnp 'sport = :{port}' shows, or use --first-node NAME:PORT"
         return fault("ports", f"a program listens on port {port}", why, fix)
-    return fine("ports", f"port {port} is {'in use' if used else 'free'}")
+    if used:
+        return fine("ports", f"port {port} is in use")
+    return fine("ports", f"port {port} is free")

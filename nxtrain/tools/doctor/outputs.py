@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class OutputError(ValueError):
+class ToolOutputError(ValueError):
     """Output in a form that is not known."""
 
 
@@ -59,7 +59,7 @@ def parse_neuron_ls(text: str) -> Devices:
     """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
 
     Raises:
-        OutputError: Neither.
+        ToolOutputError: Neither.
     """
     try:
         rows = json.loads(text)
@@ -73,7 +73,7 @@ def parse_neuron_ls(text: str) -> Devices:
         numbers = tuple(int(row["neuron_device"]) for row in rows)
         cores = sum(int(row["nc_count"]) for row in rows)
     except (RecursionError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"neuron-ls printed no list of devices: {error!r}") from error
+        raise ToolOutputError(f"neuron-ls printed no list of devices: {error!r}") from error
     return Devices(numbers, cores, _holders(held))
 
 
@@ -86,7 +86,7 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
     """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`.
 
     Raises:
-        OutputError: A line has another number of fields, or no number where one must be.
+        ToolOutputError: A line has another number of fields, or no number where one must be.
     """
     try:
         rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
@@ -97,9 +97,12 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
             devices.append(index_of[uuid])
         ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
     except (csv.Error, ValueError, KeyError) as error:
-        raise OutputError(f"nvidia-smi printed another table: {error!r}") from error
+        raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
     numbers = tuple(index for index, _, _ in rows)
-    return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
+    driver = ""
+    if rows:
+        driver = rows[0][1]
+    return Devices(numbers, len(rows), _holders(held), driver, ecc)
 
 
 def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
@@ -107,9 +110,12 @@ def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
 
 
 def _lines(text: str) -> list[list[str]]:
-    # Line by line, since a stray quotation mark would hide the line after it.
-    rows = (row for line in text.splitlines() for row in csv.reader([line], skipinitialspace=True, strict=True))
-    return [[field.strip() for field in row] for row in rows if row]
+    lines = []
+    for line in text.splitlines():  # one by one, since a stray quotation mark would hide the line after it
+        for row in csv.reader([line], skipinitialspace=True, strict=True):
+            if row:
+                lines.append([field.strip() for field in row])
+    return lines
 
 
 def parse_fi_info(text: str) -> tuple[str, ...]:
@@ -137,29 +143,32 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
     """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
 
     Raises:
-        OutputError: There is no table, or a line of it lacks a number.
+        ToolOutputError: There is no table, or a line of it lacks a number.
     """
-    found: list[Bandwidth] = []
+    rows: list[Bandwidth] = []
     columns: list[str] = []
     for line in text.splitlines():
         fields = line.split()
         if "busbw(GB/s)" in fields:
             columns = fields
         elif columns and len(fields) == len(columns) and fields[0].isdecimal():
-            found.append(_bandwidth(dict(zip(columns, fields, strict=True))))
-    if not found:
-        raise OutputError("nccom-test printed no table")
-    return tuple(found)
+            rows.append(_bandwidth(dict(zip(columns, fields, strict=True))))
+    if not rows:
+        raise ToolOutputError("nccom-test printed no table")
+    return tuple(rows)
 
 
 def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
     try:
         size, bandwidth = int(row["size(B)"]), float(row["busbw(GB/s)"])
-        time = float(row["time(us)"] if "time(us)" in row else row["time:avg(us)"])
+        column = "time(us)"
+        if column not in row:
+            column = "time:avg(us)"
+        time = float(row[column])
     except (ValueError, KeyError) as error:
-        raise OutputError(f"nccom-test printed another table: {error!r}") from error
+        raise ToolOutputError(f"nccom-test printed another table: {error!r}") from error
     if not (math.isfinite(time) and math.isfinite(bandwidth)):
-        raise OutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
+        raise ToolOutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
     return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 
@@ -167,13 +176,15 @@ def parse_chronyc(text: str) -> float | None:
     """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source.
 
     Raises:
-        OutputError: The line has other fields.
+        ToolOutputError: The line has other fields.
     """
     fields: list[Any] = text.strip().split(",")
     try:
         offset, leap = abs(float(fields[4])), fields[13]
     except (IndexError, ValueError) as error:
-        raise OutputError("chronyc printed another line") from error
+        raise ToolOutputError("chronyc printed another line") from error
     if not math.isfinite(offset):
-        raise OutputError(f"chronyc printed an offset of {offset}")
-    return None if leap == "Not synchronised" else offset
+        raise ToolOutputError(f"chronyc printed an offset of {offset}")
+    if leap == "Not synchronised":
+        return None
+    return offset

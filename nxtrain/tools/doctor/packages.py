@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from nxtrain.backends.neuron import sdk, torchneuron
-from nxtrain.launch.targets.machines import GPU, NEURON, Machine
+from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.tools.doctor.finding import Finding, fault, fine
 
 AWS_PACKAGES = (
@@ -16,7 +16,7 @@ AWS_PACKAGES = (
 """Packages of AWS, under whose names PyPI may have placeholders."""
 
 
-def check_packages(machine: Machine | None) -> Iterator[Finding]:
+def check_packages(machine: TargetMachine | None) -> Iterator[Finding]:
     """Check the environment of this Python.
 
     Args:
@@ -32,20 +32,23 @@ def check_packages(machine: Machine | None) -> Iterator[Finding]:
 
 
 def _placeholders() -> Finding:
-    found = [package for name in AWS_PACKAGES if (package := sdk.installed(name)) and package.placeholder]
-    if not found:
+    packages = [sdk.installed(name) for name in AWS_PACKAGES]
+    placeholders = [package for package in packages if package is not None and package.placeholder]
+    if not placeholders:
         return fine("packages", f"no placeholder of an AWS package; Python {sys.version.partition(' ')[0]}")
-    what = "; ".join(sdk.placeholder(package) for package in found)
-    names = " ".join(package.name for package in found)
+    what = "; ".join(sdk.placeholder(package) for package in placeholders)
+    names = " ".join(package.name for package in placeholders)
     fix = f"pip uninstall -y {names}; then {sdk.install_command()}"
     return fault("packages", what, "an import of the package fails, or finds nothing", fix)
 
 
-def _torch(machine: Machine | None) -> Finding:
+def _torch(machine: TargetMachine | None) -> Finding:
     torch, xla = sdk.installed("torch"), sdk.installed("torch-xla")
     if torch is None:
         return fault("torch", "torch is not installed", "no rank can start", "pip install nxtrain")
-    versions = f"torch {torch.version}" + (f", torch-xla {xla.version}" if xla else "")
+    versions = f"torch {torch.version}"
+    if xla is not None:
+        versions += f", torch-xla {xla.version}"
     if machine is not None and machine.resource == GPU and torch.version.endswith("+cpu"):
         why = "this build of torch knows no GPU, and ranks would train on processors"
         return fault("torch", versions, why, "pip install --force-reinstall torch, from PyPI")
@@ -57,12 +60,13 @@ def _torch(machine: Machine | None) -> Finding:
 
 def _neuron() -> Finding:
     """Check that one of the two environments for Trainium is whole."""
-    native = torchneuron.detect()
-    support = torchneuron.support() if native else sdk.support()
+    support = torchneuron.support() if torchneuron.detect() else sdk.support()
     if support.ok:
         return fine("sdk", support.reason)
     first, *rest = support.reason.splitlines()
-    install = rest[-1].strip() if rest else sdk.install_command()
+    install = sdk.install_command()
+    if rest:
+        install = rest[-1].strip()
     what = "; ".join(line.strip() for line in (first, *rest[:-1]))
     return fault("sdk", what, "ranks cannot use the Neuron devices", install)
 

@@ -39,8 +39,10 @@ class StandIn:
 
     def __str__(self) -> str:
         """Text of the note for the user."""
-        auto = "auto: " if self.configured == "auto" else ""
-        return f"traced with {self.key}={TRACED[self.key]} in place of {self.run} ({auto}{self.reason})"
+        reason = self.reason
+        if self.configured == "auto":
+            reason = f"auto: {reason}"
+        return f"traced with {self.key}={TRACED[self.key]} in place of {self.run} ({reason})"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class _Machine:
 
 def backend_of(config: RunConfig) -> str:
     """Backend of a run; `auto` means `neuron`, since graphs are traced for the compiler of Trainium."""
-    return "neuron" if config.backend.name == "auto" else config.backend.name
+    if config.backend.name == "auto":
+        return "neuron"
+    return config.backend.name
 
 
 def choose(config: RunConfig) -> Choices:
@@ -94,13 +98,17 @@ def choose(config: RunConfig) -> Choices:
     if name != "neuron":
         if config.backend.layers == "nxd":
             stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
-        if config.data.doc_mask and (attention := announced_attention(config, name, os.environ)):
+        attention = None
+        if config.data.doc_mask:
+            attention = announced_attention(config, name, os.environ)
+        if attention is not None:
             _note_attention(attention, config.backend.attention, name, stand_ins, notes)
         return Choices("native", ASSUMED, tuple(stand_ins), tuple(notes))
-    known = machine_of(config)
-    if known is None:
+    instance = machine_of(config)
+    if instance is None:
+        instance = ASSUMED
         notes.append(f"{ASSUMED.name} is assumed; cluster.instance names the instance of a run")
-    machine = _machine(known or ASSUMED)
+    machine = _machine(instance)
     layers = _layers(config, machine, stand_ins, notes)
     is_flash = _attention(config, machine, stand_ins, notes)
     if not machine.lacking and (layers == "nxd" or is_flash):
@@ -118,7 +126,9 @@ def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
 def _machine(instance: Instance) -> _Machine:
     sdk, package = detect() or RECOMMENDED, installed(_NXD)
     if package is None or package.placeholder:
-        lacking = "is not here" if package is None else "is PyPI's empty placeholder here"
+        lacking = "is not here"
+        if package is not None:
+            lacking = "is PyPI's empty placeholder here"
         return _Machine(instance, sdk, Package(_NXD, RELEASES[sdk].neuronx_distributed), lacking)
     return _Machine(instance, sdk, package, "")
 
@@ -127,7 +137,9 @@ def _device(config: RunConfig, name: str) -> list[StandIn]:
     configured = config.backend.name
     if configured == "xla":
         return []
-    reason = "its device is not here, and graphs need none" if name == "neuron" else "graphs are those of PyTorch/XLA"
+    reason = "graphs are those of PyTorch/XLA"
+    if name == "neuron":
+        reason = "its device is not here, and graphs need none"
     if configured == "auto":
         reason = f"neuron on a Trainium instance; {reason}"
     if name == "neuron" and config.precision.update == "bf16_stochastic":
@@ -159,16 +171,18 @@ def _nxd_is_traced() -> str:
 def _attention(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> bool:
     """True for a run with the flash kernel."""
     configured, instance = config.backend.attention, machine.instance
-    found = attention_of(config, instance, machine.sdk, machine.distributed)
-    if found is None:
+    attention = attention_of(config, instance, machine.sdk, machine.distributed)
+    if attention is None:
         return False
-    _note_attention(found, configured, instance.name, stand_ins, notes)
-    return found.is_flash
+    _note_attention(attention, configured, instance.name, stand_ins, notes)
+    return attention.is_flash
 
 
-def _note_attention(found: Attention, configured: str, where: str, stand_ins: list[StandIn], notes: list[str]) -> None:
-    if found.is_flash:
-        reason = f"flash on {where}, by {found.reason}; NKI kernels are traced by AWS's compiler alone"
+def _note_attention(
+    attention: Attention, configured: str, where: str, stand_ins: list[StandIn], notes: list[str]
+) -> None:
+    if attention.is_flash:
+        reason = f"flash on {where}, by {attention.reason}; NKI kernels are traced by AWS's compiler alone"
         stand_ins.append(StandIn("backend.attention", configured, "flash", reason))
     elif configured == "auto":
-        notes.append(f"backend.attention=auto is {found.kind} on {where}: {found.reason}")
+        notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")

@@ -80,15 +80,16 @@ def graphs(
     standard_error().print(
         f"tracing {len(traced)} of {world} ranks ({spans(traced)}), {steps} steps each; the imports take seconds"
     )
-    found = _traced(job, min(world, chosen.instance.num_cores))
-    if lacking := found.pop("lacking"):
+    report = _traced(job, min(world, chosen.instance.num_cores))
+    lacking = report.pop("lacking")
+    if lacking:
         chosen = without_nxd(chosen, given.config, lacking)
     return {
-        **found,
+        **report,
         "layers": chosen.layers,
         "attention": TRACED["backend.attention"],
-        "replaced": {each.key: each.configured for each in chosen.stand_ins},
-        "notes": [*map(str, chosen.stand_ins), *chosen.notes, *_shortened(found["micro_batches"])],
+        "replaced": {stand_in.key: stand_in.configured for stand_in in chosen.stand_ins},
+        "notes": [*map(str, chosen.stand_ins), *chosen.notes, *_shortened(report["micro_batches"])],
     }
 
 
@@ -107,8 +108,10 @@ def some_ranks(plan: Resolved, world: int) -> list[int]:
     """
     tp, pp = plan.config.parallel.tp, plan.config.parallel.pp
     stage = world // pp
-    ends = [rank for first in range(0, world, stage) for rank in (first, first + stage - 1)]
-    return sorted({rank for rank in (0, 1, tp - 1, tp, world // 2 + 1, world - 1, *ends) if rank < world})
+    ranks = {0, 1, tp - 1, tp, world // 2 + 1, world - 1}
+    for first in range(0, world, stage):
+        ranks |= {first, first + stage - 1}
+    return sorted(rank for rank in ranks if rank < world)
 
 
 def present(report: Mapping[str, Any], *, as_json: bool) -> None:
@@ -120,8 +123,10 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         write_document(report)
     else:
-        # Whoever reads a file or a pipe has no width to fit.
-        console = Console(width=None if sys.stdout.isatty() else UNBOUND, highlight=False)
+        width = None
+        if not sys.stdout.isatty():  # the reader of a file or a pipe has no width to fit
+            width = UNBOUND
+        console = Console(width=width, highlight=False)
         console.print(_table(report))
         for line in _notes(report):
             console.print(line, markup=False)
@@ -158,7 +163,9 @@ def _table(report: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for graph in report["graphs"]:
         steps = graph["steps"]
-        span = f"{steps[0]}-{steps[-1]}" if len(steps) == steps[-1] - steps[0] + 1 > 1 else ", ".join(map(str, steps))
+        span = ", ".join(map(str, steps))
+        if len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1:
+            span = f"{steps[0]}-{steps[-1]}"
         first = [f"{graph['name']}\n[dim]{graph['hash'][:12]}[/dim]", span]
         rows = [
             [

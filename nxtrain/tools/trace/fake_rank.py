@@ -107,9 +107,9 @@ class _Collectives(C10dCollectives):
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
-            own = list(axis.group_of(dist.get_rank()))
+            ranks = list(axis.group_of(dist.get_rank()))
             with without_greetings():  # torch-xla replaces `dist.new_group` by one without this argument
-                self._groups.setdefault(axis.groups, new_group(own, use_local_synchronization=True))
+                self._groups.setdefault(axis.groups, new_group(ranks, use_local_synchronization=True))
         return super().group(axis)
 
     def _link(self, mesh: Mesh) -> None:
@@ -204,13 +204,14 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
     state = build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
     parameters = [_own(p) for p in state.model.parameters()]
     trained = [_own(p) for p in state.model.parameters() if p.requires_grad]
-    kept = [_own(x) for kind in state.optimizer.state.values() for x in kind.values()]
-    kept += [_own(x) for x in state.data_parallel.shards.values()]
+    optimizer_state = [_own(x) for x in state.data_parallel.shards.values()]
+    for kind in state.optimizer.state.values():
+        optimizer_state += [_own(x) for x in kind.values()]
     batch = zero_batch(resolved, backend, mesh)
-    with LiveBytes([*parameters, *kept, *state.model.buffers()]) as step:
+    with LiveBytes([*parameters, *optimizer_state, *state.model.buffers()]) as step:
         train_step(state, batch, 1e-3)
     held = {x.untyped_storage()._cdata for x in parameters}
-    apart = [x for x in kept if x.untyped_storage()._cdata not in held]
+    apart = [x for x in optimizer_state if x.untyped_storage()._cdata not in held]
     trained_bytes = _num_bytes(trained)
     return Traced(trained_bytes, _num_bytes(parameters) - trained_bytes, _num_bytes(apart), step.peak)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -40,7 +40,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Graph:
+class HloGraph:
     """Contents of a graph.
 
     Args:
@@ -52,13 +52,13 @@ class Graph:
     has_f64: bool
 
 
-def parse(text: str) -> Graph:
+def parse(text: str) -> HloGraph:
     """Read a module in HLO's text form, before any compiler has changed it.
 
     Args:
         text: Each instruction stands behind those that it uses.
     """
-    found: dict[str, Collective] = {}
+    collectives: dict[str, Collective] = {}
     result_of: dict[str, str] = {}  # an instruction that is a collective's result to that collective
     constants: dict[str, float] = {}
     for line in text.splitlines():
@@ -67,10 +67,14 @@ def parse(text: str) -> Graph:
             continue
         name, shape, op, rest = match.groups()
         if op in OPS:
-            groups = _GROUPS.search(rest)
-            operands = rest[: groups.start()] if groups else rest
+            operands = rest
+            groups: Groups = ()
+            groups_text = _GROUPS.search(rest)
+            if groups_text is not None:
+                operands = rest[: groups_text.start()]
+                groups = _groups(groups_text[1])
             size = max(_num_bytes(shape), _num_bytes(operands))
-            found[name] = Collective(op, _groups(groups[1]) if groups else (), size, frozenset())
+            collectives[name] = Collective(op, groups, size, frozenset())
             result_of[name] = name
         elif op == "constant":
             number = _NUMBER.match(rest)
@@ -81,21 +85,24 @@ def parse(text: str) -> Graph:
             sources = [result_of[operand] for operand in operands_of if operand in result_of]
             factors = [constants[operand] for operand in operands_of if operand in constants]
             if op != "multiply":
-                result_of |= dict.fromkeys([name] if sources else [], *sources)
-                constants |= dict.fromkeys([name] if factors else [], *factors)
+                # These operations have one operand.
+                if sources:
+                    result_of[name] = sources[0]
+                if factors:
+                    constants[name] = factors[0]
             elif sources and factors:
                 (source,), (factor,) = sources, factors
-                known = found[source]
-                found[source] = Collective(known.op, known.groups, known.num_bytes, known.scales | {factor})
-    return Graph(tuple(found.values()), " f64[" in text or "(f64[" in text)
+                collective = collectives[source]
+                collectives[source] = replace(collective, scales=collective.scales | {factor})
+    return HloGraph(tuple(collectives.values()), " f64[" in text or "(f64[" in text)
 
 
 def _num_bytes(shapes: str) -> int:
     """Bytes of all shapes in a text, such as `(bf16[8,64]{1,0}, f32[])`."""
-    return sum(
-        math.prod(int(size) for size in sizes.split(",") if size) * _type_bytes(kind)
-        for kind, sizes in _SHAPE.findall(shapes)
-    )
+    total = 0
+    for kind, sizes in _SHAPE.findall(shapes):
+        total += math.prod(int(size) for size in sizes.split(",") if size) * _type_bytes(kind)
+    return total
 
 
 def _type_bytes(kind: str) -> int:
@@ -117,4 +124,7 @@ def _of_type(number: float, shape: str) -> float:
 
 @lru_cache(maxsize=64)  # a graph names the same few axes of thousands of ranks hundreds of times
 def _groups(text: str) -> Groups:
-    return tuple(tuple(int(rank) for rank in group.split(",")) for group in re.findall(r"\{([0-9,]+)\}", text))
+    groups = []
+    for group in re.findall(r"\{([0-9,]+)\}", text):
+        groups.append(tuple(map(int, group.split(","))))
+    return tuple(groups)

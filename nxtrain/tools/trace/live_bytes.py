@@ -23,15 +23,15 @@ class LiveBytes(TorchDispatchMode):
         peak: Most live bytes at the end of an operation.
 
     Args:
-        known: Tensors whose storages do not count.
+        excluded: Tensors whose storages do not count.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
         self._seen: dict[int, Any] = {}
-        self._known = {x.untyped_storage()._cdata for x in known}
+        self._excluded = {x.untyped_storage()._cdata for x in excluded}
 
     def __enter__(self) -> LiveBytes:
         super().__enter__()
@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._excluded:
             return
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, lambda _: self._freed(key))

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nxtrain.common.mesh import Axis
-from nxtrain.tools.trace.hlo import Graph, Groups
+from nxtrain.tools.trace.hlo import Groups, HloGraph
 
-TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
+TRAINING = "training"
+LOG = "log"
+EVALUATION = "evaluation"
 """Kinds of work that a graph belongs to."""
 
 
@@ -70,7 +72,7 @@ class Recording:
     dp_size: int
     axes: Sequence[Axis]
     cuts: Sequence[Cut]
-    graphs: Mapping[str, Graph]
+    graphs: Mapping[str, HloGraph]
     reads: Sequence[Read]
     stages: Mapping[int, int] = field(default_factory=dict)
 
@@ -92,18 +94,25 @@ class Recording:
             if self.stages:
                 part = self._pipeline_part(cut, last=last)
                 if not cut.action:
-                    place = (*key, cut.phase, part)
-                    alone[place] += 1
-                    number = alone[place]
-                    part += f" {number}" if number > 1 else ""
+                    work = (*key, cut.phase, part)
+                    alone[work] += 1
+                    if alone[work] > 1:
+                        part += f" {alone[work]}"
+            elif cut.phase == TRAINING and per_step[key] == 1:
+                part = "steady"
+            elif cut.phase == TRAINING and last:
+                part = "steady update"
             elif cut.phase == TRAINING:
-                part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"
+                part = "steady micro-batch"
             named.append((cut, part))
         return named
 
     def _pipeline_part(self, cut: Cut, *, last: bool) -> str:
-        prefix = "" if cut.phase == TRAINING else f"{cut.phase} "
-        if shared := self.shared(cut.hash):
+        prefix = ""
+        if cut.phase != TRAINING:
+            prefix = f"{cut.phase} "
+        shared = self.shared(cut.hash)
+        if shared:
             (over,) = {axis.name for axis in shared}
             if cut.action:
                 return f"transfer over {over}"
@@ -113,19 +122,25 @@ class Recording:
             return f"{prefix}sum over {over}"
         if cut.action:
             return prefix + cut.action
+        if cut.phase == EVALUATION:
+            return f"{prefix}sums"
         if cut.phase != TRAINING:
-            return f"{prefix}sums" if cut.phase == EVALUATION else cut.phase
-        return "update" if last else "gradients"
+            return cut.phase
+        if last:
+            return "update"
+        return "gradients"
 
     def shared(self, hash_: str) -> list[Axis]:
         """The axes that a graph uses which join several stages, if they are all that it uses."""
         joined = self.joined(hash_)
         is_all = len(joined) == len(self.graphs[hash_].collectives)
-        return joined if is_all and len({axis.name for axis in joined}) == 1 else []
+        if is_all and len({axis.name for axis in joined}) == 1:
+            return joined
+        return []
 
     def joined(self, hash_: str) -> list[Axis]:
         """The axes that a graph uses which join several stages."""
-        axes = [self._axis(each.op, each.groups) for each in self.graphs[hash_].collectives]
+        axes = [self._axis(collective.op, collective.groups) for collective in self.graphs[hash_].collectives]
         return [axis for axis in axes if axis is not None and axis.spans_stages]
 
     def stage_of(self, rank: int) -> int:
@@ -142,12 +157,16 @@ class Recording:
     def axis_of(self, op: str, groups: Groups) -> str:
         """Name of the axis that a collective spans; empty if there is none."""
         axis = self._axis(op, groups)
-        return "" if axis is None else axis.name
+        if axis is None:
+            return ""
+        return axis.name
 
     def _axis(self, op: str, groups: Groups) -> Axis | None:
         for axis in self.axes:
             if op == "collective-permute":
-                group_of = {rank: index for index, group in enumerate(axis.groups) for rank in group}
+                group_of: dict[int, int] = {}
+                for index, group in enumerate(axis.groups):
+                    group_of |= dict.fromkeys(group, index)
                 if all(group_of[source] == group_of[target] for source, target in groups):
                     return axis
             elif groups == axis.groups or sorted(groups or (tuple(range(self.world)),)) == sorted(axis.groups):

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from nxtrain.common.mesh import spans
-from nxtrain.tools.trace.hlo import Graph, Groups
+from nxtrain.tools.trace.hlo import Groups, HloGraph
 from nxtrain.tools.trace.recording import Cut, Recording
 
 
@@ -42,8 +42,10 @@ def _names(recording: Recording) -> dict[str, str]:
         if cut.hash == last[cut.rank, part]:
             names[cut.hash] = part
         else:
-            rest = [word for word in part.split() if word != "steady"]
-            names[cut.hash] = " ".join(["first", *rest]) if steps == {1} else f"other {part}"
+            names[cut.hash] = f"other {part}"
+            if steps == {1}:
+                rest = [word for word in part.split() if word != "steady"]
+                names[cut.hash] = " ".join(["first", *rest])
     if recording.stages:
         return {hash_: _staged(recording, parts, hash_, name) for hash_, name in names.items()}
     return names
@@ -55,11 +57,16 @@ def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, 
         return name
     uses: dict[str, tuple[str, set[int]]] = {}  # by what it is without its number: a name, and stages
     for cut, part in parts:
-        if cut.hash == hash_:
-            label = part if uses else name
-            uses.setdefault(part.rstrip(" 0123456789") if not cut.action else part, (label, set()))[1].add(
-                recording.stage_of(cut.rank)
-            )
+        if cut.hash != hash_:
+            continue
+        label = name
+        if uses:
+            label = part
+        work = part
+        if not cut.action:
+            work = part.rstrip(" 0123456789")
+        _, stages = uses.setdefault(work, (label, set()))
+        stages.add(recording.stage_of(cut.rank))
     return ", ".join(f"stage{'s' * (len(stages) > 1)} {spans(sorted(stages))} {of}" for of, stages in uses.values())
 
 
@@ -95,15 +102,13 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
     }
 
 
-def _dp_scale(recording: Recording, graph: Graph) -> float | None:
+def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
     """The constant that sums over data parallel ranks are multiplied by; of several the one that is wrong."""
     data_parallel = ("dp", "shard", "replica")
-    scales = {
-        scale
-        for collective in graph.collectives
-        if recording.axis_of(collective.op, collective.groups) in data_parallel
-        for scale in collective.scales
-    }
+    scales: set[float] = set()
+    for collective in graph.collectives:
+        if recording.axis_of(collective.op, collective.groups) in data_parallel:
+            scales |= collective.scales
     return max(scales, key=lambda scale: abs(scale * recording.dp_size - 1), default=None)
 
 
@@ -132,14 +137,20 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
 def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
     """Ranks of a stage whose graphs are not those of its first: compiled again, their collectives would not meet."""
     parts = recording.parts()
-    course = {rank: [(c.step, part, c.hash) for c, part in parts if c.rank == rank] for rank in ranks}
+    course: dict[int, list[tuple[int, str, str]]] = {rank: [] for rank in ranks}
+    for cut, part in parts:
+        if cut.rank in course:
+            course[cut.rank].append((cut.step, part, cut.hash))
     first, *others = ranks
     different = [rank for rank in others if course[rank] != course[first]]
     if not different:
         return
     ours, theirs = course[first], course[different[0]]
-    step, part, _ = next((mine for mine, other in zip(ours, theirs, strict=False) if mine != other), (0, "", ""))
-    where = f"the first difference is {part} in step {step}" if step else "some records fewer than others"
+    where = "some records fewer than others"
+    for mine, other in zip(ours, theirs, strict=False):
+        if mine != other:
+            where = f"the first difference is {mine[1]} in step {mine[0]}"
+            break
     yield (
         f"ranks {', '.join(map(str, different))} record other graphs than rank {first}; {where}. A number that depends "
         "on the rank stands in the graph: make it a tensor on the device"
@@ -159,17 +170,15 @@ def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: a collective over {joined[0].name} stands in a graph that not all stages run"
             continue
         collectives = recording.graphs[hash_].collectives
-        what = name, tuple((each.op, each.groups, each.num_bytes) for each in collectives)
+        what = name, tuple((one.op, one.groups, one.num_bytes) for one in collectives)
         if alike.setdefault(what, hash_) != hash_:
             here, there = _stages(recording, hash_), _stages(recording, alike[what])
             yield f"{name}: is another graph on stages {here} than {there}"
-    courses = {
-        rank: [
-            (step, phase, [cut.hash for cut in cuts])
-            for (step, phase), cuts in groupby(_sums(recording, rank), key=lambda cut: (cut.step, cut.phase))
-        ]
-        for rank, *_ in recording.by_stage()
-    }
+    courses: dict[int, list[tuple[int, str, list[str]]]] = {}
+    for rank, *_ in recording.by_stage():
+        courses[rank] = []
+        for (step, phase), cuts in groupby(_sums(recording, rank), key=lambda cut: (cut.step, cut.phase)):
+            courses[rank].append((step, phase, [cut.hash for cut in cuts]))
     first, *others = courses
     different = [rank for rank in others if courses[rank] != courses[first]]
     if different:
@@ -178,7 +187,7 @@ def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
 
 def _sums(recording: Recording, rank: int) -> Iterator[Cut]:
     for cut in recording.cuts:
-        ops = {each.op for each in recording.graphs[cut.hash].collectives}
+        ops = {collective.op for collective in recording.graphs[cut.hash].collectives}
         if cut.rank == rank and not cut.action and "all-reduce" in ops and recording.joined(cut.hash):
             yield cut
 
@@ -196,7 +205,9 @@ def _recompilations(recording: Recording) -> Iterator[str]:
             number = len({cut.hash for cut in cuts})
             if number > 1:
                 again = next(cut for cut in cuts if cut.hash != cuts[0].hash)
-                when = "step 1, where one micro-batch differs from another" if again.step == 1 else f"step {again.step}"
+                when = f"step {again.step}"
+                if again.step == 1:
+                    when += ", where one micro-batch differs from another"
                 yield (
                     f"{part}: compiled again in {when}: {number} graphs where one is enough. A number that changes "
                     "stands in the graph, or a tensor that is there only later: bring numbers to the device with "
@@ -206,10 +217,10 @@ def _recompilations(recording: Recording) -> Iterator[str]:
 
 
 def _wrong_groups(recording: Recording, graph: Mapping[str, Any]) -> Iterator[str]:
-    known = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
+    axes = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
     for row in graph["collectives"]:
         if not row["axis"]:
             yield (
                 f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of {row['group_size']} "
-                f"ranks, which are no axis of this mesh; its axes: {known}"
+                f"ranks, which are no axis of this mesh; its axes: {axes}"
             )

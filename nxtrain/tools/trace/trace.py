@@ -36,7 +36,7 @@ from nxtrain.config.load import load
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.schedule import Action
-from nxtrain.tools.trace.hlo import Graph, Groups, parse
+from nxtrain.tools.trace.hlo import Groups, HloGraph, parse
 from nxtrain.tools.trace.recording import Cut, Read, Recording
 from nxtrain.tools.trace.report import report
 from nxtrain.train.build import build_model, build_state, mesh_of
@@ -48,7 +48,7 @@ LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """Job of a trace.
 
     Args:
@@ -101,6 +101,8 @@ def trace(
         for axis in _axes(mesh, table):
             axes.setdefault(axis.groups, axis)
         seconds.append(round(time.perf_counter() - began, 2))
+    if mesh.pp_size == 1:
+        stages.clear()
     recording = Recording(
         world,
         ranks,
@@ -110,19 +112,19 @@ def trace(
         tape.cuts,
         tape.graphs,
         tape.reads,
-        stages if mesh.pp_size > 1 else {},
+        stages,
     )
-    found = report(recording)
+    findings = report(recording)
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
-        for graph in found["graphs"]:
+        for graph in findings["graphs"]:
             path = hlo / f"{re.sub('[^a-z0-9-]+', '-', graph['name'])}-{graph['hash'][:12]}.hlo.txt"
             path.write_text(tape.texts[graph["hash"]], encoding="utf-8")
             graph["hlo"] = str(path)
     train = plan.config.train
     of_run = train.global_batch // (train.micro_batch * mesh.dp.size)
     traced = few_micro_batches(plan.config, mesh).global_batch // (train.micro_batch * mesh.dp.size)
-    return {**found, "micro_batches": {"traced": traced, "of_run": of_run}, "seconds": seconds}
+    return {**findings, "micro_batches": {"traced": traced, "of_run": of_run}, "seconds": seconds}
 
 
 @dataclass
@@ -143,12 +145,14 @@ class _Tape(RunObserver):
     num_chunks: int = 1
     cuts: list[Cut] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
-    graphs: dict[str, Graph] = field(default_factory=dict)
+    graphs: dict[str, HloGraph] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
     def begin_rank(self, rank: int, spent_s: float) -> None:
         """Begin the trace of a rank; `spent_s` is the time of all earlier ranks."""
-        left = f", about {spent_s / self.num_begun * (self.num_ranks - self.num_begun):.0f} s left" if spent_s else ""
+        left = ""
+        if spent_s:
+            left = f", about {spent_s / self.num_begun * (self.num_ranks - self.num_begun):.0f} s left"
         self.rank, self.num_begun = rank, self.num_begun + 1
         self._print(f"builds the model{left}")
 
@@ -165,8 +169,11 @@ class _Tape(RunObserver):
 
     @contextmanager
     def act(self, action: Action) -> Iterator[None]:
-        kind = "transfer" if action.is_transfer else action.kind
-        self.action = kind if action.is_transfer or self.num_chunks == 1 else f"{kind} chunk {action.chunk}"
+        self.action = action.kind
+        if action.is_transfer:
+            self.action = "transfer"
+        elif self.num_chunks > 1:
+            self.action += f" chunk {action.chunk}"
         yield
         self.action = ""
 
@@ -213,15 +220,19 @@ def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> 
 
 def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     """The axes that a rank communicates over."""
-    copies = {piece.copies for spec in table.values() for piece in spec.pieces(mesh.tp)}
+    copies: set[int] = set()
+    for spec in table.values():
+        copies |= {piece.copies for piece in spec.pieces(mesh.tp)}
     shared = [mesh.tp.neighbours(number) for number in sorted(copies)]
     pp = mesh.pp
-    pairs = [pp.pairs((pp.rank + step) % pp.size) for step in (1, -1)] if pp.size > 1 else []
+    pairs = []
+    if pp.size > 1:
+        pairs = [pp.pairs((pp.rank + 1) % pp.size), pp.pairs((pp.rank - 1) % pp.size)]
     axes = [mesh.tp, mesh.dp, pp, mesh.shard, mesh.replica, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
     return [axis for axis in axes if axis.size > 1]
 
 
-def main(job: Job) -> None:
+def main(job: TraceJob) -> None:
     """Print the report as JSON."""
     garbage.settle()
     plan = resolve_config(load(job.config, job.overrides), job.world)
@@ -231,9 +242,12 @@ def main(job: Job) -> None:
             bind = pretended_nxd(INSTANCES[job.instance])
         except BackendError as error:
             lacking = str(error)
-    found = trace(plan, job.world, job.ranks, job.steps, Path(job.hlo) if job.hlo else None, bind)
-    print(json.dumps({**found, "lacking": lacking}), flush=True)
+    hlo = None
+    if job.hlo:
+        hlo = Path(job.hlo)
+    findings = trace(plan, job.world, job.ranks, job.steps, hlo, bind)
+    print(json.dumps({**findings, "lacking": lacking}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))
+    main(TraceJob(**json.loads(sys.argv[1])))

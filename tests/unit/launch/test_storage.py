@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.launch.targets import clusters, storage
-from nxtrain.launch.targets.job import Options
+from nxtrain.launch.targets.job import LaunchOptions
 from nxtrain.launch.targets.slurm import container_options, enroot_uri
 from tests.support.launch_cases import CASES, ROOT
 from tests.unit.launch.test_targets import NASTY, in_bash, job
@@ -106,7 +106,7 @@ def test_sizes_are_those_of_fsx(size: int, fits: bool) -> None:
 
 
 def test_volumes_have_the_claim_of_the_runs_and_outlive_the_cluster() -> None:
-    files = clusters.render_eks(job(options=Options(claim="mine", storage_gib=57_600)))
+    files = clusters.render_eks(job(options=LaunchOptions(claim="mine", storage_gib=57_600)))
     for name in ("fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml"):
         source, claim = yaml.safe_load_all(files[name])
         assert claim["metadata"]["name"] == "mine"

@@ -19,7 +19,7 @@ from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
 from nxtrain.launch.local import Command
 from nxtrain.launch.targets import kubernetes
-from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import NAMES, RENDERERS, launch_on
 from nxtrain.launch.targets.slurm import container_options
 from tests.support.commands import in_process
@@ -51,7 +51,11 @@ PLAIN = {
 """Overrides of runs: one with an instance that is known, and one on machines of any name."""
 
 
-def all_texts(config: str, *overrides: str, options: Options = Options()) -> tuple[Job, dict[str, str]]:  # noqa: B008
+def all_texts(
+    config: str,
+    *overrides: str,
+    options: LaunchOptions = LaunchOptions(),  # noqa: B008
+) -> tuple[ClusterJob, dict[str, str]]:
     """A run, and its files by target and name."""
     run = resolve_job(Path(config), (*PLAIN[config], *overrides), options)
     return run, {f"{target}/{name}": text for target, render in RENDERERS.items() for name, text in render(run).items()}
@@ -94,7 +98,7 @@ def is_inert(config: str, texts: Mapping[str, str], image: str, claim: str) -> b
     """Hold all files of a run to those of a plain one; False if its texts are refused with a reason."""
     overrides = (f"{key}={toml_value(text)}" for key, text in texts.items())
     try:
-        run, files = all_texts(config, *overrides, options=Options(image=image, claim=claim))
+        run, files = all_texts(config, *overrides, options=LaunchOptions(image=image, claim=claim))
     except ConfigError as error:
         assert all(problem.reason for problem in error.problems)
         return False
@@ -117,7 +121,7 @@ def is_inert(config: str, texts: Mapping[str, str], image: str, claim: str) -> b
     return True
 
 
-def _judge_yaml(text: str, plain: str, run: Job, own: set[str]) -> None:
+def _judge_yaml(text: str, plain: str, run: ClusterJob, own: set[str]) -> None:
     """Hold a file to a plain one: its fields are the same, and its texts too, but for those of the user."""
     assert text.isascii()
     documents, expected = (list(yaml.safe_load_all(each)) for each in (text, plain))
@@ -132,7 +136,7 @@ def _judge_yaml(text: str, plain: str, run: Job, own: set[str]) -> None:
             assert loaded_values(document["data"][CONFIG_FILE]) == values(run.config)
 
 
-def _judge_script(text: str, plain: str, run: Job) -> None:
+def _judge_script(text: str, plain: str, run: ClusterJob) -> None:
     """Hold a job script to a plain one: they differ by the name of the job, and by the words of one command."""
     line = f"set -- {shlex.join([str(run.path), *run.overrides, f'--nproc={run.nproc}'])}\n"
     assert text.count(f"\n{line}") == 1
@@ -185,7 +189,7 @@ def test_files_that_another_launch_left_are_named(tmp_path: Path, capsys: pytest
         ("kubernetes", "pytorchjob.yaml", "train.sbatch"),
     )
     for target, replaced, left in launches:
-        launch_on(target, Path(RECIPE), SMALL, Options(), out=tmp_path, dry_run=False)
+        launch_on(target, Path(RECIPE), SMALL, LaunchOptions(), out=tmp_path, dry_run=False)
         expected = f"{tmp_path / replaced} was another file, and is replaced\n" if replaced else ""
         expected += f"{tmp_path} also has {left} of another launch; delete what is not meant\n" if left else ""
         assert capsys.readouterr().err == expected

@@ -26,7 +26,7 @@ from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
 from nxtrain.launch.local import render as render_local
 from nxtrain.launch.targets import kubernetes
-from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.machines import MACHINES
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.yaml_text import dump_yaml
@@ -65,7 +65,7 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def job(*overrides: str, options: Options = Options()) -> Job:  # noqa: B008
+def job(*overrides: str, options: LaunchOptions = LaunchOptions()) -> ClusterJob:  # noqa: B008
     return resolve_job(Path(RECIPE), (*SMALL, *overrides), options)
 
 
@@ -142,7 +142,7 @@ def texts_and_paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 @given(name=NAMES, folder=TEXTS, image=NASTY, claim=NASTY)
 def test_every_text_is_itself_in_manifests_and_no_field_appears(name: str, folder: str, image: str, claim: str) -> None:
     overrides = (f"run.name={toml_value(name)}", f"compile.cache_dir={toml_value(f'/{folder}')}")
-    run = job(*overrides, options=Options(image=image, claim=claim))
+    run = job(*overrides, options=LaunchOptions(image=image, claim=claim))
     for file, text in kubernetes.render(run).items():
         config, manifest = yaml.safe_load_all(text)
         _, expected = yaml.safe_load_all((GOLDEN / "kubernetes" / file).read_text(encoding="ascii"))
@@ -218,7 +218,7 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
 @settings(max_examples=40)
 @given(name=NAMES, image=NASTY)
 def test_the_sagemaker_script_calls_the_estimator_with_the_texts(name: str, image: str) -> None:
-    run = job(f"run.name={toml_value(name)}", "checkpoint.mirror=s3://a/b", options=Options(image=image))
+    run = job(f"run.name={toml_value(name)}", "checkpoint.mirror=s3://a/b", options=LaunchOptions(image=image))
     files = RENDERERS["sagemaker"](run)
     plain = RENDERERS["sagemaker"](job("run.name=plain", "checkpoint.mirror=s3://a/b"))
     assert shape_of(files["sagemaker_job.py"]) == shape_of(plain["sagemaker_job.py"])
@@ -346,23 +346,27 @@ def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "options", "said"),
     [
-        (("cluster.instance=",), Options(), "not set, and the machines of the cluster are not this one"),
-        (("cluster.instance=trn1.32xl",), Options(), "did you mean trn1.32xlarge?"),
-        (("cluster.instance=p5.48xlarge",), Options(), "p5.48xlarge has no devices for backend.name=neuron"),
-        (("backend.name=neuron-native", "backend.layers=native"), Options(), "TorchNeuron is for Trn2 and Trn3 only"),
-        (("cluster.instance=trn1.2xlarge",), Options(nproc=2), "trn1.2xlarge has no EFA device to join them"),
-        (("cluster.nodes=7",), Options(), "128 ranks, as the degrees ask for, do not divide over 7 nodes"),
-        (("backend.name=auto", "cluster.instance=trn1.32xlrge"), Options(), "did you mean trn1.32xlarge?"),
-        (("backend.name=cpu", "cluster.instance=m5 x"), Options(), "'m5 x' is no label of machines"),
-        ((), Options(claim=""), "--claim is empty"),
-        ((), Options(nproc=64), "64 ranks per machine, but trn1.32xlarge has 32"),
-        ((), Options(min_nodes=2), "with --min-nodes the number of replicas follows"),
-        (("parallel.dp=0",), Options(min_nodes=2), "compiled for one number of ranks"),
-        (("parallel.dp=0",), Options(min_nodes=4), "leaves none that may be lost"),
-        (("parallel.dp=5",), Options(), "train.global_batch"),
+        (("cluster.instance=",), LaunchOptions(), "not set, and the machines of the cluster are not this one"),
+        (("cluster.instance=trn1.32xl",), LaunchOptions(), "did you mean trn1.32xlarge?"),
+        (("cluster.instance=p5.48xlarge",), LaunchOptions(), "p5.48xlarge has no devices for backend.name=neuron"),
+        (
+            ("backend.name=neuron-native", "backend.layers=native"),
+            LaunchOptions(),
+            "TorchNeuron is for Trn2 and Trn3 only",
+        ),
+        (("cluster.instance=trn1.2xlarge",), LaunchOptions(nproc=2), "trn1.2xlarge has no EFA device to join them"),
+        (("cluster.nodes=7",), LaunchOptions(), "128 ranks, as the degrees ask for, do not divide over 7 nodes"),
+        (("backend.name=auto", "cluster.instance=trn1.32xlrge"), LaunchOptions(), "did you mean trn1.32xlarge?"),
+        (("backend.name=cpu", "cluster.instance=m5 x"), LaunchOptions(), "'m5 x' is no label of machines"),
+        ((), LaunchOptions(claim=""), "--claim is empty"),
+        ((), LaunchOptions(nproc=64), "64 ranks per machine, but trn1.32xlarge has 32"),
+        ((), LaunchOptions(min_nodes=2), "with --min-nodes the number of replicas follows"),
+        (("parallel.dp=0",), LaunchOptions(min_nodes=2), "compiled for one number of ranks"),
+        (("parallel.dp=0",), LaunchOptions(min_nodes=4), "leaves none that may be lost"),
+        (("parallel.dp=5",), LaunchOptions(), "train.global_batch"),
     ],
 )
-def test_what_no_cluster_can_run_is_refused(overrides: tuple[str, ...], options: Options, said: str) -> None:
+def test_what_no_cluster_can_run_is_refused(overrides: tuple[str, ...], options: LaunchOptions, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         job(*overrides, options=options)
     assert said in str(raised.value)
@@ -383,7 +387,7 @@ def test_the_name_of_a_run_becomes_a_label(name: str, label: str) -> None:
 
 def test_ranks_fill_the_machine_where_the_degrees_follow_it() -> None:
     assert job("parallel.dp=0").nproc == MACHINES["trn1.32xlarge"].ranks
-    assert resolve_job(ROOT / "configs/demo.toml", (), Options()).nproc == 2
+    assert resolve_job(ROOT / "configs/demo.toml", (), LaunchOptions()).nproc == 2
 
 
 def test_graphs_are_compiled_on_the_disk_of_the_node() -> None:

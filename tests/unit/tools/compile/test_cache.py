@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.compile.cache import OWN, Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, Key, State, parse_key
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, CacheKey, EntryState, parse_key
 from nxtrain.tools.compile.entry_hashes import Seal, hash_folder
 from nxtrain.tools.compile.lock_owners import this_process
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, compiling, key, neff
@@ -26,7 +26,7 @@ def dead() -> str:
     return str(this_process()).replace("start=", "start=9")
 
 
-def filler(of: Key) -> Callable[[Path], Seal]:
+def filler(of: CacheKey) -> Callable[[Path], Seal]:
     """Callback of `store` that writes an entry."""
 
     def fill(folder: Path) -> Seal:
@@ -42,7 +42,7 @@ def leftovers(cache: Cache) -> list[str]:
     return [path.name for name in ("staging", "trash") for path in (cache.root / OWN / name).glob("*")]
 
 
-def states(cache: Cache) -> dict[Key, State]:
+def states(cache: Cache) -> dict[CacheKey, EntryState]:
     return {entry.key: entry.state for entry in cache.entries()}
 
 
@@ -77,7 +77,7 @@ def test_a_key_never_leads_out_of_the_cache(text: str) -> None:
 
 def test_a_stored_entry_is_whole_and_sealed(cache: Cache) -> None:
     assert cache.store(key(1), filler(key(1)))
-    assert states(cache) == {key(1): State.DONE}
+    assert states(cache) == {key(1): EntryState.DONE}
     assert [(verdict.damage, verdict.is_new) for verdict in cache.verify()] == [("", False)]
     assert leftovers(cache) == []
 
@@ -93,14 +93,14 @@ def test_what_somebody_works_on_is_left_to_him(cache: Cache) -> None:
     add_locked(cache.root, key(1), str(this_process()))
     assert not cache.store(key(1), filler(key(1)))
     assert (cache.break_locks(), cache.quarantine_failed(), cache.evict(0)) == ([], [], [])
-    assert states(cache) == {key(1): State.LOCKED}
+    assert states(cache) == {key(1): EntryState.LOCKED}
 
 
 @pytest.mark.parametrize("add", [add_failed, add_locked, add_pending])
-def test_what_is_of_no_use_makes_way(cache: Cache, add: Callable[[Path, Key], Path]) -> None:
+def test_what_is_of_no_use_makes_way(cache: Cache, add: Callable[[Path, CacheKey], Path]) -> None:
     add(cache.root, key(1))
     assert cache.store(key(1), filler(key(1)))
-    assert states(cache) == {key(1): State.DONE}
+    assert states(cache) == {key(1): EntryState.DONE}
     assert leftovers(cache) == []
 
 
@@ -120,7 +120,7 @@ def test_a_compiler_that_begins_during_a_store_keeps_its_entry(cache: Cache) -> 
         return filler(key(1))(folder)
 
     assert not cache.store(key(1), fill)
-    assert states(cache) == {key(1): State.LOCKED}
+    assert states(cache) == {key(1): EntryState.LOCKED}
 
 
 @pytest.mark.parametrize("owner", ["", dead()], ids=["the compiler's", "ours"])
@@ -128,7 +128,7 @@ def test_stale_locks_are_broken_and_the_entry_becomes_what_it_was(cache: Cache, 
     add_locked(cache.root, key(1), owner)
     (add_done(cache.root, key(2)) / LOCK).write_text(owner, encoding="utf-8")
     assert cache.break_locks() == [key(1), key(2)]
-    assert states(cache) == {key(1): State.PENDING, key(2): State.DONE}
+    assert states(cache) == {key(1): EntryState.PENDING, key(2): EntryState.DONE}
     assert leftovers(cache) == []
 
 
@@ -139,7 +139,7 @@ def test_whoever_waits_for_a_stale_lock_goes_on_once_it_is_broken(cache: Cache) 
             rank.wait(timeout=0.2)
         assert cache.break_locks() == [key(1)]
         assert rank.wait(timeout=30) == 0
-    assert states(cache) == {key(1): State.DONE}
+    assert states(cache) == {key(1): EntryState.DONE}
 
 
 def test_a_lock_that_changed_hands_is_given_back(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_failed_entries_go_aside_and_the_newest_of_a_name_stays_there(cache: Cac
         assert cache.quarantine_failed() == [key(1)]
         assert cache.entries() == []
     assert [(entry.key, entry.state, entry.detail) for entry in cache.quarantined()] == [
-        (key(1), State.FAILED, "second")
+        (key(1), EntryState.FAILED, "second")
     ]
     assert leftovers(cache) == []
 
@@ -220,7 +220,7 @@ def test_eviction_removes_what_was_used_longest_ago_and_the_quarantine_first(cac
     assert cache.evict(3 * size - 1) == [key(2)]
     cache.mark_used([key(1)])
     assert cache.evict(size) == [key(3)]
-    assert states(cache) == {key(1): State.DONE}
+    assert states(cache) == {key(1): EntryState.DONE}
     assert leftovers(cache) == []
 
 
@@ -238,8 +238,8 @@ def test_what_a_killed_store_left_is_swept_and_what_a_live_one_does_is_not(cache
         "import sys; from pathlib import Path; from nxtrain.tools.compile.cache import Cache\n"
         "def fill(folder):\n"
         "    (folder / 'model.neff').write_bytes(b'half'); print(flush=True); input()\n"
-        "from nxtrain.tools.compile.entries import Key\n"
-        f"Cache(Path(sys.argv[1])).store(Key(*{tuple(key(1))!r}), fill)\n"
+        "from nxtrain.tools.compile.entries import CacheKey\n"
+        f"Cache(Path(sys.argv[1])).store(CacheKey(*{tuple(key(1))!r}), fill)\n"
     )
     argv = [sys.executable, "-c", script, str(cache.root)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

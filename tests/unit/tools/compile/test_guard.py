@@ -19,9 +19,9 @@ from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.entries import LOCK, Key, State
+from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.lock_owners import naming, this_process
-from nxtrain.tools.compile.manifest import Graph, Manifest, read_manifest, write_manifest
+from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
 from nxtrain.tools.compile.miss_watch import Watch, watch_misses
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
@@ -42,9 +42,9 @@ class Told:
     """Recorded misses of a watch."""
 
     def __init__(self) -> None:
-        self.misses: list[tuple[Key, int]] = []
+        self.misses: list[tuple[CacheKey, int]] = []
 
-    def __call__(self, of: Key, compilers: Sequence[int]) -> None:
+    def __call__(self, of: CacheKey, compilers: Sequence[int]) -> None:
         self.misses.append((of, len(compilers)))
 
 
@@ -126,7 +126,7 @@ def test_the_lock_of_a_run_that_was_stopped_is_broken_at_once(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", code, str(tmp_path), str(key(2))], check=True, timeout=60)
     entry = cache.entry(key(2))
     assert entry is not None
-    assert entry.state is State.STALE
+    assert entry.state is EntryState.STALE
     assert cache.break_locks() == [key(2)]
 
 
@@ -139,7 +139,7 @@ def test_a_lock_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_watch, "compiles_ahead", lambda config: True)
-    monkeypatch.setattr(miss_watch, "_compiler", lambda: "")
+    monkeypatch.setattr(miss_watch, "installed", lambda name: None)
 
 
 def run(folder: Path, *overrides: str, world: int = 1) -> Resolved:
@@ -149,7 +149,7 @@ def run(folder: Path, *overrides: str, world: int = 1) -> Resolved:
 
 def compiled(folder: Path) -> None:
     build = build_of(run(folder), 1, {}, COMPILER)
-    manifest = Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),))
+    manifest = GraphManifest("tiny_cpu", build, (CompiledGraph("step 1 #1", key(1).module, 1.0),))
     write_manifest(manifest, folder / "manifest.json")
 
 
@@ -172,7 +172,7 @@ def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path)
     stops = run(tmp_path, "compile.on_miss=stop", "parallel.pp=2", "train.micro_batch=1", world=4)
     build = build_of(stops, 4, {}, COMPILER)
     write_manifest(
-        Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),), (0,)),
+        GraphManifest("tiny_cpu", build, (CompiledGraph("step 1 #1", key(1).module, 1.0),), (0,)),
         tmp_path / "manifest.stages-0.json",
     )
     add_done(tmp_path / "cache", key(1))
@@ -186,7 +186,7 @@ def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path)
     with pytest.raises(BackendError, match=words):
         watch_misses(stops, last).__enter__()
     write_manifest(
-        Manifest("tiny_cpu", build, (Graph("step 1 #1", key(2).module, 1.0),), (1,)),
+        GraphManifest("tiny_cpu", build, (CompiledGraph("step 1 #1", key(2).module, 1.0),), (1,)),
         tmp_path / "manifest.stages-1.json",
     )
     with pytest.raises(BackendError, match="lacks 1 of the 1 graphs of tiny_cpu, pipeline stage 1 of 2, "):

@@ -14,8 +14,8 @@ from nxtrain.config.schema import CompileConfig, IdentityConfig, RunConfig
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.manifest import (
     Build,
-    Graph,
-    Manifest,
+    CompiledGraph,
+    GraphManifest,
     Setting,
     check_ready,
     differ,
@@ -32,22 +32,22 @@ BUILD = Build(
     ("--model-type=transformer", "--auto-cast=none", "-O2"),
     {"train.micro_batch": 1, "train.seq_len": 4096, "parallel.tp": 8, "precision.params": "bf16"},
 )
-STEP, UPDATE = Graph("micro-step", key(1).module, 812.5), Graph("update", key(2).module, 90.0)
-MANIFEST = Manifest("llama2_7b_trn1", BUILD, (STEP, UPDATE))
+STEP, UPDATE = CompiledGraph("micro-step", key(1).module, 812.5), CompiledGraph("update", key(2).module, 90.0)
+MANIFEST = GraphManifest("llama2_7b_trn1", BUILD, (STEP, UPDATE))
 
 
 def changed(settings: Mapping[str, Setting]) -> Build:
     return replace(BUILD, settings={**BUILD.settings, **settings})
 
 
-def written(folder: Path, manifest: Manifest = MANIFEST) -> Path:
+def written(folder: Path, manifest: GraphManifest = MANIFEST) -> Path:
     path = folder / "manifests" / "llama2_7b_trn1.json"
     write_manifest(manifest, path)
     return path
 
 
 def test_a_manifest_reads_back_as_it_was_written_and_is_written_the_same_again(tmp_path: Path) -> None:
-    manifest = replace(MANIFEST, graphs=(*MANIFEST.graphs, Graph("compiled elsewhere", key(3).module, None)))
+    manifest = replace(MANIFEST, graphs=(*MANIFEST.graphs, CompiledGraph("compiled elsewhere", key(3).module, None)))
     path = written(tmp_path, manifest)
     first = path.read_text(encoding="utf-8")
     assert read_manifest(path) == manifest
@@ -183,7 +183,9 @@ def test_a_compiled_graph_passes() -> None:
     ],
     ids=["setting", "settings", "compiler", "flag", "order of flags", "code", "flags set elsewhere"],
 )
-def test_a_miss_says_what_differs(build: Build, module: str, sibling: Graph | None, differences: list[str]) -> None:
+def test_a_miss_says_what_differs(
+    build: Build, module: str, sibling: CompiledGraph | None, differences: list[str]
+) -> None:
     miss = explain(MANIFEST, build, module)
     assert miss is not None
     other_flags = [f"    it is {sibling.name} with other flags ({sibling.module})"] if sibling else []

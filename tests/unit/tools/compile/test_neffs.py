@@ -23,9 +23,9 @@ from nxtrain.tools.compile import miss_watch, native_compile
 from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import native_build_of
-from nxtrain.tools.compile.entries import Key, State, parse_key
+from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
 from nxtrain.tools.compile.entry_hashes import Seal, hash_file
-from nxtrain.tools.compile.manifest import Graph, Manifest, read_manifest, write_manifest
+from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
 from nxtrain.tools.compile.miss_watch import NeffWatch, watch_misses
 from nxtrain.tools.compile.sync import CacheLocation, sync
 from tests.support.caches import compile_now, key
@@ -33,13 +33,13 @@ from tests.support.caches import compile_now, key
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 
 
-def neff(number: int) -> Key:
+def neff(number: int) -> CacheKey:
     """Key of a graph as TorchNeuron names it."""
     digest = f"{number * 0x9E3779B97F4A7C15 % 2**128:032x}"
-    return Key("neff", f"{digest[:2]}/{digest[2:4]}/{digest}.neff")
+    return CacheKey("neff", f"{digest[:2]}/{digest[2:4]}/{digest}.neff")
 
 
-def add(root: Path, number: int, text: str = "") -> Key:
+def add(root: Path, number: int, text: str = "") -> CacheKey:
     """Add a graph as TorchNeuron does: under another name, then renamed."""
     found = neff(number)
     path = root / found.compiler / found.module
@@ -150,7 +150,7 @@ def _made(folder: Path) -> Path:
 
 def test_a_watch_tells_of_each_new_file_once(tmp_path: Path) -> None:
     add(tmp_path, 1)
-    told: list[Key] = []
+    told: list[CacheKey] = []
     watch = NeffWatch(Cache(tmp_path), {neff(2)}, lambda found, _: told.append(found))
     for number in (2, 3):
         add(tmp_path, number)
@@ -168,7 +168,7 @@ def native_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     overrides += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
     plan = resolve_config(load(TINY, overrides), 1)
     write_manifest(
-        Manifest("tiny", native_build_of(plan, 1, {}), (Graph("graph 1", neff(1).module, None),)),
+        GraphManifest("tiny", native_build_of(plan, 1, {}), (CompiledGraph("graph 1", neff(1).module, None),)),
         tmp_path / "manifest.json",
     )
     return plan
@@ -292,7 +292,7 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
 def test_states_are_those_of_files(tmp_path: Path) -> None:
     add(tmp_path, 1)
     (entry,) = Cache(tmp_path).entries()
-    assert (entry.state, entry.folder) == (State.DONE, tmp_path / "neff" / neff(1).module)
+    assert (entry.state, entry.folder) == (EntryState.DONE, tmp_path / "neff" / neff(1).module)
 
 
 def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.cli import main as cli
 from nxtrain.config.load import load
 from nxtrain.tools.compile import precompile
-from nxtrain.tools.compile.manifest import Build, Graph, Manifest, write_manifest
+from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
 from nxtrain.tools.compile.parallel_compile import Compiled
 from tests.support.caches import COMPILER, key
@@ -126,7 +126,7 @@ def test_an_old_manifest_that_nobody_can_read_is_replaced(tmp_path: Path, text: 
     file = tmp_path / "a.json"
     file.write_text(text, encoding="utf-8")
     compiled = Compiled({key(1): "step 1 #1"}, {key(1): 7.0})
-    assert precompile._graphs(compiled, file) == (Graph("step 1 #1", key(1).module, 7.0),)
+    assert precompile._graphs(compiled, file) == (CompiledGraph("step 1 #1", key(1).module, 7.0),)
 
 
 def test_on_several_nodes_nothing_is_tried_again_by_one_alone() -> None:
@@ -138,10 +138,12 @@ def test_on_several_nodes_nothing_is_tried_again_by_one_alone() -> None:
 def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     compiled = Compiled({key(1): "step 1 #1", key(2): "step 1 #2", key(3): "log 1 #1"}, {key(2): 7.06})
-    old = Manifest("a", Build(COMPILER, (), {}), (Graph("x", key(1).module, 812.5), Graph("y", key(2).module, 1.0)))
+    old = GraphManifest(
+        "a", Build(COMPILER, (), {}), (CompiledGraph("x", key(1).module, 812.5), CompiledGraph("y", key(2).module, 1.0))
+    )
     write_manifest(old, file)
     assert precompile._graphs(compiled, file) == (
-        Graph("step 1 #1", key(1).module, 812.5),
-        Graph("step 1 #2", key(2).module, 7.1),
-        Graph("log 1 #1", key(3).module, None),
+        CompiledGraph("step 1 #1", key(1).module, 812.5),
+        CompiledGraph("step 1 #2", key(2).module, 7.1),
+        CompiledGraph("log 1 #1", key(3).module, None),
     )

@@ -14,7 +14,7 @@ from nxtrain.common.errors import BackendError, ConfigError, StorageError
 from nxtrain.common.io.object_store import S3Path, S3Store, open_store
 from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, Entry, Key
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry
 from nxtrain.tools.compile.entry_hashes import Seal
 from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
@@ -52,7 +52,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> CacheLocation:
 DONE_KEYS = [key(1), key(2, "xyz")]
 
 
-def contents(cache: Cache, of: Key) -> dict[str, bytes]:
+def contents(cache: Cache, of: CacheKey) -> dict[str, bytes]:
     folder = cache.root / of.compiler / of.module
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "nxtrain.json"}
 
@@ -97,7 +97,7 @@ def test_an_entry_that_changes_while_it_is_read_is_not_taken(
     target.mkdir()
     look = node.entry
 
-    def touch_and_look(of: Key) -> Entry | None:
+    def touch_and_look(of: CacheKey) -> Entry | None:
         os.utime(folder / NEFF)
         return look(of)
 

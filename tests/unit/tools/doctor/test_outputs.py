@@ -16,7 +16,7 @@ from nxtrain.tools.doctor.outputs import (
     Bandwidth,
     Devices,
     Holder,
-    OutputError,
+    ToolOutputError,
     parse_chronyc,
     parse_fi_info,
     parse_nccom_test,
@@ -88,7 +88,7 @@ def test_chronyc_has_the_offset_unless_the_clock_has_no_source() -> None:
 
 
 def test_an_answer_that_is_nested_deeply_is_an_unknown_form() -> None:
-    with pytest.raises(OutputError, match="no list of devices"):
+    with pytest.raises(ToolOutputError, match="no list of devices"):
         parse_neuron_ls("[" * 100_000)
 
 
@@ -128,7 +128,7 @@ def read(parse: Callable[[str], object], text: str) -> set[tuple[object, ...]] |
     """Facts of a text; None: it is refused."""
     try:
         return facts(parse(text))
-    except OutputError:
+    except ToolOutputError:
         return None
 
 
@@ -171,7 +171,7 @@ def test_a_number_that_is_not_finite_is_an_unknown_form(number: str) -> None:
         (parse_nccom_test, sick_machine.NCCOM.replace("768 ", f"{number} ")),
         (parse_chronyc, f"A9FEA97B,169.254.169.123,4,1763800000.1,{number},0.00001,0,1,0,0,0,0,16,Normal"),
     ):
-        with pytest.raises(OutputError):
+        with pytest.raises(ToolOutputError):
             parse(text)
 
 

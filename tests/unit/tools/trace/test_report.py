@@ -12,7 +12,7 @@ import pytest
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh
 from nxtrain.tools.trace.command import present, some_ranks
-from nxtrain.tools.trace.hlo import Collective, Graph
+from nxtrain.tools.trace.hlo import Collective, HloGraph
 from nxtrain.tools.trace.recording import EVALUATION, LOG, TRAINING, Cut, Read, Recording
 from nxtrain.tools.trace.report import report
 from tests.support.models import plan
@@ -20,10 +20,10 @@ from tests.support.models import plan
 MESH = Mesh.build(8, 0, tp=2)
 MEAN = Collective("all-reduce", MESH.dp.groups, 64, frozenset({1 / 4}))
 ENTER = Collective("all-gather", MESH.tp.groups, 16, frozenset())
-PLAIN = Graph((), has_f64=False)
+PLAIN = HloGraph((), has_f64=False)
 
 
-def recording(*cuts: tuple[int, int, str, str], **graphs: Graph) -> Recording:
+def recording(*cuts: tuple[int, int, str, str], **graphs: HloGraph) -> Recording:
     """Cuts are rank, step, phase and hash."""
     made = [Cut(*cut) for cut in cuts]
     ranks = list(dict.fromkeys(cut.rank for cut in made)) or [0]
@@ -43,8 +43,8 @@ SOUND = recording(
     *run(1, "mmu", "mmu"),
     (1, 2, LOG, "l"),
     (1, 2, EVALUATION, "e"),
-    m=Graph((ENTER, ENTER), has_f64=False),
-    u=Graph((MEAN,), has_f64=False),
+    m=HloGraph((ENTER, ENTER), has_f64=False),
+    u=HloGraph((MEAN,), has_f64=False),
 )
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_stops_early_is_refused() -> None:
     "groups", [(), (tuple(range(8)),), ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1),)], ids=["none", "all", "halves", "own"]
 )
 def test_a_group_that_is_no_axis_is_refused(groups: tuple[tuple[int, ...], ...]) -> None:
-    graph = Graph((replace(ENTER, groups=groups),), has_f64=False)
+    graph = HloGraph((replace(ENTER, groups=groups),), has_f64=False)
     (line,) = report(recording(*run(0, "s"), s=graph))["problems"]
     assert "steady: 1 x all-gather over" in line
     assert line.endswith("no axis of this mesh; its axes: tp of 2, dp of 4")
@@ -108,19 +108,19 @@ def test_a_group_that_is_no_axis_is_refused(groups: tuple[tuple[int, ...], ...])
 def test_an_exchange_inside_the_groups_of_an_axis_is_sound() -> None:
     within, across = ((0, 2), (2, 4), (1, 3)), ((0, 2), (2, 3))
     for pairs, count in ((within, 0), (across, 1)):
-        graph = Graph((Collective("collective-permute", pairs, 8, frozenset()),), has_f64=False)
+        graph = HloGraph((Collective("collective-permute", pairs, 8, frozenset()),), has_f64=False)
         assert len(report(recording(*run(0, "s"), s=graph))["problems"]) == count
 
 
 def test_another_mean_than_over_dp_is_refused() -> None:
-    graph = Graph((replace(MEAN, scales=frozenset({1 / 8})),), has_f64=False)
+    graph = HloGraph((replace(MEAN, scales=frozenset({1 / 8})),), has_f64=False)
     found = report(recording(*run(0, "s"), s=graph))
     assert found["problems"] == ["steady: sums over dp are multiplied by 0.125; the mean of 4 ranks needs 0.25"]
     assert found["graphs"][0]["dp_scale"] == 1 / 8
 
 
 def test_double_precision_is_refused() -> None:
-    (line,) = report(recording(*run(0, "s"), s=Graph((), has_f64=True)))["problems"]
+    (line,) = report(recording(*run(0, "s"), s=HloGraph((), has_f64=True)))["problems"]
     assert line.startswith("steady: computes in float64")
 
 
