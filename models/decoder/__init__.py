@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.family import BuildContext, Decoder, ModelConfig, ModelFamily
+from nxtrain.common.family import BuildContext, Dimensions, ModelConfig, ModelFamily
 from nxtrain.common.stages import LayerCosts
 from nxtrain_models.decoder import config as shape
 from nxtrain_models.decoder import hf
@@ -76,10 +76,10 @@ class DecoderFamily(ModelFamily):
             0, 2 * (decoder.block_matmul_params + attention), 2 * decoder.vocab_size * decoder.hidden_size
         )
 
-    def decoder(self, config: ModelConfig) -> Decoder:
+    def decoder(self, config: ModelConfig) -> Dimensions:
         """Dimensions of the model, for predictions of memory and time."""
         decoder = cast(DecoderConfig, config)
-        return Decoder(
+        return Dimensions(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
             num_layers=decoder.num_hidden_layers,

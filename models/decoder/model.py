@@ -22,7 +22,7 @@ from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
-from nxtrain.nn.rope import Rope, RopeScaling
+from nxtrain.nn.rope import Rope, RopeStretch
 from nxtrain_models.decoder.config import DecoderConfig
 
 
@@ -156,11 +156,11 @@ def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:
     )
 
 
-def _scaling(config: DecoderConfig) -> RopeScaling | None:
+def _scaling(config: DecoderConfig) -> RopeStretch | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None
-    return RopeScaling(
+    return RopeStretch(
         scaling.factor,
         scaling.low_freq_factor,
         scaling.high_freq_factor,

@@ -73,7 +73,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionChoice:
     """Implementation of attention.
 
     Args:
@@ -96,7 +96,7 @@ class Attention:
         return f"{self.kind} attention: {self.reason}"
 
 
-def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> Attention | None:
+def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
     """Choose between torch's implementations; None: rows are one document, and torch's attention serves as it is.
 
     Args:
@@ -113,12 +113,16 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> Attention 
     if not shape.documents:
         return None
     if backend == "cpu" and not shape.compiled:
-        return Attention("per-document", f"{DOCUMENTS} by a call for each; no score between documents is computed")
+        return AttentionChoice(
+            "per-document", f"{DOCUMENTS} by a call for each; no score between documents is computed"
+        )
     cost = shape.scores_cost if backend == "xla" else shape.mask_cost
-    return Attention("masked", f"{DOCUMENTS}, and torch's flash kernels take no mask. {cost}")
+    return AttentionChoice("masked", f"{DOCUMENTS}, and torch's flash kernels take no mask. {cost}")
 
 
-def choose_by(wanted: str, shape: AttentionShape, obstacles: list[str], flash: Attention, kernel: str) -> Attention:
+def choose_by(
+    wanted: str, shape: AttentionShape, obstacles: list[str], flash: AttentionChoice, kernel: str
+) -> AttentionChoice:
     """Choose a flash kernel unless something is in its way.
 
     Args:
@@ -138,5 +142,5 @@ def choose_by(wanted: str, shape: AttentionShape, obstacles: list[str], flash: A
         reason = f"flash cannot be had: {'; '.join(obstacles)}"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
     if wanted == "plain":
-        return Attention(kind, f"as backend.attention=plain asks; {shape.scores_cost}")
-    return Attention(kind, f"{'; '.join(obstacles)}. {shape.scores_cost}") if obstacles else flash
+        return AttentionChoice(kind, f"as backend.attention=plain asks; {shape.scores_cost}")
+    return AttentionChoice(kind, f"{'; '.join(obstacles)}. {shape.scores_cost}") if obstacles else flash

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
 from nxtrain.common.distributed.collectives import Collectives, Pending
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Axis, Mesh
@@ -151,7 +151,7 @@ class Backend(ABC):
     host_group: ProcessGroup | None = None
     binding: Binding = Binding()
     allow_unverified: bool = False
-    attention: Attention | None = None
+    attention: AttentionChoice | None = None
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:

@@ -26,7 +26,7 @@ from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
-from nxtrain.common.process.background import Task
+from nxtrain.common.process.background import BackgroundTask
 from nxtrain.common.sharding import Layout
 
 
@@ -93,7 +93,7 @@ class CheckpointWriter:
     ) -> None:
         self._destination, self._ranks, self._background, self._uploader = destination, ranks, background, uploader
         self._staging = Staging(layout)
-        self._underway: Task[SaveOutcome] | None = None
+        self._underway: BackgroundTask[SaveOutcome] | None = None
         self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
         self._failed, self._has_noted = False, False
@@ -122,7 +122,7 @@ class CheckpointWriter:
         self._has_noted = bool(lack)
         staged = self._staging.refer(state) if lack else self._staging.fill(state)
         meta = meta.model_copy(update={"kinds": tuple(state)})
-        self._underway = Task("nxtrain-checkpoint", partial(self._write, staged, meta, began, note))
+        self._underway = BackgroundTask("nxtrain-checkpoint", partial(self._write, staged, meta, began, note))
         if wait or lack or not self._background:
             self._underway.run()
             self.settle()

@@ -17,7 +17,7 @@ from nxtrain.checkpoint.directory import Retention, step_of
 from nxtrain.checkpoint.mirror import Mirror, copy
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.io.checksummed_file import FileDigest, transferred
-from nxtrain.common.process.background import Task
+from nxtrain.common.process.background import BackgroundTask
 
 EXCHANGE_S = 0.5
 """Longest pause, in seconds, between two exchanges of the progress of all ranks."""
@@ -66,10 +66,10 @@ class MirrorUploader:
         self._mirror, self._retention = mirror, retention
         self._ranks = ranks
         # One thread adds and another takes, each in one step of the interpreter.
-        self._started: deque[tuple[int, Task[str]]] = deque()
+        self._started: deque[tuple[int, BackgroundTask[str]]] = deque()
         self._ended: deque[UploadOutcome] = deque()
-        self._last: Task[str] | None = None
-        self._waiting: tuple[int, Task[str]] | None = None
+        self._last: BackgroundTask[str] | None = None
+        self._waiting: tuple[int, BackgroundTask[str]] | None = None
 
     @property
     def underway(self) -> list[int]:
@@ -87,7 +87,7 @@ class MirrorUploader:
             written: The files that this rank uploads.
             ranks: All ranks, over the group on which they agree during this call.
         """
-        task = Task(_THREAD, partial(self._upload, path, written, self._last))
+        task = BackgroundTask(_THREAD, partial(self._upload, path, written, self._last))
         # The leader's upload ends last.
         waits = ranks.on_leader(lambda: bool(self.underway), "cannot ask for the copy before")
         if self._waiting is not None:
@@ -150,7 +150,7 @@ class MirrorUploader:
             self._waiting = None
             self._last.start()
 
-    def _upload(self, path: Path, written: Mapping[str, FileDigest], before: Task[str] | None) -> str:
+    def _upload(self, path: Path, written: Mapping[str, FileDigest], before: BackgroundTask[str] | None) -> str:
         if before is not None:
             before.join()
         try:

@@ -64,10 +64,10 @@ def generate(
     """
     placement = _place(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
-    from nxtrain.tools.eval.generate import Request, Sampling
+    from nxtrain.tools.eval.generate import GenerateRequest, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
 
-    request = Request(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
+    request = GenerateRequest(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
     streams = placement.is_leader and not as_json and len(prompt) == 1
     model, texts = continue_texts(
         checkpoint,

@@ -49,7 +49,7 @@ class ModelConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Dimensions:
     """Dimensions of a decoder, from which its memory and its arithmetic follow without torch.
 
     Args:
@@ -187,7 +187,7 @@ class ModelFamily(ABC):
         """Cost of each layer's forward pass per token; pipeline stages are balanced by these costs."""
 
     @abstractmethod
-    def decoder(self, config: ModelConfig) -> Decoder:
+    def decoder(self, config: ModelConfig) -> Dimensions:
         """Dimensions of the model, for predictions of memory and time."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
@@ -216,7 +216,7 @@ def machine_of(config: RunConfig) -> Instance | None:
 
 def attention_of(
     config: RunConfig, instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None
-) -> Attention | None:
+) -> AttentionChoice | None:
     """Attention that ranks on an instance choose; None if the model's configuration is wrong.
 
     Raises:
@@ -228,7 +228,7 @@ def attention_of(
     return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
 
 
-def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> Attention | None:
+def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> AttentionChoice | None:
     """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong.
 
     Raises:

@@ -18,7 +18,7 @@ from nxtrain.common.kernels import Kernels
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeStretch:
     """Llama 3.1's frequency scaling.
 
     Args:
@@ -33,7 +33,7 @@ class RopeScaling:
     original_length: int
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+def frequencies(head_dim: int, theta: float, scaling: RopeStretch | None) -> Tensor:
     """Angle per position of each pair of dimensions: (H / 2,) float32."""
     freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim))
     if scaling is None:
@@ -57,7 +57,7 @@ class Rope(nn.Module):
     """
 
     def __init__(
-        self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None, kernels: Kernels
+        self, seq_len: int, head_dim: int, theta: float, scaling: RopeStretch | None, kernels: Kernels
     ) -> None:
         super().__init__()
         self._kernels = kernels

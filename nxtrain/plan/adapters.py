@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nxtrain.common.family import Decoder
+from nxtrain.common.family import Dimensions
 from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.plan.shapes import Entries, Stage, beside_blocks, block_entries, block_specs, one_block
 
@@ -76,7 +76,7 @@ class Adapters:
     r: int
     targets: tuple[str, ...] = ()
 
-    def layers(self, decoder: Decoder, tp: int, *, fused_qkv: bool, fused_gate_up: bool) -> Iterator[AdaptedLayer]:
+    def layers(self, decoder: Dimensions, tp: int, *, fused_qkv: bool, fused_gate_up: bool) -> Iterator[AdaptedLayer]:
         """Layers of a block that have adapters."""
         for name, spec in block_specs(decoder, tp, fused_qkv=fused_qkv, fused_gate_up=fused_gate_up).items():
             if not is_matrix(spec):

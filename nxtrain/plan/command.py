@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.family import Decoder, family_names, find_family
+from nxtrain.common.family import Dimensions, family_names, find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
@@ -63,7 +63,7 @@ class Setting:
     loaded: Loaded
     machine: Machine
     nodes: int
-    decoder: Decoder
+    decoder: Dimensions
     note: str = ""
 
 

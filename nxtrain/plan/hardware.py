@@ -104,7 +104,7 @@ _CHIP_BYTES = {"trn1": 32 * GIB, "trn1n": 32 * GIB, "trn2": 96 * GIB}
 
 
 @dataclass(frozen=True)
-class _Chip:
+class _ChipFigures:
     """Chip and the source of its values: memory in bytes, teraflops, and bytes per second in one direction."""
 
     kind: str
@@ -126,7 +126,7 @@ class _Box:
     price: float | None = None
 
 
-def _of_chips(name: str, chip: _Chip, box: _Box, *, ranks: int = 1) -> Machine:
+def _of_chips(name: str, chip: _ChipFigures, box: _Box, *, ranks: int = 1) -> Machine:
     """Machine of equal chips with `ranks` ranks each."""
     machine = f"{chip.source} (device); {_EC2}{name.partition('.')[0]} (machine)" if ranks == 1 else chip.source
     named = ("devices", "device_bytes", "device_flops", "memory_bytes_s", "link_bytes_s", "network_bytes_s")
@@ -151,14 +151,14 @@ def _of_chips(name: str, chip: _Chip, box: _Box, *, ranks: int = 1) -> Machine:
 
 
 # A data sheet's bandwidth of links is the sum of both directions.
-_A100_40 = _Chip("a100", "NVIDIA A100 data sheet", 40 * GIB, 312, 1555 * GB, 300 * GB)
-_A100_80 = _Chip("a100", "NVIDIA A100 data sheet", 80 * GIB, 312, 2039 * GB, 300 * GB)
-_H100 = _Chip("hopper", "NVIDIA H100 SXM data sheet", 80 * GIB, 989, 3350 * GB, 450 * GB)
-_H200 = _Chip("hopper", "NVIDIA H200 SXM data sheet", 141 * GB, 989, 4800 * GB, 450 * GB)
-_A10G = _Chip("a10g", "NVIDIA A10 data sheet, with the A10G's 70e12 operations", 24 * GIB, 70, 600 * GB, 32 * GB)
-_L40S = _Chip("l40s", "NVIDIA L40S data sheet", 48 * GB, 362, 864 * GB, 32 * GB)
-_TRN2 = _Chip("trn2", _ARCH + "trn2-arch.rst", 96 * GIB, 667, 2900 * GB, 1024 * GB)
-_TRN3 = _Chip("trn3", _ARCH + " (Trn3 UltraServers)", 144 * GIB, 671, 4900 * GB, 2048 * GIB)
+_A100_40 = _ChipFigures("a100", "NVIDIA A100 data sheet", 40 * GIB, 312, 1555 * GB, 300 * GB)
+_A100_80 = _ChipFigures("a100", "NVIDIA A100 data sheet", 80 * GIB, 312, 2039 * GB, 300 * GB)
+_H100 = _ChipFigures("hopper", "NVIDIA H100 SXM data sheet", 80 * GIB, 989, 3350 * GB, 450 * GB)
+_H200 = _ChipFigures("hopper", "NVIDIA H200 SXM data sheet", 141 * GB, 989, 4800 * GB, 450 * GB)
+_A10G = _ChipFigures("a10g", "NVIDIA A10 data sheet, with the A10G's 70e12 operations", 24 * GIB, 70, 600 * GB, 32 * GB)
+_L40S = _ChipFigures("l40s", "NVIDIA L40S data sheet", 48 * GB, 362, 864 * GB, 32 * GB)
+_TRN2 = _ChipFigures("trn2", _ARCH + "trn2-arch.rst", 96 * GIB, 667, 2900 * GB, 1024 * GB)
+_TRN3 = _ChipFigures("trn3", _ARCH + " (Trn3 UltraServers)", 144 * GIB, 671, 4900 * GB, 2048 * GIB)
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine

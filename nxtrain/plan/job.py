@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
-from nxtrain.common.family import Decoder
+from nxtrain.common.family import Dimensions
 from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
@@ -35,7 +35,7 @@ class Job:
         config: Configuration; `parallel.dp` has its value.
     """
 
-    decoder: Decoder
+    decoder: Dimensions
     machine: Machine
     nodes: int
     config: RunConfig

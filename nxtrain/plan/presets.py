@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxtrain.common.family import Decoder
+from nxtrain.common.family import Dimensions
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Shape:
         source: Publication.
     """
 
-    decoder: Decoder
+    decoder: Dimensions
     seq_len: int
     source: str
 
@@ -39,8 +39,8 @@ class Dataset:
 
 def _gpt(
     vocab: int, hidden: int, layers: int, heads: int, *, tied: bool = True, positions: int = 2048, inner: int = 0
-) -> Decoder:
-    return Decoder(
+) -> Dimensions:
+    return Dimensions(
         vocab_size=vocab,
         hidden_size=hidden,
         num_layers=layers,

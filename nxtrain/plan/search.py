@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from nxtrain.common.errors import Problem
-from nxtrain.common.family import Decoder
+from nxtrain.common.family import Dimensions
 from nxtrain.common.mesh import divisors
 from nxtrain.config.check import layout
 from nxtrain.config.finetune import quantized_cut
@@ -85,7 +85,7 @@ def _layout(job: Job) -> str:
     return f"{degrees} micro_batch={train.micro_batch} remat={train.remat}"
 
 
-def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
+def search(decoder: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
     """Try the degrees, modes of sharding, orders, micro-batches and recomputation that use all devices.
 
     Of the orders, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
@@ -143,7 +143,7 @@ def impossible(job: Job) -> Iterator[Problem]:
     yield from layout(job.config.model_copy(update={"backend": backend}), has_weights=False)
 
 
-def _degrees_of(decoder: Decoder) -> str:
+def _degrees_of(decoder: Dimensions) -> str:
     kv_heads = decoder.num_kv_heads
     fitting = [tp for tp in divisors(decoder.num_heads) if not (kv_heads % tp and tp % kv_heads)]
     return f"use {', '.join(map(str, fitting))}"
@@ -157,7 +157,7 @@ def _cut_blocks(job: Job) -> Iterator[Problem]:
     yield from islice((problem for name, spec in matrices for problem in quantized_cut(name, spec, axis_of(tp))), 1)
 
 
-def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
+def _degrees(decoder: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
     world = machine.devices * nodes
     lazy = Job(decoder, machine, nodes, config).is_lazy
     for tp in divisors(machine.devices):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nxtrain.common.family import Decoder
+from nxtrain.common.family import Dimensions
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.common.stages import LayerCosts, StagePart, split_layers, split_layers_at
@@ -58,7 +58,7 @@ def block_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int) -> Entrie
 
 @lru_cache(maxsize=1024)
 def block_specs(
-    decoder: Decoder, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
+    decoder: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
     """Parameters of one block."""
     hidden, inner, width = decoder.hidden_size, decoder.intermediate_size, decoder.head_size
@@ -98,7 +98,7 @@ def _biases(specs: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     }
 
 
-def rest_specs(decoder: Decoder, *, first: bool, last: bool) -> dict[str, ShardSpec]:
+def rest_specs(decoder: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
     """Parameters of a rank's stage outside its blocks; a tied embedding is one parameter where one rank has both."""
     table = ShardSpec((decoder.vocab_size, decoder.hidden_size), dim=0)
     specs: dict[str, ShardSpec] = {}
@@ -115,38 +115,38 @@ def rest_specs(decoder: Decoder, *, first: bool, last: bool) -> dict[str, ShardS
     return specs
 
 
-def costs(decoder: Decoder, seq_len: int) -> LayerCosts:
+def costs(decoder: Dimensions, seq_len: int) -> LayerCosts:
     """Operations of the forward pass of each layer per token, as `ModelFamily.layer_costs`; attention is causal."""
     attention = decoder.num_heads * decoder.head_size * seq_len
     return LayerCosts(0, 2 * (block_matmul_params(decoder) + attention), 2 * decoder.vocab_size * decoder.hidden_size)
 
 
-def block_matmul_params(decoder: Decoder) -> int:
+def block_matmul_params(decoder: Dimensions) -> int:
     """Entries of the matrices of one block."""
     attention = 2 * decoder.hidden_size * decoder.head_size * (decoder.num_heads + decoder.num_kv_heads)
     return attention + (3 if decoder.gated else 2) * decoder.hidden_size * decoder.intermediate_size
 
 
-def column_params(decoder: Decoder) -> int:
+def column_params(decoder: Dimensions) -> int:
     """Entries of the matrices of one block whose outputs are sharded over tp."""
     attention = decoder.head_size * (decoder.num_heads + 2 * decoder.num_kv_heads)
     return decoder.hidden_size * (attention + (2 if decoder.gated else 1) * decoder.intermediate_size)
 
 
-def flops_per_token(decoder: Decoder, seq_len: int) -> int:
+def flops_per_token(decoder: Dimensions, seq_len: int) -> int:
     """Operations of forward and backward for one token, as `ModelFamily.flops_per_token`; attention is causal."""
     per_token = costs(decoder, seq_len)
     return 3 * (decoder.num_layers * per_token.block + per_token.head)
 
 
-def num_params(decoder: Decoder) -> int:
+def num_params(decoder: Dimensions) -> int:
     """Parameters of the whole model, a tied embedding counted once."""
     return stage_entries(Stage(decoder, (decoder.num_layers,), first=True, last=True), 1, 1).local
 
 
 @lru_cache(maxsize=1024)
 def stage_parts(
-    decoder: Decoder, seq_len: int, pp: int, virtual_pp: int, cuts: tuple[int, ...] = ()
+    decoder: Dimensions, seq_len: int, pp: int, virtual_pp: int, cuts: tuple[int, ...] = ()
 ) -> list[tuple[StagePart, ...]]:
     """Parts of every pipeline rank, as `train/build.py` deals them."""
     if cuts:
@@ -167,7 +167,7 @@ class Stage:
         fused_qkv, fused_gate_up: As in `[model]`.
     """
 
-    decoder: Decoder
+    decoder: Dimensions
     blocks: tuple[int, ...]
     first: bool
     last: bool
@@ -177,7 +177,7 @@ class Stage:
 
 @lru_cache(maxsize=1024)
 def stage_kinds(
-    decoder: Decoder,
+    decoder: Dimensions,
     seq_len: int,
     pp: int,
     virtual_pp: int,

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.family import Decoder, find_family
+from nxtrain.common.family import Dimensions, find_family
 from nxtrain.config.schema import RunConfig
 from nxtrain.plan.hardware import GB, GIGABIT, Machine, find_machine
 from nxtrain.plan.job import Job
@@ -88,7 +88,7 @@ def as_its_instance(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("network_gbps", "device_tflops", "memory_gb_s")}
 
 
-def _decoder(name: str) -> Decoder:
+def _decoder(name: str) -> Dimensions:
     if name in SHAPES:
         return SHAPES[name].decoder
     if name in (own := _own_models()):
@@ -98,9 +98,9 @@ def _decoder(name: str) -> Decoder:
 
 
 @cache
-def _own_models() -> dict[str, Decoder]:
+def _own_models() -> dict[str, Dimensions]:
     models = json.loads(HELD_OUT.read_text(encoding="utf-8"))["models"]
-    return {name: Decoder(**dimensions) for name, dimensions in models.items()}
+    return {name: Dimensions(**dimensions) for name, dimensions in models.items()}
 
 
 @cache

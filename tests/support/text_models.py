@@ -8,7 +8,7 @@ from typing import Any
 
 from nxtrain.checkpoint import directory
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.tools.eval.generate import Request, Sampling, generate
+from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate
 from tests.support.models import hf_model, plan
 
 LENGTH = 64
@@ -49,5 +49,5 @@ def _sizes(rng: Random) -> dict[str, Any]:
 
 def continued(place: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
     """A prompt and its continuation by the model of a place."""
-    _, (text,) = generate(str(place), Request((prompt,), count, seed), sampling)
+    _, (text,) = generate(str(place), GenerateRequest((prompt,), count, seed), sampling)
     return text.prompt + text.text

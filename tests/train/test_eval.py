@@ -308,7 +308,7 @@ def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.Monke
 
 def test_a_long_task_tells_its_progress_every_ten_seconds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0, 40.0]), list[str]()
-    progress = command.Progress(said.append, "cloze", lambda: next(now))
+    progress = command.EvalProgress(said.append, "cloze", lambda: next(now))
     for done in (32, 64, 96, 128, 160):
         progress(done, 160)
     assert said == ["cloze: 64 of 160 rows of this rank", "cloze: 128 of 160 rows of this rank"]

@@ -31,7 +31,7 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.launch.neuron import reexec_on_cores
 from nxtrain.nn.decoding import Decoder
 from nxtrain.tools.eval import command
-from nxtrain.tools.eval.generate import Request, Sampling, generate, generate_on
+from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate, generate_on
 from nxtrain.tools.eval.model_shape import local_shape
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
@@ -71,7 +71,9 @@ def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> 
 
 def test_pieces_come_one_token_at_a_time(hf: Path) -> None:
     pieces = list[str]()
-    generate(str(hf), Request(("the quick",), 30, seed=3), Sampling(1.0), lambda number, piece: pieces.append(piece))
+    generate(
+        str(hf), GenerateRequest(("the quick",), 30, seed=3), Sampling(1.0), lambda number, piece: pieces.append(piece)
+    )
     assert pieces[0] == "the quick"
     assert len(pieces) > 20
     code, out, err = in_process(
@@ -248,7 +250,7 @@ def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Pat
     backend = CpuBackend()
     whole_texts = model.open(backend, LENGTH, Mesh(1, 0))
     for sampling in (GREEDY, Sampling(1.3, top_k=40, top_p=0.95)):
-        request = Request(PROMPTS, 16, seed=7)
+        request = GenerateRequest(PROMPTS, 16, seed=7)
         together = generate_on(backend, model, request, sampling, lambda *_: None)
         assert len({text.ending for text in together} | {len(text.added) for text in together}) > 1
         for prompt, text in zip(PROMPTS, together, strict=True):
@@ -263,7 +265,9 @@ def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Pat
 
 def continued_on(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
     """Texts on one rank of a tensor parallel world."""
-    texts = generate_on(backend, Trained.find(str(place)), Request(PROMPTS, 12, seed=2), sampling, lambda *_: None)
+    texts = generate_on(
+        backend, Trained.find(str(place)), GenerateRequest(PROMPTS, 12, seed=2), sampling, lambda *_: None
+    )
     return [(text.added, text.text) for text in texts]
 
 

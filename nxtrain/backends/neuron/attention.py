@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_by
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
 
@@ -35,7 +35,7 @@ def choose(
     distributed: Package | None,
     *,
     allow_unverified: bool = False,
-) -> Attention:
+) -> AttentionChoice:
     """Choose the flash kernel if it can run, unless plain attention is wanted.
 
     Args:
@@ -51,7 +51,7 @@ def choose(
     """
     obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
     version, cores = (distributed.version if distributed else ""), (instance.physical_cores if instance else 1)
-    flash = Attention("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
+    flash = AttentionChoice("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
     return choose_by(wanted, shape, obstacles, flash, "NKI's kernel")
 
 

@@ -6,7 +6,7 @@ compute a shape that does not fit. For one shape on trn2.3xlarge, that user meas
 
 from __future__ import annotations
 
-from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_by
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
 from nxtrain.common.errors import ConfigError, Problem
 
 SEQUENCE_TILE, MAX_HEAD_SIZE, MAX_HEADS = 512, 128, 512
@@ -16,7 +16,7 @@ SWITCH = "TORCH_NEURONX_ENABLE_NKI_SDPA"
 """Variable that turns the kernel off if it is 0."""
 
 
-def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> Attention:
+def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> AttentionChoice:
     """Choose between TorchNeuron's kernel and elementary operations.
 
     Args:
@@ -34,7 +34,7 @@ def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> 
         reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
-    flash = Attention("flash", "TorchNeuron's kernel, which takes grouped keys and values as they are")
+    flash = AttentionChoice("flash", "TorchNeuron's kernel, which takes grouped keys and values as they are")
     return choose_by(wanted, shape, obstacles, flash, "TorchNeuron's kernel")
 
 

@@ -135,7 +135,7 @@ def install_advice(os_release: Path | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Package:
     """A part of the SDK below torch.
 
     Args:
@@ -167,15 +167,15 @@ class _Part:
         return self.fault
 
 
-def _parts() -> list[_Part]:
+def _parts() -> list[_Package]:
     """Compiler, kernel package, driver and runtime of this machine."""
     compiler = _version("neuronx-cc")
     hidden = "" if shutil.which("neuronx-cc") else "neuronx-cc is not on PATH; activate the environment that has it"
     return [
-        _Part("neuronx-cc", compiler, COMPILER, required=True, fault=hidden),
-        _Part("nki", _version("nki"), KERNELS, required=True),
-        _Part("driver", _driver(), DRIVER, required=False),
-        _Part("runtime", _runtime(), RUNTIME, required=False),
+        _Package("neuronx-cc", compiler, COMPILER, required=True, fault=hidden),
+        _Package("nki", _version("nki"), KERNELS, required=True),
+        _Package("driver", _driver(), DRIVER, required=False),
+        _Package("runtime", _runtime(), RUNTIME, required=False),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Task(Thread, Generic[T]):
+class BackgroundTask(Thread, Generic[T]):
     """Work in a thread.
 
     Args:

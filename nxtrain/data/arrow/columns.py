@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
@@ -242,3 +243,31 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
     if settings.prompt or settings.chat:
         fields.append(pa.field(PROMPT, pa.int64(), nullable=False))
     return pa.schema(fields, metadata=metadata)
+
+
+def check_schema(schema: pa.Schema, file: Location) -> None:
+    """Check the format and the columns of a prepared corpus.
+
+    Raises:
+        DataError: The file is of another kind, or of a release that this one does not read.
+    """
+    metadata = schema.metadata or {}
+    version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
+    if version != str(FORMAT_VERSION):
+        what = "is no prepared corpus"
+        if version:
+            what = f"has format {version}, and this release reads {FORMAT_VERSION}"
+        raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
+    kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
+    columns = {name: schema.field(name).type for name in schema.names}
+    first, *others = schema.names or [""]
+    holds_documents = any(_is_alike(kind, columns.get(first)) for kind in kinds.get(first, ()))
+    if not holds_documents or (others and (others != [PROMPT] or columns[PROMPT] != pa.int64())):
+        raise DataError(f"{file} has columns {columns}, not {IDS} or {TEXT}; prepare it again")
+
+
+def _is_alike(wanted: Any, kind: Any) -> bool:
+    """True for equal types, whatever the name of a list's items."""
+    if kind is None or not pa.types.is_large_list(wanted):
+        return bool(kind == wanted)
+    return bool(pa.types.is_large_list(kind) and kind.value_type == wanted.value_type)

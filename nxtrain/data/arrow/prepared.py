@@ -24,15 +24,13 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import (
     CHECKSUMS_KEY,
-    FORMAT_KEY,
-    FORMAT_VERSION,
     IDS,
     PROMPT,
     SETTINGS_KEY,
     SHARD_KEY,
     SOURCES_KEY,
-    TEXT,
     TOKENIZER_KEY,
+    check_schema,
 )
 from nxtrain.data.arrow.rows import DEFECTS
 from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError, checked
@@ -340,7 +338,7 @@ def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
             verified = checked(file, bodiless.footer)
             reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
             schema = reader.schema
-            _check_schema(schema, file.name)
+            check_schema(schema, file.name)
             if verified is None and CHECKSUMS_KEY in schema.metadata:
                 raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
             batches = []
@@ -436,26 +434,3 @@ def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
     shift = source.begin - source.base
     prompts = needed[-1][0].address + shift if batch.num_columns > 1 else 0
     return _Batch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
-
-
-def _check_schema(schema: pa.Schema, file: Location) -> None:
-    metadata = schema.metadata or {}
-    version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
-    if version != str(FORMAT_VERSION):
-        what = "is no prepared corpus"
-        if version:
-            what = f"has format {version}, and this release reads {FORMAT_VERSION}"
-        raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
-    kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
-    columns = {name: schema.field(name).type for name in schema.names}
-    first, *others = schema.names or [""]
-    holds_documents = any(_is_alike(kind, columns.get(first)) for kind in kinds.get(first, ()))
-    if not holds_documents or (others and (others != [PROMPT] or columns[PROMPT] != pa.int64())):
-        raise DataError(f"{file} has columns {columns}, not {IDS} or {TEXT}; prepare it again")
-
-
-def _is_alike(wanted: Any, kind: Any) -> bool:
-    """True for equal types, whatever the name of a list's items."""
-    if kind is None or not pa.types.is_large_list(wanted):
-        return bool(kind == wanted)
-    return bool(pa.types.is_large_list(kind) and kind.value_type == wanted.value_type)

@@ -121,7 +121,7 @@ PROGRESS_S = 10.0
 """Seconds between two lines of progress of a task."""
 
 
-class Progress:
+class EvalProgress:
     """Lines of progress of a task that takes long.
 
     Args:
@@ -169,7 +169,7 @@ class _Evaluator:
             if done is None:
                 self.note(f"{model.place}: {task.name}")
                 scorer = scorer or self._open(model)
-                scorer.tell = Progress(self.note, task.name)
+                scorer.tell = EvalProgress(self.note, task.name)
                 done = self._run(task, scorer, run)
                 self.ranks.on_leader(
                     partial(record.add, model, task.name, task.identity, done), f"cannot record the result in {run}"

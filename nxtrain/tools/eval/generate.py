@@ -157,7 +157,7 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """Texts to continue.
 
     Args:
@@ -186,7 +186,7 @@ class Request:
 
 def generate(
     address: str,
-    request: Request,
+    request: GenerateRequest,
     sampling: Sampling,
     show: Callable[[int, str], None] | None = None,
     on_found: Callable[[Trained], None] = lambda model: None,
@@ -222,7 +222,7 @@ def generate(
 def generate_on(
     backend: Backend,
     model: Trained,
-    request: Request,
+    request: GenerateRequest,
     sampling: Sampling,
     show: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:

@@ -141,7 +141,7 @@ def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
     The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
     """
     at = 0.0
-    before: Start | None = None
+    before: RunStart | None = None
     for number, (start, stood) in enumerate(zip(starts, standing(starts), strict=True), 1):
         if before is not None and before.outcome != "done":
             gap_s = start.began.since(before.seen)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from nxtrain.backends import choose_layers
-from nxtrain.backends.attention_choice import Attention
+from nxtrain.backends.attention_choice import AttentionChoice
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, SdkVersion, detect, installed, unverified_notes
 from nxtrain.config.schema import RunConfig
@@ -179,7 +179,7 @@ def _attention(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], n
 
 
 def _note_attention(
-    attention: Attention, configured: str, where: str, stand_ins: list[StandIn], notes: list[str]
+    attention: AttentionChoice, configured: str, where: str, stand_ins: list[StandIn], notes: list[str]
 ) -> None:
     if attention.is_flash:
         reason = f"flash on {where}, by {attention.reason}; NKI kernels are traced by AWS's compiler alone"

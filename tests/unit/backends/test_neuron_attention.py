@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.attention_choice import Attention, AttentionShape
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import backend as neuron
 from nxtrain.backends.neuron import sdk
@@ -67,7 +67,7 @@ def fake_nki_flash_attn_func(
 def test_the_kernel_is_taken_where_everything_fits() -> None:
     for wanted in ("auto", "flash"):
         found = choose(wanted, SHAPE, TRN1, SDK, NXD)
-        assert found == Attention("flash", "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
+        assert found == AttentionChoice("flash", "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
         assert str(found).startswith("flash attention: NKI's kernel")
     assert choose("auto", SHAPE, TRN2, SDK, NXD).lnc == 2
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.nn.init import materialize
-from nxtrain.nn.rope import Rope, RopeScaling, frequencies
+from nxtrain.nn.rope import Rope, RopeStretch, frequencies
 from tests.support.layers import random
 
 S, B, N, H = 40, 2, 3, 8
 THETA = 10_000.0
-LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
+LLAMA3 = RopeStretch(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
 
 
-def rope_of(scaling: RopeScaling | None = None) -> Rope:
+def rope_of(scaling: RopeStretch | None = None) -> Rope:
     with torch.device("meta"):
         rope = Rope(S, H, THETA, scaling, FusedKernels())
     materialize(rope, lambda host: host, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.backends.attention_choice import Attention
+from nxtrain.backends.attention_choice import AttentionChoice
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
@@ -113,7 +113,7 @@ def test_attention_that_a_run_computes_plainly_is_what_is_traced(monkeypatch: py
 
 def test_the_choices_are_those_of_the_functions_that_a_run_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "choose_layers", lambda *_, **__: ("native", "as this test says"))
-    monkeypatch.setattr(choice, "attention_of", lambda *_: Attention("flash", "this test"))
+    monkeypatch.setattr(choice, "attention_of", lambda *_: AttentionChoice("flash", "this test"))
     found = chosen(monkeypatch, here=READ)
     assert found.layers == "native"
     assert found.notes[0] == "backend.layers=auto is native on neuron: as this test says"
