@@ -30,7 +30,7 @@ class WindowConfig(DecoderConfig):
 
 
 class SwitchedWindowConfig(WindowConfig):
-    """Shape of a decoder whose `config.json` has a switch beside its window; the window here is one that is in use."""
+    """Shape of a decoder whose `config.json` has a switch next to its window; the window here is one that is in use."""
 
     max_window_layers: Annotated[int, Field(ge=0, le=2**16)] | None = None
     """Layers before the first one with a window."""

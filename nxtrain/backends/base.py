@@ -225,7 +225,7 @@ class Backend(ABC):
         """
 
     def background_group(self, hang_timeout_s: float) -> ProcessGroup | None:
-        """Make a group of all ranks for host objects, usable beside training's collectives; None with one rank."""
+        """Make a group of all ranks for host objects, usable next to training's collectives; None with one rank."""
         import torch.distributed as dist
 
         if self.world == 1 or not dist.is_initialized():

@@ -57,7 +57,7 @@ class Destination:
 
     Args:
         folder: The `checkpoints` folder.
-        scope: The ranks and their folders, over a group beside the collectives of training. A group of None: there is
+        scope: The ranks and their folders, over a group next to the collectives of training. A group of None: there is
             only this rank, or no group can; checkpoints are then written while training waits.
         retention: Checkpoints that stay.
         tokenizer: A `tokenizer.json` to save with each checkpoint.

@@ -48,7 +48,7 @@ class Meta(BaseModel):
     adapter: dict[str, Any] = {}
     """Keys of [finetune] that shape the adapters, which are all that the checkpoint holds; empty for whole models."""
     base: str = ""
-    """Folder of the frozen weights beside adapters."""
+    """Folder of the frozen weights next to adapters."""
     base_fingerprint: str = ""
     """Identity of the frozen weights."""
     dtype: str

@@ -23,7 +23,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 _CORRUPT = "meta.corrupt.json"
 """Name of `meta.json` in a quarantined checkpoint."""
 _ABANDONED = "meta.abandoned.json"
-"""Name of `meta.json` in a checkpoint that is no part of the run after a rewind."""
+"""Name of `meta.json` in a checkpoint that is not part of the run after a rewind."""
 _FOLDER = re.compile(r"step-(\d{8,})")
 _STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 
@@ -192,7 +192,7 @@ def parent_of(location: Location) -> Location:
 
 
 TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other while one may read or write a mirror: a slow mirror is no hang."""
+"""Seconds that ranks wait for each other while one may read or write a mirror: a slow mirror is not a hang."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class ResumeSurvey:
         return self.listed.get(MIRROR, LocationSurvey()).seals
 
     def abandoned(self, after: Mapping[int, int], *, damaged: bool) -> ResumeSurvey:
-        """The survey after the checkpoints behind a step of each location are abandoned."""
+        """The survey once the checkpoints after a step of each location are abandoned."""
         shortened = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
         return replace(self, places={**self.listed, **shortened})
 

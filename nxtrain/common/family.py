@@ -55,7 +55,7 @@ class Dimensions:
     Args:
         vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
         tied: The output projection is the embedding.
-        gated: The feed-forward has a gate beside its first matrix.
+        gated: The feed-forward has a gate next to its first matrix.
         biases: Linear layers and norms have biases.
         positions: Rows of a learned position embedding; 0: none.
         qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.

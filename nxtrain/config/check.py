@@ -138,7 +138,7 @@ def resolve_model(config: RunConfig) -> ModelConfig:
     """Shape of the model, from `model.hf` or `model.preset`, changed by `[model.config]`.
 
     Raises:
-        ConfigError: An unknown family or preset, a missing folder, or values that are no shape.
+        ConfigError: An unknown family or preset, a missing folder, or values that are not a shape.
     """
     family = family_of(config)
     if config.model.hf:

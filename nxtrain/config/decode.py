@@ -48,7 +48,7 @@ def decode(
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        # A default that depends on an invalid value is no problem of its own.
+        # A default that depends on an invalid value is not a problem of its own.
         details = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
     problems = []
     for detail in _in_order(details)[:MOST_PROBLEMS]:

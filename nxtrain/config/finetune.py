@@ -14,7 +14,7 @@ BLOCK = 64
 
 
 def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem]:
-    """Problems of [finetune] beside the other keys.
+    """Problems of [finetune] next to the other keys.
 
     Args:
         config: All values.

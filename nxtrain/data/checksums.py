@@ -1,4 +1,4 @@
-"""Checksums of the token files that a run prepares, in a file beside each; readers verify every block with them.
+"""Checksums of the token files that a run prepares, in a file next to each; readers verify every block with them.
 
 A block is verified each time that one of its rows is read. A start is therefore fast for files of any length, and bytes
 that a disk loses later are found too. XXH3 of 64 KiB takes a few microseconds.

@@ -20,7 +20,7 @@ from nxtrain.common.io.regular import open_regular, read_bytes
 from nxtrain.data.files import unreadable
 from nxtrain.data.walk import matches, walk
 
-# Tests of the library and tables of character codes are no prose.
+# Tests of the library and tables of character codes are not prose.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})

@@ -1,4 +1,4 @@
-"""Measures of a held-out text beside which its loss is read: the entropy of its tokens, and its bytes."""
+"""Measures of a held-out text next to which its loss is read: the entropy of its tokens, and its bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
     Args:
         samples: The rows.
         num_rows: Number of first rows to count; None: all.
-        doc_mask: Batches have masks between documents, so that the first token of a document is no target.
+        doc_mask: Batches have masks between documents, so that the first token of a document is not a target.
     """
     if num_rows is None:
         num_rows = samples.num_rows
@@ -96,7 +96,7 @@ def token_bytes(file: Path) -> NDArray[np.int64] | None:
         # Each character of the alphabet spells one byte. The decoder leaves other tokens as they are.
         lengths[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
     for number, added in tokenizer.get_added_tokens_decoder().items():
-        if added.lstrip or added.rstrip:  # the token takes in the spaces beside it
+        if added.lstrip or added.rstrip:  # the token takes in the spaces next to it
             return None
         lengths[number] = 0 if added.special else len(added.content.encode())
     return lengths

@@ -93,11 +93,11 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
 
 
 Skips = tuple[tuple[int, int], ...]
-"""Steps, ascending, and for each the number of batches that the run leaves out behind it."""
+"""Steps, ascending, and for each the number of batches that the run leaves out after it."""
 
 
 def left_out(skips: Skips, first: int, last: int) -> int:
-    """Number of batches that are left out behind the steps from `first` to `last`."""
+    """Number of batches that are left out after the steps from `first` to `last`."""
     return sum(number for step, number in skips if first <= step <= last)
 
 

@@ -56,7 +56,7 @@ class Prepared(BaseModel):
         end_id: Id of that token; None if unknown.
         trained: The tokenizer was trained on this data.
         fingerprint: Identity of the files' content.
-        has_checksums: The run wrote the token files, with checksums beside them.
+        has_checksums: The run wrote the token files, with checksums next to them.
         probe, validation_probe: Digest of a sample of the checked ids; see `nxtrain.data.samples.probe`.
         skipped: Skipped files, with the reason.
     """

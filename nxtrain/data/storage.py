@@ -215,7 +215,7 @@ def shards(path: Location) -> list[Location]:
 
 
 def summary_of(path: Location) -> Location:
-    """Path of the summary that a preparation writes beside its folder of shards."""
+    """Path of the summary that a preparation writes next to its folder of shards."""
     if isinstance(path, Path):
         return path.with_suffix(".summary.json")
     return S3Path(path.removesuffix(path.name) + PurePosixPath(path.name).with_suffix(".summary.json").name)

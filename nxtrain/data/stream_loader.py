@@ -100,14 +100,14 @@ class Streams:
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
-"""Rows of lanes for a step, (rows_per_lane, S + 1) each, and the place behind them, in the order of the lanes."""
+"""Rows of lanes for a step, (rows_per_lane, S + 1) each, and the place after them, in the order of the lanes."""
 
 
 class Lanes(Protocol):
     """Lanes of a rank, which give rows step by step."""
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places behind them."""
+        """Rows of each lane for the next step, and the places after them."""
         ...
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class LocalLanes:
         self._rows_per_lane = rows_per_lane
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places behind them."""
+        """Rows of each lane for the next step, and the places after them."""
         del step  # the lanes know their places
         by_lane: dict[int, tuple[NDArray[np.int32], Place]] = {}
         for number, lane in self._lanes.items():
@@ -220,12 +220,12 @@ class StreamLoader:
             lanes.close()
 
     def cursor(self) -> dict[int, Place]:
-        """Places behind the last batch that was consumed, of the lanes of this rank."""
+        """Places after the last batch that was consumed, of the lanes of this rank."""
         return dict(self._places)
 
     def progress(self, step: int) -> dict[str, float]:
         """Values for the record of the step whose batch was consumed last."""
-        del step  # the places are those behind it
+        del step  # the places are those after it
         return self._progress(self._places)
 
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:

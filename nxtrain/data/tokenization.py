@@ -135,7 +135,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def declared_end(file: Path) -> str:
-    """Token that ends a document, from the `tokenizer_config.json` beside a `tokenizer.json`; empty if not declared.
+    """Token that ends a document, from the `tokenizer_config.json` next to a `tokenizer.json`; empty if not declared.
 
     Raises:
         DataError: The configuration cannot be read.

@@ -1,7 +1,7 @@
 """Worker processes of a rank that tokenize and pack, and the replacement of those that die or hang.
 
 The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the places
-behind them. A new worker begins at the places of the last answer that was taken. The rows therefore do not depend on
+after them. A new worker begins at the places of the last answer that was taken. The rows therefore do not depend on
 the number of workers, nor on their deaths.
 """
 
@@ -196,7 +196,7 @@ class Workers:
         self.members = [self._start(worker) for worker in range(number)]
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places behind them.
+        """Rows of each lane for the next step, and the places after them.
 
         Raises:
             DataError, StorageError: The error of a worker.

@@ -40,7 +40,7 @@ class PrometheusSink:
 
 
 def text_of(record: Mapping[str, Any], run: str) -> str:
-    """Text of a record; values that are no numbers are left out."""
+    """Text of a record; values that are not numbers are left out."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     lines = []
     for key, value in record.items():

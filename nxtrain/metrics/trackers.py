@@ -64,7 +64,7 @@ class WandbSink:
                 config=dict(config),
                 mode=mode,
                 resume="allow",
-                # Nothing beside the records: no capture of the terminal, no statistics of the machine, no code.
+                # Nothing next to the records: no capture of the terminal, no statistics of the machine, no code.
                 settings=wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, silent=True),
             )
             self._run.define_metric("*", step_metric="step")

@@ -14,7 +14,7 @@ from nxtrain.metrics.run_observer import RunObserver, Section, Work
 from nxtrain.metrics.work_timeline import WAITING, HostTimeline, WorkTimeline
 
 KINDS = ("data", "training", "vote", "log", "evaluation", "checkpoint")
-"""Kinds of work of a step; each has a key in the records, with `_s` behind."""
+"""Kinds of work of a step; each has a key in the records, with `_s` after."""
 
 SECTIONS: tuple[str, ...] = get_args(Section)
 """Sections of `training`; each has such a key too, where the timeline has them."""

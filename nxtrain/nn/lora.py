@@ -1,9 +1,9 @@
-"""Low-rank adapters beside the frozen linear layers of a model: x W^T + scale (x A^T) B^T.
+"""Low-rank adapters next to the frozen linear layers of a model: x W^T + scale (x A^T) B^T.
 
 Model code is unchanged: parameters are added to existing layers, whose forward is replaced. A layer of several segments
 has an adapter for each, as the unfused layers of PEFT have. The matrix on the side of the layer's whole features is
 replicated over tp, and the other one is sharded like the layer's weight. Between both, activations are r wide, and only
-these are exchanged: gathered before a sharded B, or summed behind a sharded A.
+these are exchanged: gathered before a sharded B, or summed after a sharded A.
 
 Shapes: S sequence, B batch, I inputs, O outputs, R rank of the adapters, n adapters of one layer.
 
@@ -54,7 +54,7 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         dropout: Masks of the adapters' inputs; None: inputs are whole.
 
     Raises:
-        ConfigError: A target is no linear layer of the blocks, or the rank is larger than every adapted layer.
+        ConfigError: A target is not a linear layer of the blocks, or the rank is larger than every adapted layer.
     """
     model.requires_grad_(False)
     found, widest = set[str](), 0

@@ -88,7 +88,7 @@ class Rope(nn.Module):
             return self._kernels.rotate(
                 rows, self.cos.index_select(0, chosen), self.sin.index_select(0, chosen)
             ).view_as(x)
-        # Whole tables are no views: a graph that ends between forward and backward would copy views.
+        # Whole tables are not views: a graph that ends between forward and backward would copy views.
         tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
         return self._kernels.rotate(x, *tables)
 

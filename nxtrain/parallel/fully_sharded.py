@@ -32,7 +32,7 @@ from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.precision import Precision
 
 Backward = Literal["before", "after", "none"]
-"""Time at which a backward pass gathers units ahead, beside the gradients of the unit at work."""
+"""Time at which a backward pass gathers units ahead, next to the gradients of the unit at work."""
 
 
 @dataclass(frozen=True)

@@ -61,5 +61,5 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _block_size(*others: int) -> int:
-    """Length of a block beside the other dimensions of the product."""
+    """Length of a block next to the other dimensions of the product."""
     return max(1, BLOCK_ENTRIES // max(1, *others))

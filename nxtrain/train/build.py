@@ -86,7 +86,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
         plan: Checked configuration.
         backend: Device of the model.
         mesh: The axes of this rank.
-        init: Draw the first weights, read the weights of `model.hf` beside adapters that are drawn, or keep zeros for
+        init: Draw the first weights, read the weights of `model.hf` next to adapters that are drawn, or keep zeros for
             a load that follows.
 
     Raises:

@@ -28,7 +28,7 @@ from nxtrain.train.step import TrainState
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Content of a run's checkpoints beside the tensors.
+    """Content of a run's checkpoints next to the tensors.
 
     Args:
         inputs: Identity of the run's data and tokenizer.
@@ -53,7 +53,7 @@ class Checkpoints(RunObserver):
     Args:
         plan: The checked configuration.
         state: Train state to save.
-        identity: Content beside the tensors.
+        identity: Content next to the tensors.
         print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         on_saved: Called after each commit with the seconds of stall and of writing.

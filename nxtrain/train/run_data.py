@@ -41,7 +41,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
 
 
 def train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Loader | StreamLoader:
-    """Loader of training batches that goes on behind a step."""
+    """Loader of training batches that goes on after a step."""
     config, source = context.config, data.source
     if not isinstance(source, Streams):
         origin = meta.samples - meta.step * config.train.global_batch

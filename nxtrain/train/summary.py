@@ -14,14 +14,14 @@ from nxtrain.data import Data, target_bytes, target_counts, unigram_entropy
 
 @dataclass(frozen=True)
 class Summary:
-    """Held-out loss and the measures beside it.
+    """Held-out loss and the measures next to it.
 
     Attributes:
         val_loss: Mean loss over the evaluated tokens, in nats.
         unigram_entropy: Best loss on the same tokens of a model without context, in nats.
         bits_per_byte: Loss in bits per byte of the evaluated text, which runs with other tokenizers can be compared by;
             None if the tokenizer's tokens have no fixed number of bytes.
-        val_tokens: Number of evaluated targets; none is of a prompt, or behind the end of a masked document.
+        val_tokens: Number of evaluated targets; none is of a prompt, or after the end of a masked document.
         val_bytes: Bytes of text of the evaluated tokens; None if unknown.
     """
 

@@ -21,7 +21,7 @@ class NeuronNativeKernels(PlainKernels):
     """Kernels of one logical core.
 
     A dispatch of an operation costs the host tens of microseconds, and each parameter's update has about twenty. With
-    `compile.torch_compile` the loss, the norms and the whole update are graphs too, beside the blocks.
+    `compile.torch_compile` the loss, the norms and the whole update are graphs too, next to the blocks.
 
     Attributes:
         compiles: `fuse` compiles.

@@ -122,7 +122,7 @@ class XlaCollectives(Collectives):
     def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
         # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
         # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
-        # Copies are made before the graph of a collective of its own, so that bases of views are no part of it.
+        # Copies are made before the graph of a collective of its own, so that bases of views are not part of it.
         fresh = [tensor.clone() for tensor in tensors]
         with self._apart(axis):
             self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)

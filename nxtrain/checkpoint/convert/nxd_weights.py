@@ -61,7 +61,7 @@ class NxdWeights:
 
     @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of the parameters of each stage, in NxD's order; a tied head is omitted beside the embedding."""
+        """Names of the parameters of each stage, in NxD's order; a tied head is omitted next to the embedding."""
         stages = []
         for pp in range(self.grid.pp):
             names = [name for name in self._open(0, 0, pp) if not name.endswith("rotary_emb.inv_freq")]

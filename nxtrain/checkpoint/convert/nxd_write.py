@@ -69,7 +69,7 @@ class NxdTarget:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Settings of the optimizer that NxD saves beside its state.
+    """Settings of the optimizer that NxD saves next to its state.
 
     Args:
         optim: The `[optim]` section.

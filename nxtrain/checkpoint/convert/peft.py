@@ -101,7 +101,7 @@ class Adapter:
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
-        """Check that a folder holds the weights that the adapter was trained beside, as far as that is known.
+        """Check that a folder holds the weights that the adapter was trained next to, as far as that is known.
 
         Args:
             base: The folder.
@@ -154,7 +154,7 @@ class MergedFolder(HfFolder):
         return wide.to(self.dtype)
 
     def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
-        """Read entries of the weights that the adapter was trained beside: those in NF4 restored."""
+        """Read entries of the weights that the adapter was trained next to: those in NF4 restored."""
         is_quantized = self._adapter.config.method == "qlora" and len(self.shapes[name]) > 1 and _BLOCKS in name
         if not is_quantized:
             return super().read(name, dim, start, length)
@@ -352,7 +352,7 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
         base: Folder of the base weights; None: that which the adapter names.
 
     Raises:
-        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained beside other weights.
+        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained next to other weights.
     """
     adapter = read_adapter(folder)
     path = base or Path(adapter.base)
@@ -367,7 +367,7 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
 
 
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
-    """Copy the files of a Hugging Face folder that are no weights, with another type in `config.json`."""
+    """Copy the files of a Hugging Face folder that are not weights, with another type in `config.json`."""
     config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
     write_durably(out / "config.json", partial(_write_json, config))
     for name in COMPANIONS:
@@ -382,7 +382,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files beside the weights of a Hugging Face folder, without `config.json`."""
+"""Files next to the weights of a Hugging Face folder, without `config.json`."""
 
 
 def _read_config(file: Path) -> dict[str, Any]:

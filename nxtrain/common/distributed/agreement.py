@@ -145,7 +145,7 @@ def collective(action: str) -> Iterator[None]:
     """Silence warnings of `torch.distributed.checkpoint`; the failure of any rank becomes one readable error on all."""
     try:
         with warnings.catch_warnings():
-            # A single process is no mistake, and the deprecated call is torch's own.
+            # A single process is not a mistake, and the deprecated call is torch's own.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
             yield

@@ -1,6 +1,6 @@
 """An object of S3 in a sparse file on this node's disk, which gets each block when that block is read first.
 
-An index beside the file has the checksum of every block that is there, and 0 for every other block. A block is written
+An index next to the file has the checksum of every block that is there, and 0 for every other block. A block is written
 before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost
 another request and nothing else. All processes of a node share both files. A lock on a block's place in the index lets
 one of them fetch the block while the others wait.

@@ -66,7 +66,7 @@ def local_or_bucket(path: str) -> str:
 
 
 def storage(path: str) -> str:
-    """As `local_or_bucket`, for a place that is also written, so that a copy fetched by hand is no way out.
+    """As `local_or_bucket`, for a place that is also written, so that a copy fetched by hand is not a way out.
 
     Raises:
         ValueError: There is no such user, or the path is an address of another service.
@@ -93,7 +93,7 @@ def _meant(path: str, scheme: str) -> str:
 
 
 def storage_path(text: str) -> Path:
-    """Path of `storage` that is no address in S3.
+    """Path of `storage` that is not an address in S3.
 
     Raises:
         ConfigError: As `local_path`.

@@ -34,7 +34,7 @@ CLOSING_S = 60.0
 
 
 def first_use_limit_s(hang_timeout_s: float) -> float:
-    """Seconds without progress that are no hang while graphs compile, here or on a rank that others wait for."""
+    """Seconds without progress that are not a hang while graphs compile, here or on a rank that others wait for."""
     return COMPILE_PATIENCE * hang_timeout_s
 
 

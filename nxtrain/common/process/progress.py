@@ -29,7 +29,7 @@ class Progress:
     Args:
         label: The work in a few words.
         total: Amount of work in any unit; 0: unknown.
-        on_terminals_only: Print no lines where standard error is no terminal.
+        on_terminals_only: Print no lines where standard error is not a terminal.
         console: Console to print on; None: standard error.
         clock: Seconds, monotonic.
         line_every_s, redraw_s: Intervals of plain lines and of live lines.

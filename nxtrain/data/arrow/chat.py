@@ -58,13 +58,13 @@ class ChatTemplate:
     """Chat template of a tokenizer's folder.
 
     Args:
-        tokenizer: The tokenizer; a `chat_template.jinja` or `tokenizer_config.json` is beside its file.
+        tokenizer: The tokenizer; a `chat_template.jinja` or `tokenizer_config.json` is next to its file.
 
     Attributes:
         digest: Identity of the template and of its special tokens.
 
     Raises:
-        ConfigError: There is no template, or it is no template.
+        ConfigError: There is no template, or it is not a template.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

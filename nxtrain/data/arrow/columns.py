@@ -142,7 +142,7 @@ class IdsColumn:
         }
 
     def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
-        """Column of documents, each with the end of text behind it, and the lengths of their prompts."""
+        """Column of documents, each with the end of text after it, and the lengths of their prompts."""
         encoded = list(encode_prompted(self._tokenizer, texts, prompts))
         documents = [ids for ids, _ in encoded]
         ends = np.zeros(len(documents) + 1, np.int64)
@@ -158,7 +158,7 @@ class IdsColumn:
 def encode_prompted(
     tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int]
 ) -> Iterator[tuple[Ids, int]]:
-    """Ids of each document, with the end of text behind them, and the number of its prompt's tokens.
+    """Ids of each document, with the end of text after them, and the number of its prompt's tokens.
 
     A prompt is encoded apart from its answer, so that no token is of both.
 
@@ -177,7 +177,7 @@ def encode_prompted(
 
 
 def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[Ids]:
-    """Ids of each document in UTF-8, with the end of text behind them; many documents are encoded at once."""
+    """Ids of each document in UTF-8, with the end of text after them; many documents are encoded at once."""
     end = np.array([tokenizer.end_id], np.uint32)
     held: list[Ids] = []
     for batch in _batches(texts):

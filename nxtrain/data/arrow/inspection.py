@@ -83,7 +83,7 @@ class Lengths:
 class PackingWaste:
     """Waste of each way to pack documents, for documents in the order of the corpus.
 
-    `concat` cuts one stream at every row: the tokens behind the last full row are dropped. `best_fit` never cuts a
+    `concat` cuts one stream at every row: the tokens after the last full row are dropped. `best_fit` never cuts a
     document that fits, and pads what stays free of a row.
 
     Args:
@@ -104,7 +104,7 @@ class PackingWaste:
         ends = self._total + np.cumsum(lengths)
         begins = ends - lengths
         fits = lengths <= self._capacity
-        # A row ends with the token that the next row begins with, so that a document may end one behind a multiple.
+        # A row ends with the token that the next row begins with, so that a document may end one after a multiple.
         is_cut = begins // self._seq_len != np.maximum(ends - 2, begins) // self._seq_len
         self._cut += int(np.count_nonzero(fits & is_cut))
         self._long += int(np.count_nonzero(~fits))
@@ -148,7 +148,7 @@ def inspect_corpus(
         field: Field or column that holds the documents; of sources.
         lines: Each line of a text file is a document; of sources.
         only: Pattern that the names of a folder's files must match; of sources.
-        mixed: A folder may hold text beside other formats; of sources.
+        mixed: A folder may hold text next to other formats; of sources.
         cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:

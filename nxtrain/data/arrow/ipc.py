@@ -1,4 +1,4 @@
-"""Arrow IPC files that grow batch by batch, so that a killed writer goes on behind the last whole batch.
+"""Arrow IPC files that grow batch by batch, so that a killed writer goes on after the last whole batch.
 
 pyarrow writes a file from its begin to its end only: the footer holds the place of every batch. Messages are therefore
 appended one by one, and the footer is pyarrow's own for a file without a batch, with the list of batches replaced.

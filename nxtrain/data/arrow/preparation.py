@@ -66,9 +66,9 @@ class PreparationRequest:
         shard_bytes: Size at which a shard ends; 0 for one file.
         on_bad: Treatment of a row without a document.
         restart: Delete what is there under the name of `out`.
-        prompt: Field or column of the prompts, which come before the documents and are no targets; empty: none.
+        prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
-        mixed: A folder may hold text beside other formats.
+        mixed: A folder may hold text next to other formats.
     """
 
     sources: Sequence[Location]
@@ -175,13 +175,13 @@ def source_rows(
     position: Position,
     progress: Callable[[int], None],
 ) -> Iterator[tuple[int, Source, SourceRow | BadRow]]:
-    """Rows of all sources behind a position, each with the number of its source.
+    """Rows of all sources after a position, each with the number of its source.
 
     Args:
         sources: The files.
         fields: Fields or columns that make the documents.
         lines: Each line of a text file is a document.
-        position: Place behind the last row that is not wanted again.
+        position: Place after the last row that is not wanted again.
         progress: Gets the bytes of the sources that are read.
 
     Raises:
@@ -213,7 +213,7 @@ def _copy(
     work: PreparationWork,
     watcher: Watcher,
 ) -> None:
-    """Write the documents of all sources behind the position of the work."""
+    """Write the documents of all sources after the position of the work."""
     has_prompts = bool(fields.prompt) or fields.chat is not None
     counts, num_read = work.counts, 0
     batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
@@ -255,12 +255,12 @@ def _copy(
         texts.append(row.text)
         prompts.append(row.prompt)
         num_bytes += len(row.text)
-        # A place is behind a whole row: all documents of a conversation go into one batch.
+        # A place is after a whole row: all documents of a conversation go into one batch.
         if row.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
             position = Position(number, row.row, row.offset)
             write()
     if texts:
-        # Bad and empty rows may follow the last document: the position behind all sources counts them too.
+        # Bad and empty rows may follow the last document: the position after all sources counts them too.
         position = Position(len(sources))
         write()
     if not counts.documents:

@@ -92,12 +92,12 @@ class PreparedCorpus:
         path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
-        has_prompts: Documents begin with a prompt, which is no target.
+        has_prompts: Documents begin with a prompt, which is not a target.
         dtype: Type of the ids; bytes for text.
         metadata: Entries of the schema's metadata.
 
     Raises:
-        DataError: The path is no prepared corpus, is damaged, or lacks shards.
+        DataError: The path is not a prepared corpus, is damaged, or lacks shards.
         StorageError: The storage fails.
     """
 
@@ -329,7 +329,7 @@ def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
     """Schema of a file, the places of its batches, and the file with verified reads if checksums are there.
 
     Raises:
-        DataError: The file is no prepared corpus, or is damaged.
+        DataError: The file is not a prepared corpus, or is damaged.
         StorageError: The storage fails.
     """
     try:

@@ -1,4 +1,4 @@
-"""Rows of a corpus: the documents of its files, and rows that hold none, each with the place behind it."""
+"""Rows of a corpus: the documents of its files, and rows that hold none, each with the place after it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Fields:
             row, offset: Place of the row.
 
         Raises:
-            BadRowError: The values are no conversation.
+            BadRowError: The values are not a conversation.
         """
         if self.chat is None:
             num_prompt = 0
@@ -137,7 +137,7 @@ def is_damage(error: Exception) -> bool:
 def text_rows(
     source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
 ) -> Iterator[SourceRow | BadRow]:
-    """Rows of a text file or of JSON lines, compressed or not, behind a place.
+    """Rows of a text file or of JSON lines, compressed or not, after a place.
 
     A text file is one row, or, with `lines`, each of its lines that is not blank. Blank lines of JSON lines are no
     rows.
@@ -203,7 +203,7 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
 
 
 def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """Lines behind an offset, as of `split_lines`: a plain file is entered there, a compressed one is read up to there.
+    """Lines after an offset, as of `split_lines`: a plain file is entered there, a compressed one is read up to there.
 
     Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
     place of a kill, since the piece with that end is lost.
@@ -223,7 +223,7 @@ def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[byte
 def split_lines(
     file: Any, offset: int, limit: int = MAX_DOCUMENT_BYTES, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[tuple[bytes | None, int]]:
-    """Lines of a binary stream, each with the offset behind it; None stands for a line above the limit.
+    """Lines of a binary stream, each with the offset after it; None stands for a line above the limit.
 
     Args:
         file: The stream.

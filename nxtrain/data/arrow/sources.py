@@ -89,11 +89,11 @@ def find_sources(arguments: Sequence[Location], only: str = "", mixed: bool = Fa
     Args:
         arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
-        mixed: A folder may hold text beside other formats.
+        mixed: A folder may hold text next to other formats.
 
     Raises:
         ConfigError: An argument does not exist, or a folder holds no file.
-        DataError: A file of an unknown format, a folder with text beside other formats, or a file that cannot be read.
+        DataError: A file of an unknown format, a folder with text next to other formats, or a file that cannot be read.
     """
     sources: list[Source] = []
     for argument in arguments:
@@ -184,7 +184,7 @@ def _is_dataset(state: Location, folder: Location) -> bool:
 
 
 def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
-    """Refuse text beside tables and JSON lines, which is mostly a README and no document."""
+    """Refuse text next to tables and JSON lines, which is mostly a README and no document."""
     texts = [source for source in sources if source.kind == "text"]
     if texts and len(texts) < len(sources):
         other = next(source for source in sources if source.kind != "text")

@@ -107,7 +107,7 @@ class Documents:
             yield from zip(ordinals.tolist(), documents.tolist(), strict=True)
 
     def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
-        """Ids of documents, each with the end of text behind it; those of prompts with `PROMPT_BIT`.
+        """Ids of documents, each with the end of text after it; those of prompts with `PROMPT_BIT`.
 
         Args:
             contents: Documents as they are stored.

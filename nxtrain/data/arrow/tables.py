@@ -42,7 +42,7 @@ _READ_AGAIN = "fetch or write the file again"
 
 
 def table_rows(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
-    """Rows of a Parquet or Arrow file behind a row.
+    """Rows of a Parquet or Arrow file after a row.
 
     Args:
         source: The file.
@@ -171,7 +171,7 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of a part of the columns that begins behind row `begin`; those up to `start` are left out."""
+    """Rows of a part of the columns that begins after row `begin`; those up to `start` are left out."""
     if fields.chat is not None:
         yield from _conversations(columns[0], begin, start, fields)
         return

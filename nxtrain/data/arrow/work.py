@@ -1,7 +1,7 @@
 """Work folder of a preparation: shards, bad rows and a journal, from which a killed preparation goes on.
 
 The journal has a line for each batch that is whole on the disk. A start cuts every file to the place that the last line
-names, and reads the sources behind that place. The same sources therefore give the same bytes, whatever the kills.
+names, and reads the sources after that place. The same sources therefore give the same bytes, whatever the kills.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Position:
-    """Place behind the last row that is written.
+    """Place after the last row that is written.
 
     Args:
         source: Number of its file.
@@ -171,7 +171,7 @@ class PreparationWork:
         return self.position == Position()
 
     def open(self) -> None:
-        """Cut the files behind the last whole batch, and open them for writing."""
+        """Cut the files after the last whole batch, and open them for writing."""
         self._bad = self._files.enter_context(_cut(self._outputs.work / _BAD, self._num_bad_bytes))
         self._file = self._open_shard()
 
@@ -180,11 +180,11 @@ class PreparationWork:
         self._bad.write(f"{json.dumps(line)}\n".encode())
 
     def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
-        """Write documents as one batch, and record the position behind them.
+        """Write documents as one batch, and record the position after them.
 
         Args:
             arrays: The columns.
-            position: Place behind the last of them.
+            position: Place after the last of them.
         """
         schema = self._schema()
         content, block = ipc.message(pa.record_batch(arrays, schema=schema), self._size)
@@ -265,7 +265,7 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard behind its last whole batch; shards after it, which a kill left, are deleted.
+        """Open the current shard after its last whole batch; shards after it, which a kill left, are deleted.
 
         Raises:
             DataError: The shard's last bytes are not those that were written.
@@ -311,7 +311,7 @@ class PreparationWork:
 
 
 def _cut(path: Path, size: int) -> BinaryIO:
-    """Open a file for appending behind its first bytes.
+    """Open a file for appending after its first bytes.
 
     Raises:
         DataError: The file is shorter, so that bytes that were on the disk are lost.

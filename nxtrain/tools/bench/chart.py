@@ -27,7 +27,7 @@ def check_chart(file: Path | None) -> None:
     """Refuse a chart that cannot be written.
 
     Raises:
-        ConfigError: The file is no SVG, or its folder does not exist.
+        ConfigError: The file is not an SVG, or its folder does not exist.
     """
     if file is None:
         return

@@ -1,4 +1,4 @@
-"""Speed of checkpoints beside the disk's own, `torch.save` and plain `torch.distributed.checkpoint`, in turns.
+"""Speed of checkpoints next to the disk's own, `torch.save` and plain `torch.distributed.checkpoint`, in turns.
 
 The disk is measured by what asks least of it: one buffer, written and read past the page cache in blocks. What is
 quoted is the median over rounds, and of ratios the median of the ratios inside each round, since disks are shared.

@@ -1,4 +1,4 @@
-"""Speed of nxtrain's collectives between processes of this machine by size, beside a copy in memory, in rounds."""
+"""Speed of nxtrain's collectives between processes of this machine by size, next to a copy in memory, in rounds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
         as_json: Print JSON instead of a table.
 
     Raises:
-        ConfigError: An odd number of ranks, or a size that is no multiple of the ranks.
+        ConfigError: An odd number of ranks, or a size that is not a multiple of the ranks.
     """
     if job.ranks % 2:
         reason = f"{job.ranks} ranks are an odd number, and each sends to one other"

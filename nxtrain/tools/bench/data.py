@@ -1,7 +1,7 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
 The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
-random rows out of the same file. Other loaders are measured beside ours in the same rounds, where they are installed.
+random rows out of the same file. Other loaders are measured next to ours in the same rounds, where they are installed.
 """
 
 from __future__ import annotations

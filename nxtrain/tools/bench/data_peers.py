@@ -1,4 +1,4 @@
-"""Other loaders that `nxtrain bench data` measures beside ours, each only where its package is installed.
+"""Other loaders that `nxtrain bench data` measures next to ours, each only where its package is installed.
 
 Each does what its documentation shows, in one process, with the tokenizer and the documents of our sides. Verified with
 datasets 5.2.0, torchtitan 0.3.0 and mosaicml-streaming 0.13.0.

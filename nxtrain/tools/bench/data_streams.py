@@ -1,4 +1,4 @@
-"""Measurements of corpora: tokenization and packing beside the bare tokenizer, waits, and the start on a large one.
+"""Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, and the start on a large one.
 
 The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
 The file of the start has holes in place of its documents, so that a disk need not hold them.
@@ -44,7 +44,7 @@ _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of each way to pack and of peers, beside the bare tokenizer on the same documents.
+    """Tokens per CPU second of each way to pack and of peers, next to the bare tokenizer on the same documents.
 
     Args:
         mib: MiB of text.

@@ -1,7 +1,7 @@
-"""Turns of tokenization and packing, each beside the bare tokenizer on the very documents that the turn tokenized.
+"""Turns of tokenization and packing, each next to the bare tokenizer on the very documents that the turn tokenized.
 
 A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare tokenizer
-gets the same group at once, before or behind the turn's own call in alternation. A group takes some 50 ms. So neither
+gets the same group at once, before or after the turn's own call in alternation. A group takes some 50 ms. So neither
 the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
 count as well: they were tokenized.
 
@@ -149,7 +149,7 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
 
 
 def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
-    """Speed of each side beside the bare tokenizer on the same documents.
+    """Speed of each side next to the bare tokenizer on the same documents.
 
     Args:
         sides: Turns of each side.
@@ -157,7 +157,7 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
 
     Returns:
         `tokens`: those of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
-        beside each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
+        next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """
     times: dict[str, list[list[TextTime]]] = {name: [] for name in sides}

@@ -1,6 +1,6 @@
 """Wait for data in steps of a fixed time: workers tokenize and pack, or pack ids, while a device would compute.
 
-A step sleeps, so that the workers have all cores, as beside an accelerator. The wait is counted by the meter that
+A step sleeps, so that the workers have all cores, as next to an accelerator. The wait is counted by the meter that
 counts `data_s` of a run.
 """
 
@@ -87,7 +87,7 @@ def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS)
     Args:
         batches: Batch of each step.
         row_s: Time of a row on the device.
-        steps: Steps that count, behind `WARMUP_STEPS`.
+        steps: Steps that count, after `WARMUP_STEPS`.
     """
     meter = WorkMeter()
     for step in range(WARMUP_STEPS + steps):

@@ -1,4 +1,4 @@
-"""Cost of an update under each rule, beside torch's fused AdamW on float32 parameters, in turns in one process.
+"""Cost of an update under each rule, next to torch's fused AdamW on float32 parameters, in turns in one process.
 
 What counts is the processor time of this process, the steadiest figure on a machine that others use too. What is quoted
 is the median over rounds, and of ratios the median of the ratios inside each round.

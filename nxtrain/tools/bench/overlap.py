@@ -1,6 +1,6 @@
-"""Sums of gradients beside a rank's own computation, from the profiles that `metrics.profile_steps` writes.
+"""Sums of gradients next to a rank's own computation, from the profiles that `metrics.profile_steps` writes.
 
-A sum that is awaited where it starts has no matrix product of its rank beside it.
+A sum that is awaited where it starts has no matrix product of its rank next to it.
 """
 
 from __future__ import annotations

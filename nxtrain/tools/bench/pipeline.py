@@ -1,4 +1,4 @@
-"""The bubble of a pipeline of equal stages, measured on local processes, beside what its schedule predicts.
+"""The bubble of a pipeline of equal stages, measured on local processes, next to what its schedule predicts.
 
 The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waiting and transfers are
 no computation, and a step lasts from the first forward of any rank to the last backward, on the clock that the

@@ -1,4 +1,4 @@
-"""Speed of two ranks in each layout, beside one rank and beside two independent runs at once, in turns.
+"""Speed of two ranks in each layout, next to one rank and next to two independent runs at once, in turns.
 
 Two independent runs at once are what the machine has to give: they share its memory and its clock, and wait for nobody.
 Each rank is a process of one thread. Two ranks train on twice the sequences of one, whatever the layout.

@@ -1,4 +1,4 @@
-"""Time from a command to its first effect, beside `import torch`, in turns and in fresh processes."""
+"""Time from a command to its first effect, next to `import torch`, in turns and in fresh processes."""
 
 from __future__ import annotations
 

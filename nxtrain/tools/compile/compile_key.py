@@ -83,7 +83,7 @@ def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[st
 
 
 def _flags(text: str) -> tuple[str, ...]:
-    """The compiler's own flags, in order; a value that follows its flag stays behind it."""
+    """The compiler's own flags, in order; a value that follows its flag stays after it."""
     flags: list[str] = []
     of_cache = False
     for token in shlex.split(text):

@@ -88,7 +88,7 @@ IsLive = Callable[[Path, Path], bool]
 
 
 def parse_key(text: str) -> CacheKey | None:
-    """Parse `compiler/module`; None if the text is no key, such as a name that leads out of the cache."""
+    """Parse `compiler/module`; None if the text is not a key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
     key = CacheKey(compiler, module)
     if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)):

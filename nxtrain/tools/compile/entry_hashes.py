@@ -1,4 +1,4 @@
-"""Seal of an entry: the hashes of its complete files, in a file beside them.
+"""Seal of an entry: the hashes of its complete files, in a file next to them.
 
 A seal belongs to one compilation of the entry, identified by the time of `model.done`, which the compiler writes last.
 An entry compiled again has no seal until it is sealed again. A damaged entry does not match its seal.
@@ -66,7 +66,7 @@ def hash_folder(folder: Path) -> Seal:
 
 
 def write_seal(folder: Path, seal: Seal) -> None:
-    """Write the seal of a complete entry beside its files atomically, without marking the entry as used."""
+    """Write the seal of a complete entry next to its files atomically, without marking the entry as used."""
     used = folder.stat()
     record = {"done_ns": _done_ns(folder), "files": to_json(seal)}
     replace_text(folder / SEAL, json.dumps(record, indent=1), durable=False, shared=True)
@@ -112,7 +112,7 @@ def from_json(files: Any) -> Seal:
     """Read a seal back.
 
     Raises:
-        ValueError: It is no seal of a whole entry, or names files elsewhere.
+        ValueError: It is not a seal of a whole entry, or names files elsewhere.
     """
     try:
         seal = {str(name): Content(int(file["size_bytes"]), str(file["sha256"])) for name, file in files.items()}

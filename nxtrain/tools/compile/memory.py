@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def num_compilers(self) -> int:
-        """Compilers that fit beside each other, to the nearest number: a machine shows a little less than it has."""
+        """Compilers that fit next to each other, to the nearest number: a machine shows a little less than it has."""
         return max(1, int(self.size_bytes / PER_COMPILER_BYTES + 0.5))
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOOL_LIMIT_S = 10.0
-"""Limit for a program such as neuron-ls, which may hang beside a broken driver."""
+"""Limit for a program such as neuron-ls, which may hang next to a broken driver."""
 
 SHOWN = 8
 """Most values that one line lists."""

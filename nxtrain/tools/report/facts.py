@@ -1,4 +1,4 @@
-"""The numbers of a page: overview, stability, plan beside measurement, configuration."""
+"""The numbers of a page: overview, stability, plan next to measurement, configuration."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stability(runs: Sequence[Run]) -> Table:
 
 
 def planned(run: Run) -> tuple[Table | None, str]:
-    """Plan of a run beside its measurements, and a sentence: the plan's basis, or the reason why there is none."""
+    """Plan of a run next to its measurements, and a sentence: the plan's basis, or the reason why there is none."""
     if not run.config:
         return None, f"There is no plan, since there is no {CONFIG_FILE}."
     if not run.config.get("cluster.instance"):

@@ -1,4 +1,4 @@
-"""Times of all ranks of a run beside each other, as the newest start recorded them."""
+"""Times of all ranks of a run next to each other, as the newest start recorded them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def scaling(runs: Sequence[Run], price_usd_h: float | None = None) -> tuple[list
     smallest: dict[str, float] = {}
     points = []
     for name, instance, nodes, speed in measured:
-        # Weak and strong scaling alike: a node's share of the throughput, beside that of the smallest run.
+        # Weak and strong scaling alike: a node's share of the throughput, next to that of the smallest run.
         efficiency = (speed / nodes) / smallest.setdefault(instance, speed / nodes)
         price = price_usd_h
         if price is None:

@@ -15,7 +15,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 # Source: https://openxla.org/xla/operation_semantics and the text that torch-xla 2.9 prints.
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")
-_OPERAND = re.compile(r"(?<!=)%([\w.-]+)")  # behind "=" stands a computation, as in to_apply=%Add
+_OPERAND = re.compile(r"(?<!=)%([\w.-]+)")  # after "=" stands a computation, as in to_apply=%Add
 _SHAPE = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _GROUPS = re.compile(r", (?:replica_groups|source_target_pairs)=\{((?:\{[0-9,]*\},?)*)\}")
 _NUMBER = re.compile(r"(-?[0-9.]+(?:e[-+]?[0-9]+)?)\)")
@@ -56,7 +56,7 @@ def parse(text: str) -> HloGraph:
     """Read a module in HLO's text form, before any compiler has changed it.
 
     Args:
-        text: Each instruction stands behind those that it uses.
+        text: Each instruction stands after those that it uses.
     """
     collectives: dict[str, Collective] = {}
     result_of: dict[str, str] = {}  # an instruction that is a collective's result to that collective

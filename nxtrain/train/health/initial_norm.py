@@ -1,4 +1,4 @@
-"""Parameter norm at step 0 beside the closed form of the initialization, which a wrong scale or shape would miss.
+"""Parameter norm at step 0 next to the closed form of the initialization, which a wrong scale or shape would miss.
 
 A tensor of n entries from N(0, std^2) has squares that sum to n std^2 on average, with a variance of 2 n std^4. Ones
 add their number, and zeros nothing.

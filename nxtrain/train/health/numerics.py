@@ -43,7 +43,7 @@ _SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim
 
 @dataclass(frozen=True)
 class Verdict:
-    """Findings that a record carries beside its numbers.
+    """Findings that a record carries next to its numbers.
 
     Args:
         skipped_steps: Steps since the previous record that updated nothing.

@@ -1,7 +1,7 @@
 """Rollbacks of a diverging run: back to a checkpoint from before the growth, and past the batches since then.
 
 The log of rollbacks is the only state. A line `rolled_back` asks the next start to go back. A line `rewound` says to
-which step a start went, and how many batches it leaves out behind that step. Every later start reads both, so that each
+which step a start went, and how many batches it leaves out after that step. Every later start reads both, so that each
 step has the same batch in every start.
 
 Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1, restarts 100 steps before a spike and skips the

@@ -75,7 +75,7 @@ FILES_S = 5.0
 """Limit for each file written at a hang, since a disk may be its cause."""
 
 RESTORE: Work = "restore"
-"""Work in which bytes transferred by any rank count as progress: a slow store is no hang."""
+"""Work in which bytes transferred by any rank count as progress: a slow store is not a hang."""
 
 REPEATED = {"data", "training"}
 """Sections of every step."""

@@ -31,7 +31,7 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
         lnc: Physical cores per logical core.
 
     Raises:
-        BackendError: NxD has no layout for these degrees, or one that is no grid.
+        BackendError: NxD has no layout for these degrees, or one that is not a grid.
     """
     try:
         found = initialize_model_parallel(
