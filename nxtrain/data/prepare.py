@@ -227,9 +227,6 @@ def prepare(
         with Progress("tokenizing", num_chars) as progress:
             read = _counted(survey.again(corpus), progress)
             _write_streams(streams, read, tokenizer, held, survey.ends(held))
-    validation_probe = ""
-    if validation:
-        validation_probe = probe(concat(read_array(validation), seq_len))
     return Prepared(
         train=str(train),
         validation=validation,
@@ -241,7 +238,7 @@ def prepare(
         fingerprint=fingerprint,
         has_checksums=True,
         probe=probe(concat(read_array(train), seq_len)),
-        validation_probe=validation_probe,
+        validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
         skipped=skipped,
     )
 

@@ -25,7 +25,7 @@ from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, t
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
 
-class StepSaver(Protocol):
+class SavesCheckpoints(Protocol):
     """Writer of checkpoints of the train state."""
 
     def save(self, step: int, last: bool) -> None:
@@ -57,7 +57,7 @@ class Trainer:
     schedule: Schedule
     meter: ThroughputMeter
     sinks: Sequence[Sink]
-    checkpoints: StepSaver
+    checkpoints: SavesCheckpoints
     guard: NumericsGuard
     observers: RunObserver = field(default_factory=RunObserver)
     gate: StepGate = field(default_factory=StepGate)

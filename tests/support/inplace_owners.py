@@ -19,8 +19,8 @@ OWNERS: dict[str, dict[str, str]] = {
         "_Reduction.__call__: dist.reduce_scatter_tensor(output_tensor)": "given: likewise",
     },
     "nxtrain/checkpoint/async_writer.py": {
-        "CheckpointWriter._lack_of_memory: needed[host] +=": "host: dictionary",
-        "CheckpointWriter._lack_of_memory: free[host] =": "host: dictionary",
+        "CheckpointWriter._full_host: needed[host] +=": "host: dictionary",
+        "CheckpointWriter._full_host: free[host] =": "host: dictionary",
     },
     "nxtrain/cli/launch.py": {"launch: launch_on(out=out)": "host: a folder"},
     "nxtrain/tools/doctor/collectives_rank.py": {
