@@ -3,9 +3,9 @@
 #
 #   bash scripts/test.sh [lane ... | all | quick] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]
 #
-# Without a lane: lint, every unit test, and the covering set of each other lane (tests/covering.txt), in ten minutes on
-# two cores. `all` runs every lane whole, as continuous integration does. `quick` is for each edit: lint, the unit tests
-# that take moments, and a smoke of each other lane.
+# Without a lane: lint, every unit test, and the covering set of each other lane (tests/covering.txt). `all` runs every
+# lane whole, as continuous integration does. `quick` is for each edit: lint, the unit tests that take moments, and a
+# smoke of each other lane.
 # Lanes: lint device unit dist xla train faults, and nxd, which needs --source DIR: a checkout of NeuronX Distributed.
 # --slow adds the tests that repeat a proof at a larger size, of whole lanes. --torch runs the lanes on another torch,
 # without torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when
