@@ -45,11 +45,11 @@ def told(folder: Path, environ: dict[str, str], *argv: object, code: int = 0) ->
 
 def test_what_reads_a_checkpoint_reads_it_from_s3(run: Path, s3_variables: dict[str, str]) -> None:
     options = ("--prompt", "b", "--max-new-tokens", 3, "--temperature", 0)
-    text, _, origin = told(run, {}, "generate", run, *options).partition("from ")
+    origin, _, text = told(run, {}, "generate", run, *options).partition("\n")
     step = f"{CHECKPOINTS_DIR}/step-00000004"
-    assert origin.strip() == f"{run}/{step}, step 4"
+    assert origin == f"from {run}/{step}, step 4"
     for place in (RUN, f"{RUN}/{CHECKPOINTS_DIR}"):
-        assert told(run, s3_variables, "generate", place, *options).strip() == f"{text}from {RUN}/{step}, step 4"
+        assert told(run, s3_variables, "generate", place, *options) == f"from {RUN}/{step}, step 4\n{text}"
     assert told(run, s3_variables, "generate", f"{RUN}/{step}", *options) == text
 
     for name, place, environ in (("here", str(run), {}), ("there", RUN, s3_variables)):

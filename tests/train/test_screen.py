@@ -225,7 +225,9 @@ def test_an_export_and_a_sample_show_lines_of_ours_on_a_terminal(on_screen: tupl
     folder, _ = on_screen
     assert_all_ours(shown(export(folder)).lines, EXPORT)
     text = continued(folder / "run", "def ", 8, Sampling(temperature=0.0)) + "\n"
-    assert shown(sample(folder)).raw.replace("\r\n", "\n").startswith(f"{text}from {folder}")
+    screen = shown(sample(folder)).raw.replace("\r\n", "\n")
+    assert screen.startswith(f"from {folder}/run/checkpoints/")  # named before its weights are read
+    assert screen.endswith(f", step 40\n{text}")
     piped = subprocess.run(sample(folder), cwd=ROOT, capture_output=True, text=True, timeout=patient_s(60), check=True)
     assert piped.stdout == text
     assert re.fullmatch(rf"from {re.escape(str(folder))}/run/checkpoints/\S+, step 40\n", piped.stderr)
