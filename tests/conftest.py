@@ -150,7 +150,8 @@ class Durations:
         """Write the file, sorted."""
         found = {test: seconds for test, seconds in _durations().items() if Path(test.partition("::")[0]).exists()}
         found |= {test: round(seconds, 1) for test, seconds in self._seconds.items()}
-        lasting = {test: found[test] for test in sorted(found) if found[test] > QUICK_S}
+        checkout = str(DURATIONS_FILE.parents[1])  # an id with a path of this machine is no test of another one
+        lasting = {test: found[test] for test in sorted(found) if found[test] > QUICK_S and checkout not in test}
         DURATIONS_FILE.write_text(json.dumps(lasting, indent=1) + "\n", encoding="utf-8")
 
 
