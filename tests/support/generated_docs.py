@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -53,12 +54,18 @@ def key_tables() -> str:
     return "\n".join([*lines, ""])
 
 
+def import_contracts() -> list[dict[str, Any]]:
+    """Contracts of import-linter, as pyproject.toml has them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return contracts
+
+
 def rooms() -> str:
     """Picture of the rooms of nxtrain, each above the rooms that it imports, with the first sentence of each."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    (order,) = (c["layers"] for c in contracts["contracts"] if c["name"] == "Imports run one way")
+    (layers,) = (c["layers"] for c in import_contracts() if c["name"] == "Imports run one way")
     lines = ["```text"]
-    for layer in order:
+    for layer in layers:
         if layer == "__main__":
             continue
         for room in re.split(r" [|:] ", layer):

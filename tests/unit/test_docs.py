@@ -314,6 +314,16 @@ def test_generated_parts_have_every_key_and_every_room() -> None:
     assert len([path for path in folders if path.parent == ROOT / "nxtrain"]) <= MAX_ROOMS
 
 
+def test_the_readme_draws_the_rooms_in_the_order_of_imports() -> None:
+    picture = TEXTS[ROOT / "README.md"].partition("## Rooms")[2].partition("```text\n")[2].partition("```")[0]
+    drawn = [room for line in picture.splitlines() for room in line[:32].split()]
+    (layers,) = (c["layers"] for c in generated_docs.import_contracts() if c["name"] == "Imports run one way")
+    layer_of = {room: number for number, layer in enumerate(layers) for room in re.split(r" [|:] ", layer)}
+    assert sorted(["__main__", *drawn]) == sorted(layer_of)
+    numbers = [layer_of[room] for room in drawn]
+    assert numbers == sorted(numbers)
+
+
 def test_a_stale_part_is_replaced_and_the_rest_of_the_page_kept() -> None:
     page = "before\n<!-- begin: keys; x -->\nold\n<!-- end: keys -->\nafter\n"
     assert generated_docs.replaced(page, "keys", "new\n") == page.replace("old", "new")
