@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,12 @@ TWO_COMPILERS = 3
 
 
 def key(number: int, flags: str = "abc") -> CacheKey:
-    """The key of a graph that a test invents; hashes have 20 digits in life, too."""
-    return CacheKey(COMPILER, f"MODULE_{number:020d}+{flags}")
+    """The key of a graph that a test invents; real hashes have 20 digits, too.
+
+    Keys differ between processes: a lock counts as held while any process of the machine names its entry, and lanes run
+    tests beside each other.
+    """
+    return CacheKey(COMPILER, f"MODULE_{os.getpid():010d}{number:010d}+{flags}")
 
 
 def compiling(root: Path, of: CacheKey, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:

