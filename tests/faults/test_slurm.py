@@ -52,6 +52,7 @@ def submit(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Job
         job.remove()
 
 
+@pytest.mark.slow
 def test_two_nodes_go_on_with_a_spare_one_when_one_dies(
     submit: Callable[..., Job], cluster: slurm.Cluster, golden: Golden
 ) -> None:

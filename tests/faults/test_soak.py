@@ -21,6 +21,7 @@ from tests.support.soak import MARGIN, drawn, soak
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_whatever_befalls_a_run_it_stays_what_it_was(started_by: ForkServerContext, tmp_path: Path) -> None:
     report = soak(started_by, tmp_path, 6, steps=40, mean_steps=6.0, pace_s=0.1)
     assert report.faults >= 5

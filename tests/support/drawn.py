@@ -7,7 +7,7 @@ run, as they decide for a user.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -166,6 +167,20 @@ def draw(
             continue
         return drawn
     raise AssertionError(f"{lane}:{index} of seed {seed}: none of {TRIES} draws fits {degrees}")
+
+
+def one_in(number: int, draws: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which one in a number runs in `test.sh all` and the others with `--slow`."""
+    return [
+        draw if index % number == 0 else pytest.param(*_values(draw), marks=pytest.mark.slow)
+        for index, draw in enumerate(draws)
+    ]
+
+
+def _values(draw: Any) -> tuple[Any, ...]:
+    if isinstance(draw, tuple):
+        return draw
+    return (draw,)
 
 
 def _overrides(

@@ -46,6 +46,7 @@ def test_chunks_leave_the_bubble_of_the_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_equal_stages_leave_the_bubbles_of_their_formulas_and_split_backwards_are_faster(tmp_path: Path) -> None:
     """Of F=B=W the bubble is a third of that of 1F1B, which runs in turn with it."""
     pp, micro, forward_ms = 4, 6, 60

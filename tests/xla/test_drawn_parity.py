@@ -38,6 +38,12 @@ DROPPED = [
 for _run in (*ADAPTED, *DROPPED):
     GROUPS[f"{_run.degrees.world} devices"].append(_run)
 
+GROUPS_OF_A_RUN = [
+    *(group for group in GROUPS if group != "4 devices"),
+    pytest.param("4 devices", marks=pytest.mark.slow),
+]
+"""Runs on four devices take as long as all others; `test_parity` has steps of four and eight."""
+
 
 def expected(run: Drawn) -> Course:
     """The course of the reference; of runs with masks, that of one CPU rank."""
@@ -46,7 +52,7 @@ def expected(run: Drawn) -> Course:
     return wanted_of_one_rank(run) if run in DROPPED else wanted_of_peft(run)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", GROUPS_OF_A_RUN)
 def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path) -> None:
     """All runs of one number of devices share a process, which takes long to start."""
     runs = GROUPS[group]

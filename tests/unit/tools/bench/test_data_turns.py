@@ -106,6 +106,7 @@ class SlowLanes:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_the_rate_without_a_wait_grows_with_the_workers() -> None:
     """A row of the device takes a quarter of a worker's: eight keep it busy, and each halving below four waits."""
     shares = {}
