@@ -101,7 +101,7 @@ def calls(house: Path) -> list[str]:
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    return {lane: verdict for lane, verdict in re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, flags=re.MULTILINE)}
+    return dict(re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, flags=re.MULTILINE))
 
 
 def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) -> None:

@@ -55,7 +55,7 @@ def bounds_of(metadata: Any) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("section", [RunConfig, find_family("llama").config_type], ids=lambda kind: kind.__name__)
 def test_every_integer_has_both_bounds(section: type[BaseModel]) -> None:
-    found = dict((name, bounds_of(metadata)) for name, _, metadata in integers(section))
+    found = {name: bounds_of(metadata) for name, _, metadata in integers(section)}
     assert len(found) > 5
     assert {name: both for name, both in found.items() if both != (True, True)} == {}
 

@@ -76,4 +76,4 @@ def test_alarms_after_a_checkpoint_are_those_of_the_straight_run(saved: int) -> 
     after.restore(json.loads(json.dumps(before.state(), allow_nan=False)))
     resumed = {saved + i: kind for i, kind in kinds(values[saved:], after).items()}
     assert resumed == {i: kind for i, kind in kinds(values).items() if i > saved}
-    assert {i: kind for i, kind in kinds(values[saved:]).items()} != resumed or saved == 0
+    assert dict(kinds(values[saved:]).items()) != resumed or saved == 0

@@ -131,7 +131,7 @@ def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
 
 def test_bad_steps_in_a_row_count_over_starts(tmp_path: Path) -> None:
     finished = 60
-    write(tmp_path, {step: "persistent" for step in range(finished - HOPELESS + 2, finished + 1)})
+    write(tmp_path, dict.fromkeys(range(finished - HOPELESS + 2, finished + 1), "persistent"))
     watch = guard(tmp_path, "rollback")
     watch.begin(finished, {})
     with pytest.raises(DivergedError, match=f"the {HOPELESS}th in a row"):
@@ -140,7 +140,7 @@ def test_bad_steps_in_a_row_count_over_starts(tmp_path: Path) -> None:
 
 def test_bad_steps_before_a_good_one_do_not_count(tmp_path: Path) -> None:
     finished = 60
-    write(tmp_path, {step: "persistent" for step in range(1, finished)})
+    write(tmp_path, dict.fromkeys(range(1, finished), "persistent"))
     watch = guard(tmp_path, "rollback")
     watch.begin(finished, {})
     with pytest.raises(RestartError):

@@ -19,7 +19,7 @@ from nxtrain.tools.report.verdict import (
 )
 
 PARTS = st.integers(0, 100)
-TIMES = st.fixed_dictionaries({key: PARTS for key in KINDS_S}).filter(lambda times: sum(times.values()) > 0)
+TIMES = st.fixed_dictionaries(dict.fromkeys(KINDS_S, PARTS)).filter(lambda times: sum(times.values()) > 0)
 
 
 def test_without_times_there_is_none() -> None:
