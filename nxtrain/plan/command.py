@@ -9,13 +9,14 @@ from pathlib import Path
 
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import Dimensions, family_names, find_family
+from nxtrain.common.machines import Machine
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.plan.adapters import METHODS
-from nxtrain.plan.hardware import Machine, find_machine, read_machines
+from nxtrain.plan.hardware import find_machine, read_machines
 from nxtrain.plan.job import Job
 from nxtrain.plan.length import with_length
 from nxtrain.plan.predict import Assumptions, Prediction

@@ -12,11 +12,12 @@ from nxtrain.checkpoint.directory import newest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.regular import read_text
+from nxtrain.common.machines import Machine
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.plan.hardware import Machine, find_machine
+from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import layout_json
 from nxtrain.plan.shapes import Stage, num_params, one_block

@@ -9,10 +9,10 @@ from functools import cached_property, wraps
 from typing import Literal
 
 from nxtrain.common.family import Dimensions
+from nxtrain.common.machines import Machine
 from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
-from nxtrain.plan.hardware import Machine
 from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
 
 Attention = Literal["blocked", "fused", "grouped", "masked", "scores"]

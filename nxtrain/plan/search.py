@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nxtrain.common.errors import Problem
 from nxtrain.common.family import Dimensions
+from nxtrain.common.machines import Machine
 from nxtrain.common.mesh import divisors
 from nxtrain.config.check import layout
 from nxtrain.config.finetune import quantized_cut
@@ -16,7 +17,6 @@ from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
 from nxtrain.config.stages import order, stages
 from nxtrain.parallel.schedule import Order
 from nxtrain.plan.adapters import is_matrix
-from nxtrain.plan.hardware import Machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction, layout_json

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.plan import memory, moments
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.train.build import build_model, build_state, mesh_of
 from tests.support.models import plan

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.plan import memory
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.tools.trace.fake_rank import Traced
 
 MODULES = ("shapes", "adapters", "job", "activations", "moments", "memory")

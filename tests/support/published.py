@@ -11,8 +11,9 @@ from statistics import median
 from typing import Any
 
 from nxtrain.common.family import Dimensions, find_family
+from nxtrain.common.machines import GB, GIGABIT, Machine
 from nxtrain.config.schema import RunConfig
-from nxtrain.plan.hardware import GB, GIGABIT, Machine, find_machine
+from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.presets import SHAPES
 from nxtrain.plan.shapes import flops_per_token

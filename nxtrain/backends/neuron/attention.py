@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
-from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
+from nxtrain.common.machines import Machine
 
 SEQUENCE_TILE = 2048
 """Tokens of a tile of the kernel; sequences are multiples of it."""
@@ -30,7 +30,7 @@ Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://gith
 def choose(
     wanted: str,
     shape: AttentionShape,
-    instance: Instance | None,
+    instance: Machine | None,
     sdk: SdkVersion | None,
     distributed: Package | None,
     *,
@@ -56,7 +56,7 @@ def choose(
 
 
 def _lacking(
-    instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
+    instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
 ) -> Iterator[str]:
     if instance is None:
         yield "this machine is no Trainium instance that nxtrain knows"
@@ -73,7 +73,7 @@ def _lacking(
         yield f"{why}: use a release of those, or backend.allow_unverified=true"
 
 
-def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:
+def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
     if shape.params != "bf16":
         yield f"NKI's kernel multiplies in bf16, which precision.params={shape.params} does not ask for"
     if shape.seq_len % SEQUENCE_TILE:

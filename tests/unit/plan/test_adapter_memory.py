@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.plan.hardware import MACHINES
+from nxtrain.common.machines import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.tools.trace.fake_rank import step_memory

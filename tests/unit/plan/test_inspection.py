@@ -24,13 +24,13 @@ from nxtrain.checkpoint.directory import MANIFEST, META
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.moments import accumulated_bytes
 from nxtrain.plan.tensors import Rank, global_tensors

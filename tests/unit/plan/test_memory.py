@@ -14,13 +14,13 @@ from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import attention
 from nxtrain.common.distributed.collectives import Done, Pending
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
 from nxtrain.plan import activations, memory, moments
 from nxtrain.plan import job as job_module
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.live_bytes import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state

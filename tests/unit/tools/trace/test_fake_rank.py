@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.plan import memory
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Attention, Job
 from nxtrain.tools.trace.fake_rank import trace_job, trace_rank
 from nxtrain.tools.trace.live_bytes import LiveBytes

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
-from nxtrain.plan.hardware import MACHINES
+from nxtrain.common.machines import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.step_trace import trace_step
 from tests.dist.test_gathering_order import expected, sharded
