@@ -247,7 +247,7 @@ def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, s
 
 def _shape_of(config: RunConfig) -> AttentionShape | None:
     try:
-        return AttentionShape.of(config, *family_of(config).heads(resolve_model(config)))
+        return AttentionShape.of(config, family_of(config).dimensions(resolve_model(config)))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
 

@@ -64,7 +64,7 @@ def test_state_bytes_of_sharded_ranks_are_predicted(ranks: RankPool, shard: str,
     parallel = resolved.config.parallel.model_copy(update={"dp": 2})
     backend = resolved.config.backend.model_copy(update={"name": "cpu"})
     config = resolved.config.model_copy(update={"parallel": parallel, "backend": backend})
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, config)
     assert first == {
         "params": memory.params_bytes(job, 0),
         "optimizer": memory.optimizer_bytes(job, 0),

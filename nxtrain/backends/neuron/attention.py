@@ -11,14 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
+from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
 from nxtrain.common.machines import Machine
-
-SEQUENCE_TILE = 2048
-"""Tokens of a tile of the kernel; sequences are multiples of it."""
-
-MAX_HEAD_SIZE = 128
-"""Rows of the kernel's matrix multiplication."""
 
 LAST_SDK = SdkVersion(2, 29)
 """Last release of the SDK whose compiler accepts this kernel, since it is written in `neuronxcc.nki`.

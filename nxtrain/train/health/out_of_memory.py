@@ -127,7 +127,7 @@ def _planned_activations(state: TrainState, plan: Resolved) -> int:
     config, mesh = plan.config, state.mesh
     parallel = config.parallel.model_copy(update={"dp": mesh.dp_size})
     job = Job(
-        plan.family.decoder(plan.model),
+        plan.dimensions,
         MACHINES.get(config.cluster.instance, MACHINES[PLANNED_AS]),
         config.cluster.nodes,
         config.model_copy(update={"parallel": parallel}),

@@ -38,7 +38,7 @@ def of_run(resolved: Resolved, backend: Backend, tp: int) -> tuple[Problem, ...]
 
 
 def of_plan(resolved: Resolved) -> tuple[Problem, ...]:
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     return tuple(impossible(job))
 
 
