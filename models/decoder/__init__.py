@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.family import BuildContext, Dimensions, ModelConfig, ModelFamily
-from nxtrain.common.stages import LayerCosts
+from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily
 from nxtrain_models.decoder import config as shape
 from nxtrain_models.decoder import hf
 from nxtrain_models.decoder.config import DecoderConfig
@@ -51,33 +51,8 @@ class DecoderFamily(ModelFamily):
         """Write a Hugging Face `config.json`."""
         return hf.to_hf(cast(DecoderConfig, config), self._fixed, self.architecture, dtype)
 
-    def heads(self, config: ModelConfig) -> tuple[int, int]:
-        """Number of query heads, and the width of one."""
-        decoder = cast(DecoderConfig, config)
-        return decoder.num_attention_heads, decoder.head_size
-
-    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
-        """Floating point operations of forward and backward for one token.
-
-        Two per matrix entry forward and four backward; attention's two products see half of the sequence on average.
-        Biases and norms count as nothing.
-
-        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
-        """
-        decoder = cast(DecoderConfig, config)
-        attention = decoder.num_hidden_layers * decoder.num_attention_heads * decoder.head_size * seq_len
-        return 6 * (decoder.num_matmul_params + attention)
-
-    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
-        """Cost of each layer's forward pass per token; an embedding lookup costs nothing."""
-        decoder = cast(DecoderConfig, config)
-        attention = decoder.num_attention_heads * decoder.head_size * seq_len
-        return LayerCosts(
-            0, 2 * (decoder.block_matmul_params + attention), 2 * decoder.vocab_size * decoder.hidden_size
-        )
-
-    def decoder(self, config: ModelConfig) -> Dimensions:
-        """Dimensions of the model, for predictions of memory and time."""
+    def dimensions(self, config: ModelConfig) -> Dimensions:
+        """Dimensions of the model."""
         decoder = cast(DecoderConfig, config)
         return Dimensions(
             vocab_size=decoder.vocab_size,
@@ -91,10 +66,6 @@ class DecoderFamily(ModelFamily):
             qkv_bias=decoder.qkv_bias,
             head_norms=decoder.head_norms,
         )
-
-    def num_params(self, config: ModelConfig) -> int:
-        """Parameters of the model, a tied embedding counted once."""
-        return cast(DecoderConfig, config).num_params
 
     @property
     def _fixed(self) -> dict[str, object]:

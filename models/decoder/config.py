@@ -1,4 +1,4 @@
-"""Shape of a decoder under Hugging Face's names, the checks of a shape, and parameter counts.
+"""Shape of a decoder under Hugging Face's names, and the checks of a shape.
 
 The module works without torch, so that any machine can check and plan a run.
 """
@@ -90,25 +90,6 @@ class DecoderConfig(ModelConfig):
     def head_size(self) -> int:
         """Width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def block_matmul_params(self) -> int:
-        """Entries of the matrices of one block."""
-        attention = 2 * self.hidden_size * self.head_size * (self.num_attention_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
-
-    @property
-    def num_matmul_params(self) -> int:
-        """Entries of the matrices that multiply activations: all but the norms and the input embedding."""
-        return self.num_hidden_layers * self.block_matmul_params + self.vocab_size * self.hidden_size
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the model, a tied embedding counted once."""
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        block = 2 * self.hidden_size + (2 * self.head_size if self.head_norms else 0)
-        block += self.head_size * (self.num_attention_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
-        return self.num_matmul_params + embedding + self.num_hidden_layers * block + self.hidden_size
 
     @model_validator(mode="after")
     def _consistent(self) -> DecoderConfig:

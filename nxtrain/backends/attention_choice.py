@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class AttentionShape:
     compiled: bool = False
 
     @staticmethod
-    def of(config: RunConfig, num_heads: int, head_size: int) -> AttentionShape:
-        """Attention shape of a run, whose model has so many query heads of a size."""
+    def of(config: RunConfig, dimensions: Dimensions) -> AttentionShape:
+        """Attention shape of a run."""
         return AttentionShape(
             micro_batch=config.train.micro_batch,
             seq_len=config.train.seq_len,
-            num_heads=num_heads // config.parallel.tp,
-            head_size=head_size,
+            num_heads=dimensions.num_heads // config.parallel.tp,
+            head_size=dimensions.head_size,
             params=config.precision.params,
             documents=config.data.doc_mask,
             compiled=config.compile.torch_compile,

@@ -16,22 +16,17 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_products import has_products
+from nxtrain.backends.limits import CPU_BLOCK, keeps_probabilities
 from nxtrain.backends.torch_attention import repeat_heads
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-BLOCK = 128
-"""Queries that are computed together; half a block per row is computed and masked."""
-
-KEPT_BYTES = 16 << 20
-"""Most bytes of probabilities that one call saves for its backward pass."""
-
 
 def is_short(q: Tensor) -> bool:
     """True if the probabilities of these queries, (S, B, N, H), are few enough to be saved."""
     length, batch, heads, _ = q.shape
-    return batch * heads * length * (length + BLOCK) // 2 * q.element_size() <= KEPT_BYTES
+    return keeps_probabilities(batch, heads, length, q.element_size())
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,8 +133,8 @@ def _unflat(x: Tensor, like: Tensor) -> Tensor:
 def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:
     """Iterate over blocks as (G, R * rows, H), with the first position and the one after the last."""
     length = queries.shape[2]
-    for start in range(0, length, BLOCK):
-        end = min(start + BLOCK, length)
+    for start in range(0, length, CPU_BLOCK):
+        end = min(start + CPU_BLOCK, length)
         yield queries[:, :, start:end].flatten(1, 2), start, end
 
 

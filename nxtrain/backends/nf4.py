@@ -21,17 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.backends.limits import NF4_GROUP, nf4_offsets
 from nxtrain.common.errors import BackendError
 from nxtrain.config.finetune import BLOCK
 
-GROUP = 256
-"""Blocks of a group."""
-
 _CODES = BLOCK // 2
 """Bytes of a block's codes."""
-
-_FLOAT = 4
-"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Part:
     @property
     def num_groups(self) -> int:
         """Number of groups of the whole matrix."""
-        return -(-self.shape[0] * self.shape[1] // (BLOCK * GROUP))
+        return -(-self.shape[0] * self.shape[1] // (BLOCK * NF4_GROUP))
 
     def blocks(self, device: torch.device) -> Tensor:
         """Numbers of the blocks held, in the whole matrix: (N,)."""
@@ -94,9 +89,7 @@ class Packing:
     def _offsets(self) -> tuple[int, int, int]:
         """Bytes before the scales, before the factors, and of all."""
         blocks, groups = sum(p.num_blocks for p in self.parts), sum(p.num_groups for p in self.parts)
-        codes = blocks * _CODES
-        scales = codes + -(-blocks // _FLOAT) * _FLOAT
-        return codes, scales, scales + (groups + len(self.parts)) * _FLOAT
+        return nf4_offsets(BLOCK, blocks, groups, len(self.parts))
 
     def pack(self, wholes: Sequence[Tensor]) -> Tensor:
         """Quantize whole matrices, one per part, and pack this rank's parts of them; host tensors."""
@@ -117,7 +110,7 @@ class Packing:
         *factors, means = numbers.split([*(part.num_groups for part in self.parts), len(self.parts)])
         table, library = _table(packed.device), _library()
         wide = [
-            table[scale.int()] * factor[part.blocks(packed.device) // GROUP] + mean
+            table[scale.int()] * factor[part.blocks(packed.device) // NF4_GROUP] + mean
             for part, scale, factor, mean in zip(self.parts, scales, factors, means, strict=True)
         ]
         state = library.QuantState(

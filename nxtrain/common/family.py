@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict
 
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.stages import LayerCosts, StagePart
+from nxtrain.common.stages import StagePart
 
 if TYPE_CHECKING:
     import torch
@@ -46,35 +47,6 @@ class ModelConfig(BaseModel):
     def longest_sequence(self) -> tuple[str, int]:
         """Key that limits the tokens of a sequence, and the number."""
         return "max_position_embeddings", self.max_position_embeddings
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """Dimensions of a decoder, from which its memory and its arithmetic follow without torch.
-
-    Args:
-        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
-        tied: The output projection is the embedding.
-        gated: The feed-forward has a gate next to its first matrix.
-        biases: Linear layers and norms have biases.
-        positions: Rows of a learned position embedding; 0: none.
-        qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
-        head_norms: Every head of the queries and keys is normalized.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int
-    tied: bool = False
-    gated: bool = True
-    biases: bool = False
-    positions: int = 0
-    qkv_bias: bool = False
-    head_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,27 +148,8 @@ class ModelFamily(ABC):
         """Write a Hugging Face `config.json`; `dtype` is torch's name of the weights' type."""
 
     @abstractmethod
-    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
-        """Floating point operations of forward and backward for one token, causal attention counted once.
-
-        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
-        """
-
-    @abstractmethod
-    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
-        """Cost of each layer's forward pass per token; pipeline stages are balanced by these costs."""
-
-    @abstractmethod
-    def decoder(self, config: ModelConfig) -> Dimensions:
-        """Dimensions of the model, for predictions of memory and time."""
-
-    @abstractmethod
-    def num_params(self, config: ModelConfig) -> int:
-        """Parameters of the model, a tied embedding counted once."""
-
-    @abstractmethod
-    def heads(self, config: ModelConfig) -> tuple[int, int]:
-        """Number of query heads, and the width of one."""
+    def dimensions(self, config: ModelConfig) -> Dimensions:
+        """Dimensions of the model, from which its parameters, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
         """The configuration of a preset.

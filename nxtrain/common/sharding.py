@@ -30,6 +30,10 @@ class Init:
     std: float = 0.02
 
 
+NORMAL = Init()
+"""Initial values of a matrix if none are given."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """One global tensor inside a parameter.
@@ -149,6 +153,27 @@ class ShardSpec:
         if not self.segments:
             object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
         assert sum(s.size for s in self.segments) == self.shape[axis], self
+
+    @staticmethod
+    def column(in_features: int, segments: tuple[Segment, ...], init: Init = NORMAL) -> ShardSpec:
+        """Weight of a linear layer whose outputs are sharded: (sum of the segments, in_features)."""
+        rows = sum(segment.size for segment in segments)
+        return ShardSpec((rows, in_features), dim=0, segments=segments, init=init)
+
+    @staticmethod
+    def row(in_features: int, out_features: int, init: Init = NORMAL) -> ShardSpec:
+        """Weight of a linear layer whose inputs are sharded: (out_features, in_features)."""
+        return ShardSpec((out_features, in_features), dim=1, init=init)
+
+    @staticmethod
+    def vocab(
+        vocab_size: int,
+        hidden_size: int,
+        init: Init = NORMAL,
+        tied_to: str | None = None,
+    ) -> ShardSpec:
+        """Weight of the embedding, or of the output projection: (vocab_size, hidden_size), its rows sharded."""
+        return ShardSpec((vocab_size, hidden_size), dim=0, tied_to=tied_to, init=init)
 
     @property
     def is_tied(self) -> bool:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.regular import read_bytes
@@ -59,6 +60,11 @@ class Resolved:
     config: RunConfig
     family: ModelFamily
     model: ModelConfig
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Dimensions of the model."""
+        return self.family.dimensions(self.model)
 
 
 def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_weights: bool = True) -> Resolved:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.common.errors import Problem
+from nxtrain.common.machines import Machine
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import NATIVE_CACHE, Environment, Variable
 from nxtrain.launch.variables import (
@@ -47,13 +47,13 @@ _PROBED = "the installed torch-neuronx; AWS's pages that nxtrain knows do not na
 
 
 def native_environment(
-    config: RunConfig, instance: Instance | None, sdk: SdkVersion, locks: PurePath, reads: Reads
+    config: RunConfig, instance: Machine | None, sdk: SdkVersion, locks: PurePath, reads: Reads
 ) -> Environment:
     """Environment of a configuration under TorchNeuron, without access to `os.environ`.
 
     Args:
         config: Configuration of the run.
-        instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
+        instance: Kind of machine; None: unknown, and the runtime decides about cores and threads.
         sdk: Release of the Neuron SDK.
         locks: Folder of locks, on a disk of the machine.
         reads: Check of names.

@@ -11,11 +11,12 @@ from pathlib import Path
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
-from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
+from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, this_machine
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily
+from nxtrain.common.machines import Machine
 from nxtrain.common.process.document import give_output_back
 from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
@@ -206,8 +207,8 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
     _reexec(variables, environ)
 
 
-def machine_of(config: RunConfig) -> Instance | None:
-    """Instance of a run: the configured one, or this machine; None if nxtrain does not know it."""
+def machine_of(config: RunConfig) -> Machine | None:
+    """Machine of a run: the configured one, or this machine; None if nxtrain does not know it."""
     named, here = config.cluster.instance, this_machine()
     if not named or (here is not None and here.name == named):
         return here
@@ -215,7 +216,7 @@ def machine_of(config: RunConfig) -> Instance | None:
 
 
 def attention_of(
-    config: RunConfig, instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None
+    config: RunConfig, instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None
 ) -> AttentionChoice | None:
     """Attention that ranks on an instance choose; None if the model's configuration is wrong.
 
@@ -246,17 +247,17 @@ def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, s
 
 def _shape_of(config: RunConfig) -> AttentionShape | None:
     try:
-        return AttentionShape.of(config, *family_of(config).heads(resolve_model(config)))
+        return AttentionShape.of(config, family_of(config).dimensions(resolve_model(config)))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
 
 
-def _named(instance: Instance | None) -> str:
+def _named(instance: Machine | None) -> str:
     if instance is None:
         return "an instance that nxtrain does not know, whose cores and threads are left to the runtime"
     if not instance.measured:
         return instance.name
-    return f"{instance.name}, {instance.num_cores} logical cores as its driver describes them"
+    return f"{instance.name}, {instance.devices} logical cores as its driver describes them"
 
 
 def _unknown(name: str) -> Problem:
@@ -267,14 +268,14 @@ def _unknown(name: str) -> Problem:
     return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(INSTANCES)}")
 
 
-def _misfits(config: RunConfig, instance: Instance, num_ranks: int) -> list[Problem]:
+def _misfits(config: RunConfig, instance: Machine, num_ranks: int) -> list[Problem]:
     problems = []
     if is_native(config) and instance.target in FIRST_GENERATION:
         reason = f"{instance.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    if num_ranks > instance.num_cores:
-        reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.num_cores} cores"
-        fits = -(-num_ranks * config.cluster.nodes // instance.num_cores)
+    if num_ranks > instance.devices:
+        reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.devices} cores"
+        fits = -(-num_ranks * config.cluster.nodes // instance.devices)
         problems.append(Problem("cluster.nodes", reason, hint=f"use cluster.nodes={fits} or more, or lower degrees"))
     if config.cluster.nodes > 1 and not instance.efa_devices:
         reason = f"{config.cluster.nodes} machines, but {instance.name} has no EFA device to join them"

@@ -59,7 +59,7 @@ def inference_variables(
     busy = num_cores()
     if shape is not None:
         family, model = shape
-        operations = family.layer_costs(model, 1).block * max(tokens, READ_TOKENS)
+        operations = family.dimensions(model).layer_costs(1).block * max(tokens, READ_TOKENS)
         busy = max(1, operations // BLOCK_OPS_PER_THREAD)
     return _variables(busy, environ, num_ranks)
 
@@ -74,7 +74,7 @@ def num_cores() -> int:
 def _busy_threads(config: RunConfig) -> int:
     """Threads that the products of a block keep busy on a rank; 1 for a model that cannot be built."""
     try:
-        costs = family_of(config).layer_costs(resolve_model(config), config.train.seq_len)
+        costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
     except ConfigError:  # the check of the configuration reports it
         return 1
     tokens = config.train.micro_batch * config.train.seq_len

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import SdkVersion
+from nxtrain.common.machines import Machine
 from nxtrain.common.process.deadlines import first_use_limit_s
 from nxtrain.common.run_folder import DEVICE_PROFILES_DIR, LOGS_DIR, PROFILES_DIR
 from nxtrain.config.schema import RunConfig
@@ -36,12 +36,12 @@ _NXD = "https://github.com/aws-neuron/neuronx-distributed/blob/v0.18.0/src/neuro
 _NXD_LOGGER = f"{_NXD}/utils/logger.py"
 
 
-def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion, *, flash: bool = False) -> Environment:
+def neuron_environment(config: RunConfig, instance: Machine, sdk: SdkVersion, *, flash: bool = False) -> Environment:
     """Environment of a configuration on an instance under a release of the SDK, without access to `os.environ`.
 
     Args:
         config: Configuration of the run.
-        instance: Instance type of the machine.
+        instance: Kind of machine.
         sdk: Release of the Neuron SDK.
         flash: True if attention is NKI's kernel.
     """
@@ -79,7 +79,7 @@ _BESIDE_FLASH = (
 )
 
 
-def _compiler_flags(config: RunConfig, instance: Instance, *, flash: bool) -> list[Variable]:
+def _compiler_flags(config: RunConfig, instance: Machine, *, flash: bool) -> list[Variable]:
     flags = [
         *_optlevel(config),
         Variable("--model-type", "transformer", "optimizations for transformers", COMPILER),
@@ -109,7 +109,7 @@ def _optlevel(config: RunConfig) -> list[Variable]:
     return [Variable("--optlevel", str(config.compile.optlevel), "compile.optlevel", COMPILER, way_out)]
 
 
-def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[Variable]:
+def _variables(config: RunConfig, instance: Machine, sdk: SdkVersion) -> list[Variable]:
     variables = [
         Variable(
             "PJRT_DEVICE",
@@ -231,27 +231,27 @@ def first_use_limit(config: RunConfig) -> str:
     return str(math.ceil(first_use_limit_s(config.recovery.hang_timeout_s)))
 
 
-def host_variables(instance: Instance) -> list[Variable]:
+def host_variables(instance: Machine) -> list[Variable]:
     """Variables that share the host's memory and threads among its ranks."""
     arenas = "host memory: glibc makes up to 8 arenas per core, each with memory of its own"
-    threads = instance.host_threads // instance.num_cores
+    threads = instance.host_threads // instance.devices
     return [
         Variable("MALLOC_ARENA_MAX", "64", arenas, "HLAT"),
         Variable("OMP_NUM_THREADS", str(threads), "every rank has its share of the host's threads"),
     ]
 
 
-def logical_cores(instance: Instance) -> list[Variable]:
+def logical_cores(instance: Machine) -> list[Variable]:
     """Variables with the number of physical cores in each logical one."""
     if instance.physical_cores == 1:
         return []
-    reason = f"{instance.num_cores} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
-    way_out = f"unset it: nxtrain knows {instance.name} with {instance.num_cores} cores only"
+    reason = f"{instance.devices} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
+    way_out = f"unset it: nxtrain knows {instance.name} with {instance.devices} cores only"
     names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is read by older releases
     return [Variable(name, str(instance.physical_cores), reason, _LOGICAL_CORES, way_out) for name in names]
 
 
-def network_variables(config: RunConfig, instance: Instance | None) -> list[Variable]:
+def network_variables(config: RunConfig, instance: Machine | None) -> list[Variable]:
     """Variables of collectives between nodes."""
     if config.cluster.nodes == 1:
         return []

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from nxtrain.common.dimensions import qkv_segments
 from nxtrain.common.kernels import Kernels
-from nxtrain.common.sharding import Init, Segment
+from nxtrain.common.sharding import Init
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, positions_of
 
@@ -79,15 +80,10 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, heads: Heads, *, init: Init, init_out: Init, context: BuildContext) -> None:
         super().__init__()
         layers, width = context.layers, heads.width
-        replicas = max(1, layers.tp.size // heads.num_kv)
-        segments = (
-            Segment("q_proj", heads.num * width),
-            Segment("k_proj", heads.num_kv * width, replicas),
-            Segment("v_proj", heads.num_kv * width, replicas),
-        )
+        segments = qkv_segments(heads.num, heads.num_kv, width, layers.tp.size)
         self._fused, self._norms_heads, self._head_dim = context.fused_qkv, heads.norm_eps is not None, width
         self._num_heads = heads.num // layers.tp.size
-        self._num_kv_heads = heads.num_kv * replicas // layers.tp.size
+        self._num_kv_heads = max(1, heads.num_kv // layers.tp.size)
         if self._fused:
             self.qkv_proj = layers.column(hidden_size, segments, init, bias=heads.bias)
         else:

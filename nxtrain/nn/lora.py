@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from nxtrain.common.dimensions import adapter_specs
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
-from nxtrain.common.sharding import Init, Segment, ShardSpec
+from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.nn.dropout import Dropout, LayerDropout
@@ -89,19 +90,11 @@ def _adapt_layer(
     segments = [spec.segments[index] for index in chosen] if is_column else [Segment("", out_features)]
     # The mean square of PEFT's initial A, which is uniform up to 1 / sqrt(I).
     drawn, zeros = Init("uniform", 1 / math.sqrt(3 * in_features)), Init("zeros")
-    ranks, rows = tuple(Segment(s.name, config.r) for s in segments), sum(s.size for s in segments)
-    partial = tp.sequence_parallel
-    a_shape, b_shape = (len(ranks) * config.r, in_features), (rows, config.r)
-    if is_column:
-        a = ShardSpec(a_shape, dim=None, segments=ranks, partial_gradient=partial, init=drawn)
-        b = ShardSpec(b_shape, dim=0, segments=tuple(segments), init=zeros)
-    else:
-        a = ShardSpec(a_shape, dim=1, init=drawn)
-        b = ShardSpec(b_shape, dim=None, partial_gradient=partial, init=zeros)
+    a, b = adapter_specs(spec, segments, config.r, partial_gradient=tp.sequence_parallel)
+    layer.specs |= {A: replace(a, init=drawn), B: replace(b, init=zeros)}
     with torch.device("meta"):
-        for leaf, each in ((A, a), (B, b)):
-            layer.specs[leaf] = each
-            layer.register_parameter(leaf, tp.empty(each))
+        for leaf in (A, B):
+            layer.register_parameter(leaf, tp.empty(layer.specs[leaf]))
     first, width = (0, in_features) if is_column else (spec.pieces(tp.axis)[0].start, spec.local_shape(tp.axis)[1])
     sequence = tp.axis if is_column and tp.sequence_parallel else None
     drop = None if dropout is None else dropout.of_layer(path, range(first, first + width), sequence)

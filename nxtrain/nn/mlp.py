@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.common.sharding import Init, Segment
+from nxtrain.common.dimensions import gate_up_segments
+from nxtrain.common.sharding import Init
 
 if TYPE_CHECKING:
     from nxtrain.common.family import BuildContext
@@ -36,7 +37,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         layers = context.layers
-        segments = (Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size))
+        segments = gate_up_segments(intermediate_size)
         self._fused, self._kernels = context.fused_gate_up, context.kernels
         if self._fused:
             self.gate_up_proj = layers.column(hidden_size, segments, init)

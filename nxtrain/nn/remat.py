@@ -15,17 +15,12 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from nxtrain.backends.limits import LONG_SEQUENCE
 from nxtrain.common.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.mlp import GatedMLP
 
 Remat = Literal["none", "selective", "full"]
-
-LONG_SEQUENCE = 8192
-"""Tokens per sequence from which `selective` takes feed-forwards too.
-
-Source: the Llama recipes of NeuronX Distributed, which recompute CoreAttention, and LlamaMLP too at this length.
-"""
 
 
 def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Callable[..., Tensor]) -> None:

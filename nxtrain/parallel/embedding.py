@@ -22,7 +22,7 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, init: Init, tp: TensorParallel) -> None:
         super().__init__()
-        spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
+        spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
         self._tp = tp

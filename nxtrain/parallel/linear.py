@@ -171,7 +171,7 @@ class ColumnLinear(SplitBackward):
         self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel, *, bias: bool = False
     ) -> None:
         super().__init__()
-        spec = ShardSpec((sum(s.size for s in segments), in_features), dim=0, segments=segments, init=init)
+        spec = ShardSpec.column(in_features, segments, init)
         self.specs = {"weight": spec, "bias": spec.of_bias()} if bias else {"weight": spec}
         self.weight = tp.empty(spec)
         self.bias = tp.empty(spec.of_bias()) if bias else None
@@ -206,7 +206,7 @@ class RowLinear(SplitBackward):
 
     def __init__(self, in_features: int, out_features: int, init: Init, tp: TensorParallel) -> None:
         super().__init__()
-        spec = ShardSpec((out_features, in_features), dim=1, init=init)
+        spec = ShardSpec.row(in_features, out_features, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
         self._tp = tp

@@ -46,7 +46,7 @@ class VocabHead(nn.Module):
     ) -> None:
         super().__init__()
         self.scale: Callable[[], Tensor] | None = None
-        spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
+        spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
         self._tp, self._chunk = tp, _chunk_of(kernels, wide=tp.wide_products)

@@ -6,11 +6,9 @@ queries keep both.
 
 from __future__ import annotations
 
+from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
-from nxtrain.plan.job import CPU_BLOCK, SIZES, Job, once_per_job
-
-LONG_SEQUENCE = 8192
-"""As `nn/remat.py:LONG_SEQUENCE`, whose module needs torch."""
+from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT = SIZES["fp32"]
 
@@ -26,7 +24,7 @@ def block_bytes(job: Job) -> int:
 @once_per_job
 def boundary_bytes(job: Job) -> int:
     """Bytes of the residual stream between two layers."""
-    return job.sequence_rows * job.decoder.hidden_size * job.params_size
+    return job.sequence_rows * job.dimensions.hidden_size * job.params_size
 
 
 def _whole_block_bytes(job: Job, remat: str) -> int:
@@ -109,10 +107,10 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
 
     Norms of heads keep their inputs, and a number per head. Queries and keys are then rotated apart.
     """
-    width, tokens, size = job.decoder.head_size, job.micro_tokens, job.params_size
+    width, tokens, size = job.dimensions.head_size, job.micro_tokens, job.params_size
     queries, keys = job.local_heads * width, job.local_kv_heads * width
     repeats = job.local_heads // job.local_kv_heads
-    fused, normed = job.config.model.fused_qkv, job.decoder.head_norms
+    fused, normed = job.config.model.fused_qkv, job.dimensions.head_norms
     rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
     if recomputed or not job.repeats_heads or 1 in (repeats, job.local_kv_heads):  # one K/V head is a view
         inputs = rotated + value + (rotated if normed and not fused else 0)
@@ -128,7 +126,7 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
 
 def _out_bytes(job: Job) -> int:
     """Bytes of the output of attention."""
-    return job.local_heads * job.decoder.head_size * job.micro_tokens * job.params_size
+    return job.local_heads * job.dimensions.head_size * job.micro_tokens * job.params_size
 
 
 def _core_bytes(job: Job) -> int:
@@ -153,14 +151,14 @@ def _mask_bytes(job: Job) -> int:
 def _mlp_bytes(job: Job) -> int:
     """Gate and up, kept by `nn/mlp.py:_SwiGLU`, and their product, kept by the row layer."""
     gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
-    kept = gated if job.decoder.gated else 2
+    kept = gated if job.dimensions.gated else 2
     size = _product_bytes(job)
     return (kept - 1) * size + _input_bytes(job, MLP_OUT, size)
 
 
 def _product_bytes(job: Job) -> int:
     """Bytes of the input of the feed-forward's row layer."""
-    return -(-job.decoder.intermediate_size // job.config.parallel.tp) * job.micro_tokens * job.params_size
+    return -(-job.dimensions.intermediate_size // job.config.parallel.tp) * job.micro_tokens * job.params_size
 
 
 @once_per_job
@@ -184,8 +182,8 @@ def working_bytes(job: Job) -> int:
 
 def _mlp_work_bytes(job: Job) -> int:
     gated = 5 if job.config.model.fused_gate_up else 3
-    freed = job.decoder.gated and _keeps_input(job, MLP_OUT) and not job.postpones
-    return ((gated if job.decoder.gated else 2) - freed) * _product_bytes(job)
+    freed = job.dimensions.gated and _keeps_input(job, MLP_OUT) and not job.postpones
+    return ((gated if job.dimensions.gated else 2) - freed) * _product_bytes(job)
 
 
 @once_per_job
@@ -213,7 +211,7 @@ def forward_working_bytes(job: Job) -> int:
     the output, and what the kernel works with. Fused layers with adapters have their result four times: of the matrix,
     of each adapter, of these together, and the sum. Others have it thrice.
     """
-    train, width, size, tokens = job.config.train, job.decoder.head_size, job.params_size, job.micro_tokens
+    train, width, size, tokens = job.config.train, job.dimensions.head_size, job.params_size, job.micro_tokens
     queries, keys = job.local_heads * width, job.local_kv_heads * width
     heads, rows = train.micro_batch * job.local_heads, min(CPU_BLOCK, train.seq_len)
     attention = (2 * queries + 3 * keys) * tokens * size + _out_bytes(job) + _core_bytes(job)
@@ -224,9 +222,9 @@ def forward_working_bytes(job: Job) -> int:
         attention += 2 * queries * tokens * size
     elif job.attention == "scores":
         attention += heads * train.seq_len**2 * FLOAT
-    parts = 3 if job.decoder.gated else 2
+    parts = 3 if job.dimensions.gated else 2
     if _adapted(job, MLP_IN):
-        parts = 4 * 2 if job.config.model.fused_gate_up and job.decoder.gated else 4
+        parts = 4 * 2 if job.config.model.fused_gate_up and job.dimensions.gated else 4
     return 2 * boundary_bytes(job) + max(attention, parts * _product_bytes(job))
 
 
@@ -238,13 +236,13 @@ def _is_long(job: Job) -> bool:
 def norm_work_bytes(job: Job) -> int:
     """Float32 tensors of a norm's backward pass: two products, their difference, the result, and a wide gradient."""
     number = 4 if job.params_size == FLOAT else 5
-    return number * job.sequence_rows * job.decoder.hidden_size * FLOAT
+    return number * job.sequence_rows * job.dimensions.hidden_size * FLOAT
 
 
 @once_per_job
 def attention_work_bytes(job: Job) -> int:
     """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
-    train, width, size = job.config.train, job.decoder.head_size, job.params_size
+    train, width, size = job.config.train, job.dimensions.head_size, job.params_size
     queries, keys = job.local_heads * width, job.local_kv_heads * width
     heads = train.micro_batch * job.local_heads
     if job.attention == "blocked":
@@ -263,18 +261,18 @@ def postponed_block_bytes(job: Job) -> int:
 
     Row layers get gradients of the whole sequence, gathered over the tensor parallel ranks.
     """
-    decoder, inner = job.decoder, -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    queries, keys = job.local_heads * decoder.head_size, job.local_kv_heads * decoder.head_size
-    inputs, grads = queries + inner, queries + 2 * keys + (2 if decoder.gated else 1) * inner
+    dimensions, inner = job.dimensions, -(-job.dimensions.intermediate_size // job.config.parallel.tp)
+    queries, keys = job.local_heads * dimensions.head_size, job.local_kv_heads * dimensions.head_size
+    inputs, grads = queries + inner, queries + 2 * keys + (2 if dimensions.gated else 1) * inner
     whole = job.micro_tokens * job.params_size
-    return 2 * boundary_bytes(job) + (2 * decoder.hidden_size + inputs + grads) * whole
+    return 2 * boundary_bytes(job) + (2 * dimensions.hidden_size + inputs + grads) * whole
 
 
 @once_per_job
 def kept_logits_bytes(job: Job) -> int:
     """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
-    rows = -(-job.decoder.vocab_size // job.config.parallel.tp) if job.adapters is None else 0
-    return (job.micro_tokens + rows) * job.decoder.hidden_size * job.params_size
+    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp) if job.adapters is None else 0
+    return (job.micro_tokens + rows) * job.dimensions.hidden_size * job.params_size
 
 
 @once_per_job
@@ -284,10 +282,10 @@ def chunk_bytes(job: Job) -> int:
     A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
     Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
     """
-    size, hidden, tokens = job.params_size, job.decoder.hidden_size, job.micro_tokens
-    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    size, hidden, tokens = job.params_size, job.dimensions.hidden_size, job.micro_tokens
+    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp)
     chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
-    padded = rows * job.config.parallel.tp > job.decoder.vocab_size
+    padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
     copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
     if job.config.precision.params == "fp16":
         copies += FLOAT * (2 if padded else 1)

@@ -1,18 +1,17 @@
 """Low-rank adapters and the frozen model below them: parameters of a stage, and bytes of the frozen ones.
 
-The sizes mirror `finetune/lora.py`. Each linear layer has one adapter for every segment, and these share their input.
+Each linear layer has one adapter for every segment, and these share their input, as in `nn/lora.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nxtrain.common.family import Dimensions
+from nxtrain.common.dimensions import adapter_specs, is_matrix
 from nxtrain.common.sharding import Segment, ShardSpec
-from nxtrain.plan.shapes import Entries, Stage, beside_blocks, block_entries, block_specs, one_block
+from nxtrain.plan.shapes import Entries, Stage, block_entries, rest_entries, sum_entries
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -22,46 +21,6 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314) section 3, double quantization: 4.127 bits.
 """
-
-
-@dataclass(frozen=True)
-class AdaptedLayer:
-    """A linear layer with adapters.
-
-    Args:
-        name: Name of the layer when its projections are fused.
-        is_column: Outputs are sharded over tp, not inputs.
-        in_features: Whole inputs.
-        segments: Outputs with an adapter.
-        r: Rank of each adapter.
-    """
-
-    name: str
-    is_column: bool
-    in_features: int
-    segments: tuple[Segment, ...]
-    r: int
-
-    @property
-    def width(self) -> int:
-        """Columns between the two matrices of all adapters."""
-        return sum(rank.size for rank in self.ranks)
-
-    @property
-    def ranks(self) -> tuple[Segment, ...]:
-        """Rows of `lora_A`: r for each output of a column layer, which share their inputs; else r."""
-        names = [segment.name for segment in self.segments] if self.is_column else [""]
-        return tuple(Segment(name, self.r) for name in names)
-
-    def specs(self) -> dict[str, ShardSpec]:
-        """Both matrices; the one on the side of the whole features is replicated over tp."""
-        outputs = sum(segment.size for segment in self.segments)
-        a_shape, b_shape = (self.width, self.in_features), (outputs, self.r)
-        if self.is_column:
-            both = ShardSpec(a_shape, segments=self.ranks), ShardSpec(b_shape, dim=0, segments=self.segments)
-        else:
-            both = ShardSpec(a_shape, dim=1), ShardSpec(b_shape)
-        return {f"{self.name}.lora_A": both[0], f"{self.name}.lora_B": both[1]}
 
 
 @dataclass(frozen=True)
@@ -76,44 +35,70 @@ class Adapters:
     r: int
     targets: tuple[str, ...] = ()
 
-    def layers(self, decoder: Dimensions, tp: int, *, fused_qkv: bool, fused_gate_up: bool) -> Iterator[AdaptedLayer]:
-        """Layers of a block that have adapters."""
-        for name, spec in block_specs(decoder, tp, fused_qkv=fused_qkv, fused_gate_up=fused_gate_up).items():
-            if not is_matrix(spec):
-                continue
-            is_column = spec.dim == 0
-            segments = spec.segments if is_column else (Segment(name, spec.shape[0]),)
-            chosen = tuple(each for each in segments if not self.targets or each.name in self.targets)
-            if chosen:
-                yield AdaptedLayer(name, is_column, spec.shape[1], chosen, self.r)
 
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer with adapters.
 
-def is_matrix(spec: ShardSpec) -> bool:
-    """True for the weight of a linear layer, which may be quantized."""
-    return len(spec.shape) > 1
+    Args:
+        path: Path of the layer inside the block.
+        weight: Sharding of its weight.
+        segments: Outputs with an adapter.
+        r: Rank of each adapter.
+    """
+
+    path: str
+    weight: ShardSpec
+    segments: tuple[Segment, ...]
+    r: int
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def is_column(self) -> bool:
+        """True if outputs are sharded over tp, not inputs."""
+        return self.weight.dim == 0
+
+    @property
+    def width(self) -> int:
+        """Columns between the two matrices of all adapters."""
+        if self.is_column:
+            return len(self.segments) * self.r
+        return self.r
+
+    def specs(self) -> dict[str, ShardSpec]:
+        """Both matrices, by names inside the block."""
+        a, b = adapter_specs(self.weight, self.segments, self.r)
+        return {f"{self.path}.lora_A": a, f"{self.path}.lora_B": b}
 
 
 @lru_cache(maxsize=1024)
 def adapted_layers(stage: Stage, tp: int, adapters: Adapters) -> tuple[AdaptedLayer, ...]:
     """Layers with adapters in each block of a stage."""
-    fused = {"fused_qkv": stage.fused_qkv, "fused_gate_up": stage.fused_gate_up}
-    return tuple(adapters.layers(stage.decoder, tp, **fused))
+    layers = []
+    for name, weight in stage.block_specs(tp).items():
+        if not is_matrix(weight):
+            continue
+        path = name.removesuffix(".weight")
+        segments = weight.segments
+        if weight.dim == 1:
+            segments = (Segment(path.rpartition(".")[2], weight.shape[0]),)
+        chosen = tuple(segment for segment in segments if not adapters.targets or segment.name in adapters.targets)
+        if chosen:
+            layers.append(AdaptedLayer(path, weight, chosen, adapters.r))
+    return tuple(layers)
 
 
 @lru_cache(maxsize=65_536)
 def adapter_entries(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
-    """Entries of the adapters of a stage's blocks."""
-    block = adapters_of_block(stage, tp, shard, adapters)
-    number = sum(stage.blocks)
-    return Entries(number * block.local, number * block.rows, block.largest, number * block.padded)
-
-
-def adapters_of_block(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
     """Entries of the adapters of one block."""
     specs: dict[str, ShardSpec] = {}
     for layer in adapted_layers(stage, tp, adapters):
         specs |= layer.specs()
-    return block_entries(specs, tp, shard)
+    return sum_entries(specs, tp, shard)
 
 
 @dataclass(frozen=True)
@@ -127,10 +112,17 @@ class FrozenBytes:
         largest_matrix: Of the largest quantized matrix once it is restored; 0 without quantization.
     """
 
-    block: int
-    rest: int
-    held: int
-    largest_matrix: int
+    block: int = 0
+    rest: int = 0
+    held: int = 0
+    largest_matrix: int = 0
+
+
+@lru_cache(maxsize=65_536)
+def matrix_entries(stage: Stage, tp: int, shard: int) -> Entries:
+    """Entries of the matrices of one block."""
+    specs = {name: spec for name, spec in stage.block_specs(tp).items() if is_matrix(spec)}
+    return sum_entries(specs, tp, shard)
 
 
 @lru_cache(maxsize=65_536)
@@ -144,16 +136,13 @@ def frozen_bytes(stage: Stage, tp: int, shard: int, size: int, *, quantized: boo
         size: Bytes of a parameter that the model computes with.
         quantized: Matrices of the blocks are in NF4.
     """
-    block, rest = one_block(stage, tp, shard), beside_blocks(stage, tp, shard)
-    fused = {"fused_qkv": stage.fused_qkv, "fused_gate_up": stage.fused_gate_up}
-    specs = block_specs(stage.decoder, tp, **fused)
-    matrices = block_entries({name: spec for name, spec in specs.items() if is_matrix(spec)}, tp, shard)
-    narrow = NF4_BYTES if quantized else size
-    whole = int(matrices.local * narrow) + (block.local - matrices.local) * size
-    held = int(matrices.rows * narrow) + (block.rows - matrices.rows) * size
-    return FrozenBytes(
-        block=whole,
-        rest=rest.local * size,
-        held=sum(stage.blocks) * held + rest.rows * size,
-        largest_matrix=matrices.largest * size if quantized else 0,
-    )
+    block, rest = block_entries(stage, tp, shard), rest_entries(stage, tp, shard)
+    matrices = matrix_entries(stage, tp, shard)
+    matrix_size: float = size
+    largest_matrix = 0
+    if quantized:
+        matrix_size = NF4_BYTES
+        largest_matrix = matrices.largest * size
+    whole = int(matrices.local * matrix_size) + (block.local - matrices.local) * size
+    held = int(matrices.rows * matrix_size) + (block.rows - matrices.rows) * size
+    return FrozenBytes(whole, rest.local * size, stage.num_blocks * held + rest.rows * size, largest_matrix)

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.family import Dimensions, family_names, find_family
+from nxtrain.common.family import family_names, find_family
+from nxtrain.common.machines import Machine
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.plan.adapters import METHODS
-from nxtrain.plan.hardware import Machine, find_machine, read_machines
+from nxtrain.plan.hardware import find_machine, read_machines
 from nxtrain.plan.job import Job
 from nxtrain.plan.length import with_length
 from nxtrain.plan.predict import Assumptions, Prediction
@@ -56,14 +58,14 @@ class Setting:
         loaded: The configuration and its provenance.
         machine: Kind of machine.
         nodes: Number of machines.
-        decoder: Dimensions of the model.
+        dimensions: Dimensions of the model.
         note: Assumption about the machine, for people; may be empty.
     """
 
     loaded: Loaded
     machine: Machine
     nodes: int
-    decoder: Dimensions
+    dimensions: Dimensions
     note: str = ""
 
 
@@ -87,8 +89,8 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
         resolve_config(replace(setting.loaded, config=config), world, has_weights=False)
     dp = world // (parallel.tp * parallel.pp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
-    config, assumed, length = with_length(config, setting.decoder.vocab_size, assumed)
-    job = Job(setting.decoder, setting.machine, setting.nodes, config)
+    config, assumed, length = with_length(config, setting.dimensions.vocab_size, assumed)
+    job = Job(setting.dimensions, setting.machine, setting.nodes, config)
     if problems := list(impossible(job)):
         origins = setting.loaded.origins
         raise ConfigError([replace(each, origin=origin_of(origins, each.key)) for each in problems])
@@ -107,10 +109,10 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
         family = family_of(config)
         if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
             raise ConfigError(problems)
-    config, assumed, length = with_length(config, setting.decoder.vocab_size, assumed)
+    config, assumed, length = with_length(config, setting.dimensions.vocab_size, assumed)
     methods = METHODS if question.method == EVERY else (config.finetune.method,)
     found = [
-        search(setting.decoder, setting.machine, setting.nodes, _by(method, config), assumed) for method in methods
+        search(setting.dimensions, setting.machine, setting.nodes, _by(method, config), assumed) for method in methods
     ]
     layouts = sorted((one for each in found for one in each.layouts), key=lambda one: one.time.step_s)
     note = "\n".join(filter(None, [setting.note, length, assumed.unknown_length]))
@@ -156,10 +158,10 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
         config = _by(question.method, config)
     loaded = replace(loaded, config=_on(machine, config))
     if question.model in SHAPES:
-        decoder = SHAPES[question.model].decoder
+        dimensions = SHAPES[question.model].dimensions
     else:
-        decoder = family_of(config).decoder(resolve_model(config))
-    return Setting(loaded, machine, nodes, decoder, note)
+        dimensions = family_of(config).dimensions(resolve_model(config))
+    return Setting(loaded, machine, nodes, dimensions, note)
 
 
 def _family_with(preset: str) -> str:

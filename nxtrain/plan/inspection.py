@@ -12,14 +12,15 @@ from nxtrain.checkpoint.directory import newest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.regular import read_text
+from nxtrain.common.machines import Machine
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.plan.hardware import Machine, find_machine
+from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import layout_json
-from nxtrain.plan.shapes import Stage, num_params, one_block
+from nxtrain.plan.shapes import Stage, block_entries
 from nxtrain.plan.tensors import Held, Rank, global_tensors
 from nxtrain.plan.work import trained_params
 
@@ -88,21 +89,21 @@ class Inspection:
 
     def model_json(self) -> dict[str, Any]:
         """Family, dimensions and parameters of the model."""
-        decoder = self.job.decoder
-        whole = Stage(decoder, (decoder.num_layers,), first=True, last=True)
-        total = num_params(decoder)
+        dimensions = self.job.dimensions
+        whole = Stage(dimensions, (dimensions.num_layers,), first=True, last=True)
+        total = dimensions.num_params
         choice = self.job.config.model
         return {
             "family": self.resolved.family.name,
             "preset": choice.preset,
             "hf": choice.hf,
-            "dimensions": asdict(decoder),
-            "tied": decoder.tied,
+            "dimensions": asdict(dimensions),
+            "tied": dimensions.tied,
             "method": self.job.method,
             "params": {
                 "total": total,
-                "embedding": decoder.vocab_size * decoder.hidden_size,
-                "block": one_block(whole, 1, 1).local,
+                "embedding": dimensions.vocab_size * dimensions.hidden_size,
+                "block": block_entries(whole, 1, 1).local,
                 "trained": trained_params(self.job, total),
             },
         }
@@ -147,7 +148,7 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     dp = world // (config.parallel.tp * config.parallel.pp)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": dp})})
     machine = _machine(config, world, int(recorded.get("ranks per node", 0)))
-    job = Job(resolved.family.decoder(resolved.model), machine, config.cluster.nodes, config)
+    job = Job(resolved.family.dimensions(resolved.model), machine, config.cluster.nodes, config)
     return Inspection(resolved, job, checkpoint)
 
 

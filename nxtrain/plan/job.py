@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
-from nxtrain.common.family import Dimensions
+from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE, keeps_probabilities
+from nxtrain.common.dimensions import Dimensions
+from nxtrain.common.machines import Machine
 from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
-from nxtrain.plan.hardware import Machine
-from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
+from nxtrain.plan.shapes import Entries, Stage, pipeline_stages, stage_entries, stage_parts
 
 Attention = Literal["blocked", "fused", "grouped", "masked", "scores"]
 """Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
@@ -29,13 +30,13 @@ class Job:
     """A run on machines.
 
     Args:
-        decoder: Dimensions of the model.
+        dimensions: Dimensions of the model.
         machine: Kind of machine.
         nodes: Number of machines.
         config: Configuration; `parallel.dp` has its value.
     """
 
-    decoder: Dimensions
+    dimensions: Dimensions
     machine: Machine
     nodes: int
     config: RunConfig
@@ -66,7 +67,11 @@ class Job:
         """Name of the backend; for `auto`, that of the machine's chips."""
         if self.config.backend.name != "auto":
             return self.config.backend.name
-        return ON_GPUS if not self.is_trainium else "neuron" if self.machine.kind == "trn1" else "neuron-native"
+        if not self.is_trainium:
+            return ON_GPUS
+        if self.machine.kind == "trn1":
+            return "neuron"
+        return "neuron-native"
 
     @cached_property
     def is_lazy(self) -> bool:
@@ -141,12 +146,13 @@ class Job:
         if name == "cpu":
             if has_documents and self.config.compile.torch_compile:
                 return "masked"
-            return "blocked" if self._is_short() else "fused"
+            is_short = keeps_probabilities(train.micro_batch, self.local_heads, train.seq_len, self.params_size)
+            return "blocked" if is_short else "fused"
         if name == "xla" or (has_documents and self.is_trainium):
             return "scores"
         if not self.is_lazy:
             return "masked" if has_documents else "grouped"
-        fits = train.seq_len % SEQUENCE_TILE == 0 and self.decoder.head_size <= MAX_HEAD_SIZE
+        fits = train.seq_len % SEQUENCE_TILE == 0 and self.dimensions.head_size <= MAX_HEAD_SIZE
         flash = fits and self.config.backend.attention != "plain" and self.config.precision.params == "bf16"
         return "grouped" if flash else "scores"
 
@@ -155,46 +161,40 @@ class Job:
         """True if attention gets a copy of a K/V head for each query head that the head serves."""
         return self.attention in ("fused", "masked")
 
-    def _is_short(self) -> bool:
-        """As `backends/cpu_attention.py:is_short`, whose module needs torch."""
-        train = self.config.train
-        entries = train.micro_batch * self.local_heads * train.seq_len * (train.seq_len + CPU_BLOCK) // 2
-        return entries * self.params_size <= CPU_KEPT_BYTES
-
     @cached_property
     def local_heads(self) -> int:
         """Query heads of a rank."""
-        return self.decoder.num_heads // self.config.parallel.tp
+        return self.dimensions.num_heads // self.config.parallel.tp
 
     @cached_property
     def local_kv_heads(self) -> int:
         """Key and value heads of a rank, replicated ones included."""
-        return max(1, self.decoder.num_kv_heads // self.config.parallel.tp)
+        return max(1, self.dimensions.num_kv_heads // self.config.parallel.tp)
 
     @cached_property
     def parts(self) -> list[tuple[StagePart, ...]]:
         """Parts of every pipeline rank."""
         parallel = self.config.parallel
         return stage_parts(
-            self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+            self.dimensions, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Kind of every pipeline rank's stage."""
-        return self._kinds[0]
-
-    @property
-    def distinct_stages(self) -> tuple[int, ...]:
-        """First pipeline rank of each kind of stage."""
-        return self._kinds[1]
+        model, parallel = self.config.model, self.config.parallel
+        shape = Stage(self.dimensions, (), False, False, model.fused_qkv, model.fused_gate_up)
+        return pipeline_stages(
+            shape, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+        )
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-        parallel, model = self.config.parallel, self.config.model
-        cut = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
-        fused = model.fused_qkv, model.fused_gate_up
-        return stage_kinds(self.decoder, self.config.train.seq_len, *cut, *fused)
+    def distinct_stages(self) -> tuple[int, ...]:
+        """First pipeline rank of each kind of stage."""
+        first: dict[Stage, int] = {}
+        for rank, stage in enumerate(self.stages):
+            first.setdefault(stage, rank)
+        return tuple(first.values())
 
     def stage(self, index: int) -> Stage:
         """Kind of a pipeline rank's stage."""
@@ -208,10 +208,16 @@ class Job:
         return self._entries[key]
 
     @cached_property
+    def _entries(self) -> dict[tuple[int, int], Entries]:
+        return {}
+
+    @cached_property
     def adapters(self) -> Adapters | None:
         """Adapters beside a frozen model; None: every parameter is trained."""
         finetune = self.config.finetune
-        return None if self.method == "full" else Adapters(finetune.r, finetune.targets)
+        if finetune.method == "full":
+            return None
+        return Adapters(finetune.r, finetune.targets)
 
     @property
     def method(self) -> Method:
@@ -222,20 +228,16 @@ class Job:
         """Entries of a stage's parameters that are trained; arguments as in `entries`."""
         if self.adapters is None:
             return self.entries(index, shard)
-        tp = self.config.parallel.tp
-        return adapter_entries(self.stages[index], tp, shard or self.shard_size, self.adapters)
+        stage, tp = self.stages[index], self.config.parallel.tp
+        return adapter_entries(stage, tp, shard or self.shard_size, self.adapters).times(stage.num_blocks)
 
     def frozen(self, index: int) -> FrozenBytes:
-        """Bytes of a stage's parameters that are not trained."""
-        stage, quantized = self.stages[index], self.method == "qlora"
+        """Bytes of a stage's parameters that are not trained; all 0 without adapters."""
         if self.adapters is None:
-            return FrozenBytes(0, 0, 0, 0)
+            return FrozenBytes()
         shard = self.shard_size if self.is_fully_sharded else 1
-        return frozen_bytes(stage, self.config.parallel.tp, shard, self.params_size, quantized=quantized)
-
-    @cached_property
-    def _entries(self) -> dict[tuple[int, int], Entries]:
-        return {}
+        quantized = self.method == "qlora"
+        return frozen_bytes(self.stages[index], self.config.parallel.tp, shard, self.params_size, quantized=quantized)
 
 
 def once_per_job(compute: Callable[[Job], int]) -> Callable[[Job], int]:
@@ -250,16 +252,3 @@ def once_per_job(compute: Callable[[Job], int]) -> Callable[[Job], int]:
         return known[name]
 
     return kept
-
-
-CPU_BLOCK = 128
-"""As `backends/cpu_attention.py:BLOCK`."""
-
-CPU_KEPT_BYTES = 16 << 20
-"""As `backends/cpu_attention.py:KEPT_BYTES`."""
-
-SEQUENCE_TILE = 2048
-"""As `backends/neuron/attention.py:SEQUENCE_TILE`."""
-
-MAX_HEAD_SIZE = 128
-"""As `backends/neuron/attention.py:MAX_HEAD_SIZE`."""

@@ -27,9 +27,9 @@ from nxtrain.plan.activations import (
     untracked_bytes,
     working_bytes,
 )
-from nxtrain.plan.adapters import adapters_of_block
+from nxtrain.plan.adapters import adapter_entries
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.shapes import beside_blocks, one_block
+from nxtrain.plan.shapes import block_entries, rest_entries
 
 NORM_ROW_BYTES = 4
 """Bytes that the final norm keeps of each row beside its input: a float32."""
@@ -189,9 +189,9 @@ class _Units:
 def _units(job: Job, stage: int) -> _Units:
     kind, tp, size = job.stage(stage), job.config.parallel.tp, job.params_size
     if job.adapters is None:
-        block, rest = one_block(kind, tp, 1).local, beside_blocks(kind, tp, 1).local
+        block, rest = block_entries(kind, tp, 1).local, rest_entries(kind, tp, 1).local
         return _Units(block * size, rest * size, block, rest)
-    adapters, frozen = adapters_of_block(kind, tp, 1, job.adapters).local, job.frozen(stage)
+    adapters, frozen = adapter_entries(kind, tp, 1, job.adapters).local, job.frozen(stage)
     return _Units(frozen.block + adapters * size, frozen.rest, adapters, 0)
 
 
@@ -201,10 +201,10 @@ def unit_blocks(job: Job, stage: int) -> int:
     if not fewest:
         return 1
     whole = job.entries(stage, 1).local
-    rest, blocks = beside_blocks(job.stage(stage), job.config.parallel.tp, 1).local, job.stage(stage).blocks
+    rest, blocks = rest_entries(job.stage(stage), job.config.parallel.tp, 1).local, job.stage(stage).blocks
     block = (whole - rest) // sum(blocks)
     if job.adapters is not None:
-        block += adapters_of_block(job.stage(stage), job.config.parallel.tp, 1, job.adapters).local
+        block += adapter_entries(job.stage(stage), job.config.parallel.tp, 1, job.adapters).local
     return max(len(unit) for chunk in blocks for unit in units_of([block] * chunk, fewest))
 
 
@@ -265,7 +265,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
 
 def _beside_blocks(job: Job, stage: int) -> int:
     # The final norm keeps its input and a number per row.
-    norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + NORM_ROW_BYTES)
+    norm = job.sequence_rows * (job.dimensions.hidden_size * job.params_size + NORM_ROW_BYTES)
     last = norm if job.stage(stage).last else 0
     return last + (3 * boundary_bytes(job) if job.config.parallel.pp > 1 else 0)
 

@@ -12,7 +12,6 @@ from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import Bytes, checkpoint_bytes, host_bytes, master_size, rank_bytes
 from nxtrain.plan.moments import accumulated_size, in_flight
-from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params
 
@@ -150,7 +149,7 @@ class Prediction:
     @property
     def trained_params(self) -> int:
         """Parameters of the whole model that are trained."""
-        return trained_params(self.job, num_params(self.job.decoder))
+        return trained_params(self.job, self.job.dimensions.num_params)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -192,10 +191,10 @@ class Prediction:
             "stage": self.stage,
             "in_flight": in_flight(job, self.stage),
             "micro_batches": job.num_micro,
-            "params": num_params(job.decoder),
+            "params": job.dimensions.num_params,
             "method": job.method,
             "trained_params": self.trained_params,
-            "trained_share": self.trained_params / num_params(job.decoder),
+            "trained_share": self.trained_params / job.dimensions.num_params,
             "model_bytes": self._model_bytes_json(),
             "flops_per_token": model_flops_per_token(job),
             "compute_s": time.compute_s,
@@ -242,7 +241,7 @@ class Prediction:
         }
 
     def _run_json(self) -> dict[str, Any]:
-        params, tokens, days = num_params(self.job.decoder), self.tokens, self.days
+        params, tokens, days = self.job.dimensions.num_params, self.tokens, self.days
         goodput = self._checkpoint_json()["goodput"]
 
         def of_run(per_token: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxtrain.common.family import Dimensions
+from nxtrain.common.dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -12,12 +12,12 @@ class Shape:
     """Dimensions of a published model.
 
     Args:
-        decoder: The dimensions.
+        dimensions: The dimensions.
         seq_len: Tokens of its sequences.
         source: Publication.
     """
 
-    decoder: Dimensions
+    dimensions: Dimensions
     seq_len: int
     source: str
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Literal
 
+from nxtrain.common.dimensions import Dimensions, is_matrix
 from nxtrain.common.errors import Problem
-from nxtrain.common.family import Dimensions
+from nxtrain.common.machines import Machine
 from nxtrain.common.mesh import divisors
 from nxtrain.config.check import layout
 from nxtrain.config.finetune import quantized_cut
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
 from nxtrain.config.stages import order, stages
 from nxtrain.parallel.schedule import Order
-from nxtrain.plan.adapters import is_matrix
-from nxtrain.plan.hardware import Machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction, layout_json
-from nxtrain.plan.shapes import axis_of, block_specs
+from nxtrain.plan.shapes import axis_of
 from nxtrain.plan.speed import step_time
 
 REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -85,14 +83,14 @@ def _layout(job: Job) -> str:
     return f"{degrees} micro_batch={train.micro_batch} remat={train.remat}"
 
 
-def search(decoder: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
+def search(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
     """Try the degrees, modes of sharding, orders, micro-batches and recomputation that use all devices.
 
     Of the orders, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
     """
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
-    for job in _degrees(decoder, machine, nodes, config):
+    for job in _degrees(dimensions, machine, nodes, config):
         if problems := list(impossible(job)):
             rejected.append(Rejected(job, "; ".join(problem.reason for problem in problems)))
             continue
@@ -125,17 +123,17 @@ def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
 
 def impossible(job: Job) -> Iterator[Problem]:
     """Reasons why a layout cannot exist, whatever its memory: the rules of a run, and those of the machines."""
-    parallel, decoder = job.config.parallel, job.decoder
-    kv_heads = decoder.num_kv_heads
-    if decoder.num_heads % parallel.tp:
-        reason = f"tp={parallel.tp} does not divide {decoder.num_heads} attention heads"
-        yield Problem("parallel.tp", reason, hint=_degrees_of(decoder))
+    parallel, dimensions = job.config.parallel, job.dimensions
+    kv_heads = dimensions.num_kv_heads
+    if dimensions.num_heads % parallel.tp:
+        reason = f"tp={parallel.tp} does not divide {dimensions.num_heads} attention heads"
+        yield Problem("parallel.tp", reason, hint=_degrees_of(dimensions))
     elif kv_heads % parallel.tp and parallel.tp % kv_heads:
         reason = f"neither of tp={parallel.tp} and {kv_heads} key/value heads divides the other"
-        yield Problem("parallel.tp", reason, hint=_degrees_of(decoder))
+        yield Problem("parallel.tp", reason, hint=_degrees_of(dimensions))
     elif job.method == "qlora":
         yield from _cut_blocks(job)
-    yield from stages(parallel, decoder.num_layers)
+    yield from stages(parallel, dimensions.num_layers)
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
         yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")
@@ -143,26 +141,29 @@ def impossible(job: Job) -> Iterator[Problem]:
     yield from layout(job.config.model_copy(update={"backend": backend}), has_weights=False)
 
 
-def _degrees_of(decoder: Dimensions) -> str:
-    kv_heads = decoder.num_kv_heads
-    fitting = [tp for tp in divisors(decoder.num_heads) if not (kv_heads % tp and tp % kv_heads)]
+def _degrees_of(dimensions: Dimensions) -> str:
+    kv_heads = dimensions.num_kv_heads
+    fitting = [tp for tp in divisors(dimensions.num_heads) if not (kv_heads % tp and tp % kv_heads)]
     return f"use {', '.join(map(str, fitting))}"
 
 
 def _cut_blocks(job: Job) -> Iterator[Problem]:
     """Problem of the first matrix of a block that tensor parallelism cuts inside a quantized block."""
-    tp, model = job.config.parallel.tp, job.config.model
-    specs = block_specs(job.decoder, tp, fused_qkv=model.fused_qkv, fused_gate_up=model.fused_gate_up)
-    matrices = ((name, spec) for name, spec in specs.items() if is_matrix(spec))
-    yield from islice((problem for name, spec in matrices for problem in quantized_cut(name, spec, axis_of(tp))), 1)
+    tp = job.config.parallel.tp
+    for name, spec in job.stage(0).block_specs(tp).items():
+        if is_matrix(spec):
+            problems = list(quantized_cut(name.split(".")[1], spec, axis_of(tp)))
+            if problems:
+                yield problems[0]
+                return
 
 
-def _degrees(decoder: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
+def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
     world = machine.devices * nodes
-    lazy = Job(decoder, machine, nodes, config).is_lazy
+    lazy = Job(dimensions, machine, nodes, config).is_lazy
     for tp in divisors(machine.devices):
         for pp in divisors(world // tp):
-            if pp > min(MAX_PP, decoder.num_layers):
+            if pp > min(MAX_PP, dimensions.num_layers):
                 continue
             dp = world // (tp * pp)
             modes = ["none"] if dp == 1 else ["none", "zero1"] if lazy else ["none", "zero1", "grad_op", "full"]
@@ -182,7 +183,7 @@ def _degrees(decoder: Dimensions, machine: Machine, nodes: int, config: RunConfi
                 }
                 parallel = config.parallel.model_copy(update=changes)
                 train = config.train.model_copy(update={"micro_batch": 1})
-                yield Job(decoder, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))
+                yield Job(dimensions, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:
@@ -204,6 +205,8 @@ def orders(job: Job) -> list[tuple[int, Order]]:
     parallel = job.config.parallel
     if parallel.pp == 1:
         return [(1, "1f1b")]
-    found: list[tuple[int, Order]] = [(each, "1f1b") for each in CHUNKS if parallel.pp * each <= job.decoder.num_layers]
+    found: list[tuple[int, Order]] = [
+        (each, "1f1b") for each in CHUNKS if parallel.pp * each <= job.dimensions.num_layers
+    ]
     postponing = job.config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": "zero_bubble"})})
     return found if job.is_lazy or any(order(postponing)) else [*found, (1, "zero_bubble")]

@@ -112,7 +112,7 @@ def _attention_cost(job: Job) -> str:
     """Cost of the attention that `data.doc_mask=true` gives a run, in words."""
     if job.attention not in ("masked", "scores"):
         return "data.doc_mask=true: a call for each document, planned as one for the row"
-    shape = AttentionShape.of(job.config, job.decoder.num_heads, job.decoder.head_size)
+    shape = AttentionShape.of(job.config, job.dimensions)
     return f"data.doc_mask=true. {shape.mask_cost if job.attention == 'masked' else shape.scores_cost}"
 
 

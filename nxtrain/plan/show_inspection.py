@@ -8,9 +8,10 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
+from nxtrain.common.dimensions import EMBEDDING
 from nxtrain.plan.inspection import Inspection
 from nxtrain.plan.show import console
-from nxtrain.plan.tensors import EMBEDDING, Held, Rank
+from nxtrain.plan.tensors import Held, Rank
 
 MIB = 1 << 20
 
@@ -39,15 +40,16 @@ def show_inspection(found: Inspection, rank: int | None, *, tree: bool) -> None:
 
 def _model_lines(found: Inspection) -> Iterator[str]:
     data, job = found.model_json(), found.job
-    params, decoder, parallel = data["params"], job.decoder, job.config.parallel
+    params, dimensions, parallel = data["params"], job.dimensions, job.config.parallel
     name = data["preset"] or data["hf"] or "no preset"
     yield f"{data['family']}, {name}: {params['total']:,} parameters, of which {params['trained']:,} are trained"
     yield (
-        f"{decoder.num_layers} blocks of {params['block']:,}: width {decoder.hidden_size:,}, {decoder.num_heads} heads "
-        f"of {decoder.head_size}, {decoder.num_kv_heads} K/V heads, MLP {decoder.intermediate_size:,}"
+        f"{dimensions.num_layers} blocks of {params['block']:,}: width {dimensions.hidden_size:,}, "
+        f"{dimensions.num_heads} heads of {dimensions.head_size}, {dimensions.num_kv_heads} K/V heads, "
+        f"MLP {dimensions.intermediate_size:,}"
     )
-    head = "the output projection is the same matrix" if decoder.tied else "the output projection has as many"
-    yield f"vocabulary {decoder.vocab_size:,}: {params['embedding']:,} parameters; {head}"
+    head = "the output projection is the same matrix" if dimensions.tied else "the output projection has as many"
+    yield f"vocabulary {dimensions.vocab_size:,}: {params['embedding']:,} parameters; {head}"
     sharing = f", {job.shard_size} ranks share the state" if job.shard_size > 1 else ""
     yield (
         f"{job.world:,} ranks: tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}{sharing}; "

@@ -13,7 +13,6 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.memory import optimizer_bytes, params_bytes
 from nxtrain.plan.moments import reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
-from nxtrain.plan.shapes import column_params
 from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes
 from nxtrain.plan.work import Work, model_flops_per_token, passes, restored_bytes
 
@@ -209,7 +208,7 @@ def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: f
     forward, backward, beside = (
         ring_s(job, job.config.parallel.tp, each, links, spread=1) for each in tp_bytes(job, num_blocks)
     )
-    products_s = num_blocks * job.micro_tokens * 4 * column_params(job.decoder) / rate
+    products_s = num_blocks * job.micro_tokens * 4 * job.dimensions.column_params / rate
     return _TpSeconds(forward, backward - min(overlap * beside, products_s))
 
 

@@ -1,7 +1,6 @@
 """Parameters of a rank by name: whole shape, local shape, entries of checkpoints' tensors, and bytes; without torch.
 
-Names and shapes mirror `models/decoder/model.py`, `finetune/lora.py` and `finetune/quantized.py`. Units mirror
-`parallel/fully_sharded.py`.
+Units mirror `parallel/fully_sharded.py`.
 """
 
 from __future__ import annotations
@@ -11,30 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nxtrain.backends.limits import NF4_GROUP, nf4_offsets
+from nxtrain.common.dimensions import EMBEDDING, is_matrix
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import ShardBox, ShardSpec, row_cut
 from nxtrain.common.stages import units_of
 from nxtrain.config.finetune import BLOCK
-from nxtrain.plan.adapters import adapted_layers, is_matrix
-from nxtrain.plan.job import SIZES, Job
+from nxtrain.plan.adapters import adapted_layers
+from nxtrain.plan.job import Job
 from nxtrain.plan.memory import state_size
 from nxtrain.plan.moments import accumulated_size
-from nxtrain.plan.shapes import block_specs, rest_specs
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-_IN_BLOCK = {
-    "input_layernorm": "input_layernorm",
-    **{name: f"self_attn.{name}" for name in ("qkv_proj", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")},
-    "post_attention_layernorm": "post_attention_layernorm",
-    **{name: f"mlp.{name}" for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj")},
-}
-"""Module of each layer of a block, in the order of the model."""
-
-_LEAVES = ("weight", "bias", "lora_A", "lora_B")
-
-_GROUP = 256
-"""As `backends/nf4.py:GROUP`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +27,7 @@ class Parameter:
     """A parameter of a pipeline stage.
 
     Args:
-        name: Name in the model.
+        name: Name in the model, or inside a block.
         spec: Sharding over tp.
         is_trained: The parameter has a gradient.
         is_packed: The matrix is stored in NF4.
@@ -79,13 +64,14 @@ class Held:
     @property
     def cuts(self) -> dict[str, int]:
         """Dimension along which each axis cuts the parameter."""
-        tp = {} if self.parameter.spec.dim is None or self.is_whole_over_tp else {"tp": self.parameter.spec.dim}
-        return tp | ({"dp": 0} if self.shape != self.local_shape else {})
-
-    @property
-    def is_whole_over_tp(self) -> bool:
-        """True if tensor parallel ranks share nothing of the parameter."""
-        return not self.parameter.is_packed and self.local_shape == self.parameter.spec.shape
+        spec = self.parameter.spec
+        cuts = {}
+        is_cut_by_tp = self.parameter.is_packed or self.local_shape != spec.shape
+        if spec.dim is not None and is_cut_by_tp:
+            cuts["tp"] = spec.dim
+        if self.shape != self.local_shape:
+            cuts["dp"] = 0
+        return cuts
 
 
 @dataclass(frozen=True)
@@ -116,22 +102,21 @@ class Unit:
     entries: int
 
 
-def block_parameters(job: Job, stage: int) -> tuple[Parameter, ...]:
-    """Parameters of each block of a stage, by names inside the block."""
+def block_parameters(job: Job, stage: int) -> Iterator[Parameter]:
+    """Parameters of each block of a stage, by names inside the block; adapters follow what they adapt."""
     kind, tp = job.stage(stage), job.config.parallel.tp
-    specs = block_specs(job.decoder, tp, fused_qkv=kind.fused_qkv, fused_gate_up=kind.fused_gate_up)
-    adapters: dict[str, ShardSpec] = {}
+    adapters: dict[str, dict[str, ShardSpec]] = {}
     if job.adapters is not None:
-        for layer in adapted_layers(kind, tp, job.adapters):
-            adapters |= layer.specs()
-    found: dict[tuple[str, str], Parameter] = {}
-    for key, spec in (*specs.items(), *adapters.items()):
-        layer_name, _, leaf = key.partition(".")
-        leaf = leaf or "weight"
-        name = f"{_IN_BLOCK[layer_name]}.{leaf}"
-        is_packed = job.method == "qlora" and key in specs and is_matrix(spec)
-        found[layer_name, leaf] = Parameter(name, spec, job.adapters is None or key in adapters, is_packed)
-    return tuple(found[layer, leaf] for layer in _IN_BLOCK for leaf in _LEAVES if (layer, leaf) in found)
+        adapters = {layer.path: layer.specs() for layer in adapted_layers(kind, tp, job.adapters)}
+    specs = kind.block_specs(tp)
+    for name, spec in specs.items():
+        is_packed = job.method == "qlora" and is_matrix(spec)
+        yield Parameter(name, spec, job.adapters is None, is_packed)
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and f"{path}.bias" in specs:
+            continue
+        for adapter, adapter_spec in adapters.get(path, {}).items():
+            yield Parameter(adapter, adapter_spec, True)
 
 
 @dataclass(frozen=True)
@@ -171,43 +156,46 @@ class Rank:
     @cached_property
     def block(self) -> tuple[Held, ...]:
         """Parameters of each block, by names inside the block."""
-        return tuple(self._hold(each) for each in block_parameters(self.job, self.stage))
+        return tuple(self._hold(parameter) for parameter in block_parameters(self.job, self.stage))
 
     @cached_property
     def others(self) -> tuple[Held, ...]:
         """Parameters outside the blocks."""
-        kind, tied = self.job.stage(self.stage), self.job.decoder.tied
+        specs = self.job.stage(self.stage).rest_specs()
         is_trained = self.job.adapters is None
-        held = []
-        for key, spec in rest_specs(self.job.decoder, first=kind.first, last=kind.last).items():
-            name = {"embed_tokens": EMBEDDING, "norm": "model.norm.weight", "lm_head": HEAD}[key]
-            copy = replace(spec, tied_to=EMBEDDING) if tied and name == HEAD else spec
-            held.append(self._hold(Parameter(name, copy, is_trained)))
-        return tuple(held)
+        return tuple(self._hold(Parameter(name, spec, is_trained)) for name, spec in specs.items())
 
     def tensors(self) -> Iterator[Held]:
         """All parameters, in the order of the model."""
-        yield from (each for each in self.others if each.parameter.name == EMBEDDING)
-        for index in (index for chunk in self.blocks for index in chunk):
-            for each in self.block:
-                whole = f"model.layers.{index}.{each.parameter.name}"
-                yield replace(each, parameter=replace(each.parameter, name=whole))
-        yield from (each for each in self.others if each.parameter.name != EMBEDDING)
+        for held in self.others:
+            if held.parameter.name == EMBEDDING:
+                yield held
+        for chunk in self.blocks:
+            for index in chunk:
+                for held in self.block:
+                    name = f"model.layers.{index}.{held.parameter.name}"
+                    yield replace(held, parameter=replace(held.parameter, name=name))
+        for held in self.others:
+            if held.parameter.name != EMBEDDING:
+                yield held
 
     @cached_property
     def bytes(self) -> RankBytes:
         """Bytes of the training state."""
-        params = frozen = trained = updated = 0
         num_blocks = sum(len(chunk) for chunk in self.blocks)
-        for count, held in (*((num_blocks, each) for each in self.block), *((1, each) for each in self.others)):
-            if not held.parameter.is_trained:
+        params = frozen = 0
+        trained = updated = 0
+        counted = [(num_blocks, held) for held in self.block] + [(1, held) for held in self.others]
+        for count, held in counted:
+            if held.parameter.is_trained:
+                params += count * held.num_bytes
+                trained += count * math.prod(held.shape)
+                updated += count * math.prod(held.state_shape)
+            else:
                 frozen += count * held.num_bytes
-                continue
-            params += count * held.num_bytes
-            trained += count * math.prod(held.shape)
-            updated += count * math.prod(held.state_shape)
-        own_rows = updated * self.job.params_size if self.job.config.parallel.shard == "zero1" else 0
-        optimizer = updated * state_size(self.job) + own_rows
+        optimizer = updated * state_size(self.job)
+        if self.job.config.parallel.shard == "zero1":
+            optimizer += updated * self.job.params_size
         return RankBytes(params, frozen, trained * accumulated_size(self.job), optimizer)
 
     @cached_property
@@ -215,37 +203,43 @@ class Rank:
         """Units in the order of the forward pass, the parameters outside the blocks last; none if all are whole."""
         if not self.job.is_fully_sharded:
             return ()
-        size = sum(math.prod(each.local_shape) for each in self.block)
-        found = []
+        size = sum(math.prod(held.local_shape) for held in self.block)
+        units = []
         for chunk in self.blocks:
             for unit in units_of([size] * len(chunk), self.job.config.parallel.unit_params):
-                found.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), size * len(unit)))
+                units.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), size * len(unit)))
         if self.others:
-            names = tuple(each.parameter.name.removesuffix(".weight") for each in self.others)
-            found.append(Unit(names, sum(math.prod(each.local_shape) for each in self.others)))
-        return tuple(found)
+            names = tuple(held.parameter.name.removesuffix(".weight") for held in self.others)
+            units.append(Unit(names, sum(math.prod(held.local_shape) for held in self.others)))
+        return tuple(units)
 
     def _hold(self, parameter: Parameter) -> Held:
         job, spec = self.job, parameter.spec
         local = spec.local_shape(self.mesh.tp)
         if parameter.is_packed:
             local = _packed_shape(spec, self.mesh.tp, job.params_size)
-        stored, shard = local, self.mesh.shard
+        shard = self.mesh.shard
+        stored = local
+        rows = Axis("whole", 0, ((0,),))
         if job.is_fully_sharded:
             stored = (row_cut(local[0], shard)[1], *local[1:])
-        updated = stored
-        if job.config.parallel.shard == "zero1":
-            updated = (-(-local[0] // shard.size), *local[1:])
-        size = job.stored_size if parameter.is_trained else job.params_size
-        rows = shard if job.is_fully_sharded and not parameter.is_packed else Axis("whole", 0, ((0,),))
+            if not parameter.is_packed:
+                rows = shard
+        updated: tuple[int, ...] = ()
+        size = job.params_size
+        if parameter.is_trained:
+            updated = stored
+            size = job.stored_size
+            if job.config.parallel.shard == "zero1":
+                updated = (-(-local[0] // shard.size), *local[1:])
         return Held(
-            parameter,
-            local,
-            stored,
-            updated if parameter.is_trained else (),
-            _dtype(job, parameter),
-            math.prod(stored) * size,
-            tuple(spec.blocks(self.mesh.tp, rows)),
+            parameter=parameter,
+            local_shape=local,
+            shape=stored,
+            state_shape=updated,
+            dtype=_dtype(job, parameter),
+            num_bytes=math.prod(stored) * size,
+            boxes=tuple(spec.blocks(self.mesh.tp, rows)),
         )
 
 
@@ -267,11 +261,10 @@ def _dtype(job: Job, parameter: Parameter) -> str:
 def _packed_shape(spec: ShardSpec, tp: Axis, size: int) -> tuple[int, ...]:
     """Shape of the packed form of a matrix in entries of `size` bytes, as `backends/nf4.py:Packing`."""
     blocks = groups = 0
+    dim = spec.dim or 0
     for piece in spec.pieces(tp):
         whole = spec.global_shape(piece.segment)
-        dim = spec.dim or 0
         blocks += whole[1 - dim] * piece.length // BLOCK
-        groups += -(-whole[0] * whole[1] // (BLOCK * _GROUP))
-    scales = -(-blocks // SIZES["fp32"]) * SIZES["fp32"]
-    numbers = (groups + len(spec.segments)) * SIZES["fp32"]
-    return (blocks * BLOCK // 2 + scales + numbers) // size, 1
+        groups += -(-whole[0] * whole[1] // (BLOCK * NF4_GROUP))
+    num_bytes = nf4_offsets(BLOCK, blocks, groups, len(spec.segments))[-1]
+    return num_bytes // size, 1

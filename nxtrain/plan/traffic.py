@@ -60,7 +60,7 @@ def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
     parallel, remat = job.config.parallel, job.config.train.remat
     if parallel.tp == 1:
         return 0.0, 0.0, 0.0
-    whole = job.micro_tokens * job.decoder.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
+    whole = job.micro_tokens * job.dimensions.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
     is_trained = job.adapters is None
     backward = (6 if parallel.sequence_parallel and is_trained else 4) + (4 if remat == "full" else 0)
     return num_blocks * 4 * whole, num_blocks * backward * whole, num_blocks * 4 * whole if is_trained else 0.0

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nxtrain.plan.adapters import NF4_BYTES, adapters_of_block, is_matrix
+from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.shapes import block_entries, block_specs, costs, flops_per_token
 
 
 class Work(NamedTuple):
@@ -30,7 +29,7 @@ class Work(NamedTuple):
 
 def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
     """Work of a part's forward and backward pass for a micro-batch, recomputation included."""
-    per_token, tokens = costs(job.decoder, job.config.train.seq_len), job.micro_tokens
+    per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
     attention = computed_attention_flops(job) * num_blocks
     matrices = (per_token.block - attention_flops(job)) * num_blocks
     head = per_token.head if has_head else 0
@@ -50,16 +49,16 @@ def _moved_bytes(job: Job) -> int:
     Two norms read and write the residual stream, and two sums read two tensors and write one. Rotations read and write
     queries and keys. An activation reads its inputs and writes its result. The backward pass moves twice as much.
     """
-    decoder, tp = job.decoder, job.config.parallel.tp
-    stream = 10 * job.sequence_rows * decoder.hidden_size
-    rotated = 0 if decoder.positions else 2 * (job.local_heads + job.local_kv_heads) * decoder.head_size
-    activated = (3 if decoder.gated else 2) * -(-decoder.intermediate_size // tp)
+    dimensions, tp = job.dimensions, job.config.parallel.tp
+    stream = 10 * job.sequence_rows * dimensions.hidden_size
+    rotated = 0 if dimensions.positions else 2 * (job.local_heads + job.local_kv_heads) * dimensions.head_size
+    activated = (3 if dimensions.gated else 2) * -(-dimensions.intermediate_size // tp)
     return (stream + job.micro_tokens * (rotated + activated)) * job.params_size
 
 
 def _moved_by_logits(job: Job) -> int:
     """Bytes that the loss moves: logits in the type of the model and in float32, and their gradient."""
-    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp)
     return job.micro_tokens * rows * (3 * job.params_size + 3 * SIZES["fp32"])
 
 
@@ -70,27 +69,27 @@ def computed_attention_flops(job: Job) -> int:
 
 def attention_flops(job: Job) -> int:
     """Operations of causal attention forward, per token and block."""
-    return 2 * job.decoder.num_heads * job.decoder.head_size * job.config.train.seq_len
+    return 2 * job.dimensions.num_heads * job.dimensions.head_size * job.config.train.seq_len
 
 
 def adapter_params(job: Job) -> int:
     """Entries of the adapters of a block, over all tensor parallel ranks."""
-    return 0 if job.adapters is None else adapters_of_block(job.stage(0), 1, 1, job.adapters).local
+    return 0 if job.adapters is None else adapter_entries(job.stage(0), 1, 1, job.adapters).local
 
 
 def trained_params(job: Job, params: int) -> int:
     """Trained parameters of the whole model, whose own number is given."""
-    return params if job.adapters is None else job.decoder.num_layers * adapter_params(job)
+    return params if job.adapters is None else job.dimensions.num_layers * adapter_params(job)
 
 
 def model_flops_per_token(job: Job) -> int:
     """Operations of forward and backward for one token without recomputation, as the utilization counts them."""
-    whole = flops_per_token(job.decoder, job.config.train.seq_len)
+    whole = job.dimensions.flops_per_token(job.config.train.seq_len)
     if job.adapters is None:
         return whole
-    per_token = costs(job.decoder, job.config.train.seq_len)
-    forward = job.decoder.num_layers * per_token.block + per_token.head
-    layers = job.decoder.num_layers
+    per_token = job.dimensions.layer_costs(job.config.train.seq_len)
+    forward = job.dimensions.num_layers * per_token.block + per_token.head
+    layers = job.dimensions.num_layers
     return 2 * forward + layers * (attention_flops(job) + 6 * adapter_params(job))
 
 
@@ -98,8 +97,5 @@ def restored_bytes(job: Job, num_blocks: int) -> float:
     """Bytes that a rank moves to restore the quantized matrices of some blocks once; 0 without quantization."""
     if job.method != "qlora":
         return 0.0
-    matrices = {
-        name: spec for name, spec in block_specs(job.decoder, job.config.parallel.tp).items() if is_matrix(spec)
-    }
-    entries = block_entries(matrices, job.config.parallel.tp, 1).local
+    entries = matrix_entries(job.stage(0), job.config.parallel.tp, 1).local
     return num_blocks * entries * (NF4_BYTES + SIZES["bf16"])

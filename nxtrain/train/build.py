@@ -193,7 +193,7 @@ def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]
 def num_trained(plan: Resolved, backend: Backend) -> int:
     """Number of parameters of the whole model that are trained."""
     if not plan.config.finetune.adapts:
-        return plan.family.num_params(plan.model)
+        return plan.dimensions.num_params
     return sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
 
 
@@ -229,7 +229,7 @@ def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
     if parallel.pipeline_cuts:
         parts = split_layers_at(num_blocks, parallel.pipeline_cuts)
     else:
-        costs = plan.family.layer_costs(plan.model, plan.config.train.seq_len)
+        costs = plan.dimensions.layer_costs(plan.config.train.seq_len)
         parts = split_layers(num_blocks, mesh.pp_size * parallel.virtual_pp, costs)
     return parts[mesh.pp.rank :: mesh.pp_size]
 

@@ -69,7 +69,7 @@ class RunContext:
         backend.allow_unverified = config.backend.allow_unverified
         backend.choose_kernels(config.backend.cpu_kernels)
         backend.choose_transport(config.backend.cpu_transport)
-        backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
+        backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:
             stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]

@@ -121,7 +121,7 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
         train=_loader(config, state.mesh),
         validation=_loader(config, state.mesh) if config.train.eval_every else None,
         schedule=schedule,
-        meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
+        meter=ThroughputMeter(plan.dimensions.flops_per_token(config.train.seq_len), None),
         sinks=(),
         checkpoints=CastOnly(state),
         guard=NumericsGuard(config, state, heeds=False),

@@ -210,7 +210,7 @@ def _train(
     fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
     watchdog = context.watchdog or RunObserver()
     observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context), *others)
-    flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
+    flops, peak = context.plan.dimensions.flops_per_token(config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config, meta.step, context.is_leader)
     trainer = Trainer(
         config=config,
@@ -313,7 +313,7 @@ def _announce(context: RunContext, reason: str) -> None:
 
 def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
     """Print the model, the data, and the step after which the run continues."""
-    family, num_params = context.plan.family, context.plan.family.num_params(context.plan.model)
+    family, num_params = context.plan.family, context.plan.dimensions.num_params
     seq_len = context.config.train.seq_len
     rows = (
         f"{data.source.num_documents:,} documents in"

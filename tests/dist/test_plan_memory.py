@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.plan import memory, moments
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.train.build import build_model, build_state, mesh_of
 from tests.support.models import plan
@@ -64,7 +64,7 @@ def test_state_bytes_of_sharded_ranks_are_predicted(ranks: RankPool, shard: str,
     parallel = resolved.config.parallel.model_copy(update={"dp": 2})
     backend = resolved.config.backend.model_copy(update={"name": "cpu"})
     config = resolved.config.model_copy(update={"parallel": parallel, "backend": backend})
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, config)
     assert first == {
         "params": memory.params_bytes(job, 0),
         "optimizer": memory.optimizer_bytes(job, 0),

@@ -1,8 +1,9 @@
-"""Predicted memory against training steps of real ranks on this CPU, and defects of the formula that these expose."""
+"""Predicted memory against training steps of real ranks on this CPU, which notice every kind and every key."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,12 +12,12 @@ import pytest
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.config.check import Resolved
 from nxtrain.parallel import products
-from nxtrain.plan.memory import stage_bytes
+from nxtrain.plan.job import Job
+from nxtrain.plan.memory import Bytes, stage_bytes
 from nxtrain.tools.trace.fake_rank import Traced, step_memory
 from nxtrain.train.build import mesh_of
 from tests.support.memory import returns_pages, rise_bytes
-from tests.support.memory_formula import TOLERANCE, Defect, Measured, job_of, with_defect
-from tests.support.memory_mutants import DEFECTS
+from tests.support.memory_formula import TOLERANCE, Measured, job_of
 from tests.support.models import plan
 from tests.support.ranks import RankPool
 
@@ -152,6 +153,27 @@ RUNS: dict[str, Tables] = {
 """Changes of a run of two micro-batches on a rank, each of four sequences of 256 tokens."""
 
 
+OTHER_VALUES: dict[tuple[str, str], Any] = {
+    ("parallel", "shard"): "none",
+    ("parallel", "sequence_parallel"): False,
+    ("parallel", "unit_params"): 0,
+    ("parallel", "backward_prefetch"): "before",
+    ("parallel", "schedule"): "1f1b",
+    ("train", "remat"): "none",
+    ("train", "loss_chunk_mib"): 512,
+    ("precision", "params"): "fp32",
+    ("precision", "update"): "fp32",
+    ("precision", "state"): "fp32",
+    ("precision", "accumulate"): "bf16",
+    ("precision", "reduce"): "bf16",
+    ("finetune", "method"): "full",
+    ("finetune", "r"): 1,
+    ("finetune", "targets"): (),
+    ("model", "fused_gate_up"): True,
+}
+"""Keys on which the memory of a rank depends, with a value that some runs do not have."""
+
+
 def resolved_of(tables: Tables) -> Resolved:
     given = {name: dict(table) for name, table in tables.items()}
     model = given.pop("model", {})
@@ -194,10 +216,29 @@ def test_state_is_exact_and_the_peak_within_a_tenth(measured: dict[str, Measured
     assert measured[name].errors() == []
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_a_defect_of_the_formula_is_exposed_by_a_run(measured: dict[str, Measured], defect: Defect) -> None:
-    formula = with_defect(defect)
-    assert [name for name, run in measured.items() if run.errors(formula)] != []
+@pytest.mark.parametrize("kind", ["params", "frozen", "grads", "optimizer", "activations", "logits", "buckets"])
+@pytest.mark.parametrize("factor", [0, 2])
+def test_a_kind_that_is_left_out_or_counted_twice_is_seen(
+    measured: dict[str, Measured], kind: str, factor: int
+) -> None:
+    def wrong(job: Job, stage: int) -> Bytes:
+        predicted = stage_bytes(job, stage)
+        changed: dict[str, int] = {kind: factor * getattr(predicted, kind)}
+        return predicted._replace(**changed)
+
+    assert [name for name, run in measured.items() if run.errors(wrong)] != []
+
+
+@pytest.mark.parametrize(("section", "key"), OTHER_VALUES)
+def test_a_key_that_the_formula_does_not_read_is_seen(measured: dict[str, Measured], section: str, key: str) -> None:
+    """Runs differ from the memory that is predicted for another value than theirs."""
+    changed: dict[str, Any] = {key: OTHER_VALUES[section, key]}
+
+    def wrong(job: Job, stage: int) -> Bytes:
+        table = getattr(job.config, section).model_copy(update=changed)
+        return stage_bytes(replace(job, config=job.config.model_copy(update={section: table})), stage)
+
+    assert [name for name, run in measured.items() if run.errors(wrong)] != []
 
 
 LARGE: Tables = {

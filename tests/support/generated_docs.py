@@ -24,7 +24,6 @@ from nxtrain.launch.exit_codes import EXIT_CODES, ExitCode
 from nxtrain.plan.inspection import inspect
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
-from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import OTHER, SPEEDS, step_time
 from tests.support.published import Compared, compared, held_out, job_of, summary
 
@@ -138,7 +137,9 @@ def _published(found: Compared) -> str:
 def shapes() -> str:
     """Tables of models and data sets for plans."""
     lines = ["", "| model | parameters | source |", "|---|---|---|"]
-    lines += [f"| `{name}` | {num_params(s.decoder) / 1e9:,.1f}e9 | {_cell(s.source)} |" for name, s in SHAPES.items()]
+    lines += [
+        f"| `{name}` | {s.dimensions.num_params / 1e9:,.1f}e9 | {_cell(s.source)} |" for name, s in SHAPES.items()
+    ]
     lines += ["", "| data set | tokens | bytes | bytes per token | source |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(_data_set(name, found) for name, found in DATASETS.items()), ""])
 

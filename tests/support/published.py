@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.family import Dimensions, find_family
+from nxtrain.common.dimensions import Dimensions
+from nxtrain.common.family import find_family
+from nxtrain.common.machines import GB, GIGABIT, Machine
 from nxtrain.config.schema import RunConfig
-from nxtrain.plan.hardware import GB, GIGABIT, Machine, find_machine
+from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.presets import SHAPES
-from nxtrain.plan.shapes import flops_per_token
 from nxtrain.plan.speed import step_time
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -90,11 +91,11 @@ def as_its_instance(row: dict[str, Any]) -> dict[str, Any]:
 
 def _decoder(name: str) -> Dimensions:
     if name in SHAPES:
-        return SHAPES[name].decoder
+        return SHAPES[name].dimensions
     if name in (own := _own_models()):
         return own[name]
     family = find_family("llama")
-    return family.decoder(family.preset(name))
+    return family.dimensions(family.preset(name))
 
 
 @cache
@@ -126,7 +127,7 @@ def compare(row: dict[str, Any]) -> Compared:
     if "sequences_per_s" in row:
         published = row["sequences_per_s"] * seq_len / job.world
     elif "flops_per_s_device" in row:
-        published = row["flops_per_s_device"] / flops_per_token(job.decoder, seq_len)
+        published = row["flops_per_s_device"] / job.dimensions.flops_per_token(seq_len)
     else:
         published = row["tokens_per_s_device"]
     return Compared(row, job, published, job.tokens_per_step / time.step_s / job.world, time.mfu)

@@ -14,5 +14,5 @@ def world_of(loaded: Loaded) -> int:
     """Ranks of a configuration's cluster: one per core of its instances, or as many as its degrees need."""
     cluster, parallel = loaded.config.cluster, loaded.config.parallel
     if cluster.instance:
-        return cluster.nodes * INSTANCES[cluster.instance].num_cores
+        return cluster.nodes * INSTANCES[cluster.instance].devices
     return parallel.tp * parallel.pp * max(parallel.dp, 1)

@@ -80,7 +80,7 @@ def test_both_sides_of_bench_train_compute_the_products_that_the_formula_counts(
     hidden = 2 * attention if precision == "bf16" else 0
     assert ours.get("aten.bmm", hidden) == 2 * attention
     family = find_family("llama")
-    formula = family.flops_per_token(family.config_type.model_validate(work.shape), SEQ_LEN)
+    formula = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(SEQ_LEN)
     assert formula * BATCH * SEQ_LEN == products + attention
 
 

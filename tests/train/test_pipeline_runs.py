@@ -134,7 +134,7 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     code, said = command(tmp_path, *words, first=forked_python.command, within_s=100.0)
     assert code == 0, said
     assert "2 ranks: pp 2 of 2 chunks each, tp 1, dp 1" in said
-    assert f"{straight.family.num_params(straight.model):,} parameters" in said
+    assert f"{straight.dimensions.num_params:,} parameters" in said
     assert_same(course(folder), expected[:2])
 
     own = folder / "config.toml"

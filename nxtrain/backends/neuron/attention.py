@@ -11,14 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
-from nxtrain.backends.neuron.hardware import Instance
+from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
-
-SEQUENCE_TILE = 2048
-"""Tokens of a tile of the kernel; sequences are multiples of it."""
-
-MAX_HEAD_SIZE = 128
-"""Rows of the kernel's matrix multiplication."""
+from nxtrain.common.machines import Machine
 
 LAST_SDK = SdkVersion(2, 29)
 """Last release of the SDK whose compiler accepts this kernel, since it is written in `neuronxcc.nki`.
@@ -30,7 +25,7 @@ Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://gith
 def choose(
     wanted: str,
     shape: AttentionShape,
-    instance: Instance | None,
+    instance: Machine | None,
     sdk: SdkVersion | None,
     distributed: Package | None,
     *,
@@ -56,7 +51,7 @@ def choose(
 
 
 def _lacking(
-    instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
+    instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
 ) -> Iterator[str]:
     if instance is None:
         yield "this machine is no Trainium instance that nxtrain knows"
@@ -73,7 +68,7 @@ def _lacking(
         yield f"{why}: use a release of those, or backend.allow_unverified=true"
 
 
-def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:
+def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
     if shape.params != "bf16":
         yield f"NKI's kernel multiplies in bf16, which precision.params={shape.params} does not ask for"
     if shape.seq_len % SEQUENCE_TILE:

@@ -120,4 +120,4 @@ class NeuronBackend(XlaBackend):
 
     def peak_flops(self) -> float | None:
         instance = this_machine()
-        return instance.core_flops if instance else None
+        return instance.device_flops if instance else None

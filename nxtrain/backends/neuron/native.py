@@ -127,9 +127,9 @@ class NeuronNativeBackend(AcceleratorBackend):
     def peak_flops(self) -> float | None:
         instance = this_machine()
         if instance is not None:
-            return instance.core_flops
+            return instance.device_flops
         kind = chip_kind(str(getattr(_call("get_device_properties"), "name", "")))
-        return next((known.core_flops for known in INSTANCES.values() if known.target == kind), None)
+        return next((known.device_flops for known in INSTANCES.values() if known.target == kind), None)
 
     def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
         from nxtrain.backends.neuron.native_profile import native_profiler  # torch's profiler takes time to import

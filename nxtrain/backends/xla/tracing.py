@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nxtrain.backends.base import Backend, Binding, fetched_names
-from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
+from nxtrain.common.machines import Machine
 
 UPLOADED_ENTRIES = 4096
 """Most entries of a tensor that is uploaded as in a run, since torch-xla folds single numbers by their value."""
@@ -40,7 +40,7 @@ class Tape(Protocol):
         ...
 
 
-def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
+def pretended_nxd(instance: Machine) -> Callable[[Backend], Binding]:
     """Function from a backend to its binding of NeuronX Distributed, the same binding as on an instance.
 
     Raises:

@@ -52,7 +52,7 @@ def render_parallelcluster(job: ClusterJob) -> str:
     _require_instance(job)
     compute: dict[str, object] = {
         "Name": "nodes",
-        "InstanceType": job.machine.instance,
+        "InstanceType": job.machine.name,
         "MinCount": 0,
         "MaxCount": job.nodes + 1,  # a spare one, for a node that dies
     }
@@ -92,7 +92,7 @@ def render_parallelcluster(job: ClusterJob) -> str:
         },
         "SharedStorage": [{"Name": "fsx", "MountDir": SHARED, "StorageType": "FsxLustre", "FsxLustreSettings": lustre}],
     }
-    return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
+    return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.name))
 
 
 def render_eks(job: ClusterJob) -> dict[str, str]:
@@ -100,7 +100,7 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
     _require_instance(job)
     nodes = {
         "name": "train",
-        "instanceType": job.machine.instance,
+        "instanceType": job.machine.name,
         "minSize": 0,
         "desiredCapacity": job.nodes,
         "maxSize": job.nodes + 1,  # a spare one, for a node that dies
@@ -125,7 +125,7 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
         "addons": [{"name": name} for name in _ADDONS],
         "managedNodeGroups": [system, nodes],
     }
-    text = dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.instance))
+    text = dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.name))
     return {"eks.yaml": text, **volumes(job.claim, job.storage_gib, _SUBNET)}
 
 
@@ -138,5 +138,5 @@ def _node_permissions(job: ClusterJob) -> dict[str, object]:
 
 
 def _require_instance(job: ClusterJob) -> None:
-    if not job.machine.instance:
+    if not job.machine.name:
         raise ConfigError([Problem("cluster.instance", "not set, and a cluster is made of instances")])

@@ -10,8 +10,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES
+from nxtrain.backends.neuron.hardware import FIRST_GENERATION
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.machines import GPU, INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.decode import nearest
@@ -20,7 +21,6 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
-from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, TargetMachine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
@@ -81,7 +81,7 @@ class ClusterJob:
     path: Path
     overrides: tuple[str, ...]
     loaded: Loaded
-    machine: TargetMachine
+    machine: Machine
     nproc: int
     lane: str
     image: str
@@ -170,25 +170,24 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     loaded = load(path, overrides)
     config = loaded.config
     problems: list[Problem] = []
-    machine = MACHINES.get(config.cluster.instance) or TargetMachine(config.cluster.instance, "", 0, 0, 0)
+    machine = INSTANCE_TYPES.get(config.cluster.instance) or Machine(config.cluster.instance)
     lane, wanted = _lane(config, machine)
     problems += _check_instance(config, machine, lane, wanted)
-    instance = INSTANCES.get(machine.instance)
-    if lane == "neuron-native" and instance is not None and instance.target in FIRST_GENERATION:
-        reason = f"{machine.instance} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
+    if lane == "neuron-native" and machine.target in FIRST_GENERATION:
+        reason = f"{machine.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    if machine.ranks and not config.parallel.dp:
+    if machine.devices and not config.parallel.dp:
         uneven: list[Problem] = []
-        nproc = options.nproc or machine.ranks
+        nproc = options.nproc or machine.devices
     else:
         uneven = check_nodes(loaded, options.nproc)
         nproc = options.nproc or ranks_per_node(config, None)
     problems += uneven
-    if machine.ranks and nproc > machine.ranks and not uneven:
-        reason = f"{nproc} ranks per machine, but {machine.instance} has {machine.ranks} cores or GPUs for them"
+    if machine.devices and nproc > machine.devices and not uneven:
+        reason = f"{nproc} ranks per machine, but {machine.name} has {machine.devices} cores or GPUs for them"
         problems.append(Problem("cluster.nodes", reason, hint="use more cluster.nodes, or lower degrees"))
     if config.cluster.nodes > 1 and machine.resource == NEURON and not machine.efa_devices:
-        reason = f"{config.cluster.nodes} machines, but {machine.instance} has no EFA device to join them"
+        reason = f"{config.cluster.nodes} machines, but {machine.name} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
     if not options.claim:
         problems.append(Problem("", _NO_CLAIM, hint="name it, or leave --claim out"))
@@ -226,7 +225,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     )
 
 
-def _lane(config: RunConfig, machine: TargetMachine) -> tuple[str, str]:
+def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
     """Kind of environment, and Kubernetes' resource for it: by the backend, or with `auto` by the instance."""
     name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}
     if name == "auto":
@@ -247,13 +246,13 @@ def _check_mounts(options: LaunchOptions) -> Iterator[Problem]:
             yield Problem("", f"--mounts {quoted(mount)} is not SRC:DST or SRC:DST:FLAGS", hint="write /fsx:/fsx")
 
 
-def _check_instance(config: RunConfig, machine: TargetMachine, lane: str, wanted: str) -> Iterator[Problem]:
+def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str) -> Iterator[Problem]:
     instance = config.cluster.instance
     if machine.resource != wanted:
         yield _misfit(instance, lane, wanted)
-    elif instance and instance not in MACHINES and config.backend.name == "auto":
+    elif instance and instance not in INSTANCE_TYPES and config.backend.name == "auto":
         reason = f"{quoted(instance)} is no instance that nxtrain knows, and backend.name=auto goes by its devices"
-        hint = f"{nearest(instance, list(MACHINES))}; of another machine, name the backend"
+        hint = f"{nearest(instance, list(INSTANCE_TYPES))}; of another machine, name the backend"
         yield Problem("cluster.instance", reason, hint=hint)
     elif instance and not re.fullmatch(_LABEL, instance):
         reason = f"{quoted(instance)} is no label of machines: up to 63 of A-Z, a-z, 0-9, '.', '_' and '-'"
@@ -261,11 +260,11 @@ def _check_instance(config: RunConfig, machine: TargetMachine, lane: str, wanted
 
 
 def _misfit(instance: str, lane: str, wanted: str) -> Problem:
-    fitting = [name for name, machine in MACHINES.items() if machine.resource == wanted]
+    fitting = [name for name, machine in INSTANCE_TYPES.items() if machine.resource == wanted]
     if not instance:
         reason = "not set, and the machines of the cluster are not this one"
         return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(fitting)}")
-    if instance in MACHINES:
+    if instance in INSTANCE_TYPES:
         reason = f"{instance} has no devices for backend.name={lane}"
         return Problem("cluster.instance", reason, hint=f"use one of {', '.join(fitting) or 'the other machines'}")
     reason = f"{quoted(instance)} is no instance that nxtrain knows"

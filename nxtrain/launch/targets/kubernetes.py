@@ -22,6 +22,9 @@ from nxtrain.launch.targets.yaml_text import dump_yaml
 
 Manifest = dict[str, Any]
 
+EFA = "vpc.amazonaws.com/efa"
+"""Kubernetes' resource of an EFA device, from the EFA device plugin."""
+
 FOLDER = "/etc/nxtrain"
 """Folder of the ConfigMap in containers."""
 
@@ -77,8 +80,8 @@ def render_hyperpod(job: ClusterJob) -> dict[str, str]:
     worker["restartPolicy"] = "OnFailure"  # auto-resume knows no other
     worker["template"]["spec"] |= _pod(job, _first_worker(job), "OnFailure")
     selector = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
-    if job.machine.instance:
-        selector["node.kubernetes.io/instance-type"] = f"ml.{job.machine.instance}"
+    if job.machine.name:
+        selector["node.kubernetes.io/instance-type"] = f"ml.{job.machine.name}"
     worker["template"]["spec"]["nodeSelector"] = selector
     return {"pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, manifest)}
 
@@ -224,13 +227,18 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
     if job.machine.efa_devices:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # pinned memory for EFA
     pod: Manifest = {"containers": [container], "volumes": volumes}
-    if job.machine.instance:
-        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.machine.instance}
+    if job.machine.name:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.machine.name}
     return {**pod, "terminationGracePeriodSeconds": math.ceil(job.config.recovery.grace_s) + 30}
 
 
 def _resources(job: ClusterJob) -> Mapping[str, Manifest]:
-    devices = job.machine.resources
+    machine = job.machine
+    devices: Manifest = {}
+    if machine.resource:
+        devices[machine.resource] = machine.accelerators
+    if machine.efa_devices:
+        devices |= {EFA: machine.efa_devices, "hugepages-2Mi": "5120Mi"}  # libfabric's buffers
     requests = {"cpu": job.nproc, **devices}  # a pod with huge pages must ask for processors or memory, too
     if not devices:
         return {"requests": requests}

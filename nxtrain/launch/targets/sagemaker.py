@@ -72,7 +72,7 @@ def render(job: ClusterJob) -> dict[str, str]:
         name=job.name,
         file=CONFIG_FILE,
         image=job.image,
-        instance=f"ml.{job.machine.instance or 'm5.xlarge'}",
+        instance=f"ml.{job.machine.name or 'm5.xlarge'}",
         nodes=job.nodes,
         entry=script,
         arguments=arguments,

@@ -41,7 +41,7 @@ def measure(target: BuildTarget) -> dict[str, Any]:
     filled = time.perf_counter()
     return {
         "blocks": [part.blocks[0], part.blocks[-1]],
-        "num_params": family.num_params(plan.model),
+        "num_params": plan.dimensions.num_params,
         "shard_params": sum(parameter.numel() for parameter in model.parameters()),
         "shard_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "before_bytes": before_bytes,

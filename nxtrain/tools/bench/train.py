@@ -231,7 +231,7 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
     from nxtrain.tools.bench.clocks import ratio_clock
 
     family = find_family("llama")
-    flops = family.flops_per_token(family.config_type.model_validate(work.shape), work.seq_len)
+    flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
     tokens = work.steps * work.batch * work.seq_len
     names = [name for name in measured if name != PEAK]
     peaks = measured[PEAK][1:]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from nxtrain.backends.capability import bf16_warning
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, is_native
-from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 
 
-def check_choices(host: Host, config: RunConfig, machine: TargetMachine | None) -> Iterator[Finding]:
+def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
     """Check the choices of a run that is about to start.
 
     Args:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.launch.local import rendezvous_address
-from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
@@ -94,7 +93,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
 
 def check_collectives(
-    host: Host, machine: TargetMachine | None, world: World | None, limit_s: float = LIMIT_S
+    host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
     """Check the links within this machine, or with a world those between all machines.
 
@@ -104,7 +103,7 @@ def check_collectives(
         world: Machines that run this check at the same time; None: this one alone.
         limit_s: Seconds that ranks wait for one another.
     """
-    gpus: TargetMachine | None = None
+    gpus: Machine | None = None
     backend = "cpu"
     if machine is not None and machine.resource == GPU:
         gpus = machine
@@ -118,11 +117,11 @@ def check_collectives(
         yield _judge("collectives", [result], world.size, world.name, None)
 
 
-def _loopback(machine: TargetMachine | None, backend: str, limit_s: float) -> Finding:
+def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Finding:
     """Collectives between processes of this machine: one per GPU of a machine, or two without."""
     size = 2
     if machine is not None:
-        size = machine.devices
+        size = machine.accelerators
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -133,16 +132,16 @@ def _loopback(machine: TargetMachine | None, backend: str, limit_s: float) -> Fi
     return _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
 
 
-def _nccom(host: Host, machine: TargetMachine) -> Finding:
+def _nccom(host: Host, machine: Machine) -> Finding:
     try:
-        text = host.run(*NCCOM, "--nworkers", str(machine.ranks), "allr", limit_s=LIMIT_S)
+        text = host.run(*NCCOM, "--nworkers", str(machine.devices), "allr", limit_s=LIMIT_S)
         if text is None:
             why, fix = "the links between chips cannot be tested", "install aws-neuronx-tools"
             return fault("loopback", "nccom-test is not installed", why, fix)
         rows = parse_nccom_test(text)
     except (ToolError, ToolOutputError) as error:
         return fault("loopback", str(error), WHY, "see the processes and driver above; reboot, then replace the node")
-    return _judge_links("loopback", rows, machine, f"{machine.ranks} NeuronCores")
+    return _judge_links("loopback", rows, machine, f"{machine.devices} NeuronCores")
 
 
 def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
@@ -175,7 +174,7 @@ def _judge(
     results: Sequence[Mapping[str, Any]],
     size: int,
     name_of: Callable[[int], str],
-    machine: TargetMachine | None,
+    machine: Machine | None,
 ) -> Finding:
     errors = list(dict.fromkeys(result["error"] for result in results if result["error"]))
     missing = sorted(set().union(*(result["missing"] for result in results)))
@@ -194,12 +193,12 @@ def _judge(
     return _judge_links(name, rows, machine, f"{size} ranks on {results[0].get('device', 'unknown')}")
 
 
-def _judge_links(name: str, rows: Sequence[Bandwidth], machine: TargetMachine | None, who: str) -> Finding:
+def _judge_links(name: str, rows: Sequence[Bandwidth], machine: Machine | None, who: str) -> Finding:
     best = max(row.bus_bytes_s for row in rows)
     what = f"{who}: {rows[0].time_s * 1e6:.0f} us for {rows[0].size_bytes} bytes, {best / 1e9:.2f} GB/s"
     link = 0.0
-    if machine is not None and machine.instance in MACHINES:
-        link = MACHINES[machine.instance].link_bytes_s
+    if machine is not None:
+        link = machine.link_bytes_s
     if link:
         what += f" of {link / 1e9:.0f} GB/s"
     if best < MIN_SHARE * link:

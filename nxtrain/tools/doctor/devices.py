@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
+from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import (
     GPU_QUERY,
@@ -36,7 +36,7 @@ Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-
 REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, or HyperPod's own replacement)"
 
 
-def check_devices(host: Host, machine: TargetMachine | None, *, needs_all: bool) -> Iterator[Finding]:
+def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
     """Check accelerators and EFA.
 
     Args:
@@ -60,7 +60,7 @@ def check_devices(host: Host, machine: TargetMachine | None, *, needs_all: bool)
         yield _efa(host, machine)
 
 
-def _list_devices(host: Host, machine: TargetMachine | None) -> Devices | None:
+def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
     """Accelerators of the machine; None if neither a tool nor the driver knows any."""
     may_have_chips = machine is None or machine.resource == NEURON
     if may_have_chips:
@@ -83,18 +83,18 @@ def _list_devices(host: Host, machine: TargetMachine | None) -> Devices | None:
     return Devices(tuple(numbers), 0, ())
 
 
-def _count(devices: Devices | None, machine: TargetMachine | None) -> Finding:
+def _count(devices: Devices | None, machine: Machine | None) -> Finding:
     numbers: tuple[int, ...] = ()
     if devices is not None:
         numbers = devices.numbers
     count = len(numbers)
     if machine is None or not machine.resource:
         return fine("devices", f"{count} accelerators")
-    if count != machine.devices:
-        missing = sorted({*range(machine.devices)} - {*numbers})
-        what = f"{count} of {machine.devices} accelerators of {machine.instance}; missing: {words(missing)}"
+    if count != machine.accelerators:
+        missing = sorted({*range(machine.accelerators)} - {*numbers})
+        what = f"{count} of {machine.accelerators} accelerators of {machine.name}; missing: {words(missing)}"
         return fault("devices", what, "ranks of the missing ones cannot start", f"reboot once; then {REPLACE}")
-    return fine("devices", f"{count} accelerators, as {machine.instance} has")
+    return fine("devices", f"{count} accelerators, as {machine.name} has")
 
 
 def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Finding:
@@ -117,7 +117,7 @@ def _is_orphan(host: Host, pid: int) -> bool:
     return len(fields) > 1 and fields[1] == "1" and pid != 1
 
 
-def _ecc(host: Host, devices: Devices, machine: TargetMachine | None) -> Finding:
+def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
     counts = dict(devices.ecc)
     if machine is None or machine.resource == NEURON:
         for number in devices.numbers:
@@ -172,7 +172,7 @@ def _minor(version: str) -> tuple[int, int]:
     return 0, 0
 
 
-def _efa(host: Host, machine: TargetMachine) -> Finding:
+def _efa(host: Host, machine: Machine) -> Finding:
     fix = "attach the instance's EFA interfaces, and install AWS's EFA driver; see docs/slurm_kubernetes.md"
     why = "collectives between machines fail, or fall back to TCP at a fraction of the speed"
     try:

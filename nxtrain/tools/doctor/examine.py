@@ -9,10 +9,10 @@ from typing import Any
 
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
 from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.machines import INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.local import PORT
-from nxtrain.launch.targets.machines import MACHINES, NEURON, TargetMachine
 from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.doctor.choices import check_choices
@@ -48,10 +48,10 @@ def examine(
         config = loaded.config
     host = host or Host()
     name = host.read(str(SYS / PRODUCT_NAME))
-    machine: TargetMachine | None = None
+    machine: Machine | None = None
     if config.backend.name not in {"cpu", "xla"}:
-        machine = MACHINES.get(config.cluster.instance or name)
-    if name not in MACHINES:
+        machine = INSTANCE_TYPES.get(config.cluster.instance or name)
+    if name not in INSTANCE_TYPES:
         name = ""
     yield check_instance(name, config.cluster.instance, machine)
     yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None))

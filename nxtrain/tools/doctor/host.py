@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import Machine
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.schema import CompileConfig
-from nxtrain.launch.targets.machines import TargetMachine
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
@@ -38,7 +38,7 @@ SET_SINCE = 1735689600.0
 """2025-01-01: a clock that shows less is not set."""
 
 
-def check_instance(name: str, wanted: str, machine: TargetMachine | None) -> Finding:
+def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
     """Check the kind of machine.
 
     Args:
@@ -50,18 +50,18 @@ def check_instance(name: str, wanted: str, machine: TargetMachine | None) -> Fin
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
     if machine is not None:
-        name = machine.instance
+        name = machine.name
     return fine("instance", name or "no instance type that nxtrain knows")
 
 
-def check_host(host: Host, machine: TargetMachine | None) -> Iterator[Finding]:
+def check_host(host: Host, machine: Machine | None) -> Iterator[Finding]:
     """Check limits, shared memory and clock."""
     yield _limits(machine)
     yield _shared_memory(host)
     yield _clock(host)
 
 
-def _limits(machine: TargetMachine | None) -> Finding:
+def _limits(machine: Machine | None) -> Finding:
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = resource.RLIM_INFINITY
     if files != unlimited and files < MIN_FILES:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from nxtrain.backends.neuron import sdk, torchneuron
-from nxtrain.launch.targets.machines import GPU, NEURON, TargetMachine
+from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.tools.doctor.finding import Finding, fault, fine
 
 AWS_PACKAGES = (
@@ -16,7 +16,7 @@ AWS_PACKAGES = (
 """Packages of AWS, under whose names PyPI may have placeholders."""
 
 
-def check_packages(machine: TargetMachine | None) -> Iterator[Finding]:
+def check_packages(machine: Machine | None) -> Iterator[Finding]:
     """Check the environment of this Python.
 
     Args:
@@ -42,7 +42,7 @@ def _placeholders() -> Finding:
     return fault("packages", what, "an import of the package fails, or finds nothing", fix)
 
 
-def _torch(machine: TargetMachine | None) -> Finding:
+def _torch(machine: Machine | None) -> Finding:
     torch, xla = sdk.installed("torch"), sdk.installed("torch-xla")
     if torch is None:
         return fault("torch", "torch is not installed", "no rank can start", "pip install nxtrain")

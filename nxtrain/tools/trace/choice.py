@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from nxtrain.backends import choose_layers
 from nxtrain.backends.attention_choice import AttentionChoice
-from nxtrain.backends.neuron.hardware import INSTANCES, Instance
+from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, SdkVersion, detect, installed, unverified_notes
+from nxtrain.common.machines import Machine
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import announced_attention, attention_of, machine_of
 
@@ -16,7 +17,7 @@ TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention"
 """Choices that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
-"""Instance of a run that names none, traced on a machine that is none."""
+"""Machine of a run that names none, traced on a machine that is none."""
 
 _NXD = "neuronx-distributed"
 
@@ -57,7 +58,7 @@ class Choices:
     """
 
     layers: str
-    instance: Instance
+    instance: Machine
     stand_ins: tuple[StandIn, ...]
     notes: tuple[str, ...] = ()
 
@@ -73,7 +74,7 @@ class _Machine:
         lacking: Reason why NeuronX Distributed is missing here; empty if it is installed.
     """
 
-    instance: Instance
+    instance: Machine
     sdk: SdkVersion
     distributed: Package
     lacking: str
@@ -123,7 +124,7 @@ def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
     return Choices("native", choices.instance, (*choices.stand_ins, stand_in), notes)
 
 
-def _machine(instance: Instance) -> _Machine:
+def _machine(instance: Machine) -> _Machine:
     sdk, package = detect() or RECOMMENDED, installed(_NXD)
     if package is None or package.placeholder:
         lacking = "is not here"

@@ -80,7 +80,7 @@ def graphs(
     standard_error().print(
         f"tracing {len(traced)} of {world} ranks ({spans(traced)}), {steps} steps each; the imports take seconds"
     )
-    report = _traced(job, min(world, chosen.instance.num_cores))
+    report = _traced(job, min(world, chosen.instance.devices))
     lacking = report.pop("lacking")
     if lacking:
         chosen = without_nxd(chosen, given.config, lacking)

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.process.stacks import print_line
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.train.context import RunContext
@@ -127,7 +127,7 @@ def _planned_activations(state: TrainState, plan: Resolved) -> int:
     config, mesh = plan.config, state.mesh
     parallel = config.parallel.model_copy(update={"dp": mesh.dp_size})
     job = Job(
-        plan.family.decoder(plan.model),
+        plan.dimensions,
         MACHINES.get(config.cluster.instance, MACHINES[PLANNED_AS]),
         config.cluster.nodes,
         config.model_copy(update={"parallel": parallel}),

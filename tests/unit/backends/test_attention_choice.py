@@ -201,8 +201,7 @@ def test_doctor_graphs_and_plan_announce_what_the_run_does(
     config = load(TINY, overrides).config
     resolved = resolve_config(load(TINY, overrides), 1, name)
     backend = opened(name)
-    heads = resolved.family.heads(resolved.model)
-    backend.choose_attention(config.backend.attention, AttentionShape.of(config, *heads))
+    backend.choose_attention(config.backend.attention, AttentionShape.of(config, resolved.dimensions))
     announced = "" if backend.attention is None else str(backend.attention)
 
     machine = sick_machine.gpus(tmp_path / "m") if name == "cuda" else sick_machine.trainium(tmp_path / "m")

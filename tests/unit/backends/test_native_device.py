@@ -358,7 +358,7 @@ def test_an_unknown_instance_is_what_the_device_says_of_itself(
     monkeypatch.setattr(native, "this_machine", lambda: None)
     properties = type("Properties", (), {"name": "trn2-core"})()
     monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: properties, raising=False)  # type: ignore[attr-defined]
-    assert backend.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].core_flops
+    assert backend.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].device_flops
     monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: None, raising=False)  # type: ignore[attr-defined]
     assert backend.peak_flops() is None
 

@@ -28,7 +28,6 @@ from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.common.errors import BackendError, ConfigError
-from nxtrain.common.family import find_family
 from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from tests.support.models import plan
@@ -206,5 +205,5 @@ def test_a_run_chooses_before_it_builds_and_prints_what(tmp_path: Path, capsys: 
 
 def test_the_shape_is_that_of_one_rank() -> None:
     resolved = plan("gqa2", parallel={"tp": 2}, train={"micro_batch": 3, "seq_len": 32}, precision={"params": "bf16"})
-    found = AttentionShape.of(resolved.config, *find_family("llama").heads(resolved.model))
+    found = AttentionShape.of(resolved.config, resolved.dimensions)
     assert found == AttentionShape(micro_batch=3, seq_len=32, num_heads=4, head_size=8, params="bf16")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.backends.neuron.hardware import CHIPS, EFA, GIB, INSTANCES, PRODUCT_NAME, this_machine
+from nxtrain.backends.neuron.hardware import CHIPS, EFA, INSTANCES, PRODUCT_NAME, this_machine
+from nxtrain.common.machines import GIB
 
 
 def described(root: Path, product: str, kind: str, chips: int, efa_devices: int = 0) -> Path:
@@ -25,7 +26,7 @@ def described(root: Path, product: str, kind: str, chips: int, efa_devices: int 
 def test_the_quickstarts_machine_has_one_chip_of_four_logical_cores(tmp_path: Path) -> None:
     found = this_machine(described(tmp_path, "trn2.3xlarge", "Trn2", 1))
     assert found == INSTANCES["trn2.3xlarge"]
-    assert (found.num_cores, found.physical_cores, found.core_bytes, found.measured) == (4, 2, 24 * GIB, False)
+    assert (found.devices, found.physical_cores, found.device_bytes, found.measured) == (4, 2, 24 * GIB, False)
 
 
 @pytest.mark.parametrize(("product", "kind"), [("trn3.48xlarge", "Trn3"), ("trn3pds98.3xlarge", ""), ("", "Trn3")])
@@ -35,8 +36,8 @@ def test_a_trn3_is_what_its_driver_shows(
     monkeypatch.setattr("os.cpu_count", lambda: 192)
     found = this_machine(described(tmp_path, product, kind, 16, efa_devices=16))
     assert found is not None
-    assert (found.name, found.target, found.num_cores, found.measured) == (product or "trn3", "trn3", 64, True)
-    assert (found.core_bytes, found.core_flops) == (36 * GIB, 671e12 / 4)
+    assert (found.name, found.target, found.devices, found.measured) == (product or "trn3", "trn3", 64, True)
+    assert (found.device_bytes, found.device_flops) == (36 * GIB, 671e12 / 4)
     assert (found.host_threads, found.efa_devices) == (192, 16)
 
 

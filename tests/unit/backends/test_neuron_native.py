@@ -19,13 +19,14 @@ from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
 from nxtrain.backends.neuron import native, sdk, torchneuron
-from nxtrain.backends.neuron.hardware import INSTANCES, Instance
+from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package
 from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.common.distributed import rendezvous
 from nxtrain.common.errors import BackendError
+from nxtrain.common.machines import Machine
 
 GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301", "neuronx-cc": "2.28.7631.0", "nki": "0.7.0"}
 READY = (
@@ -61,7 +62,7 @@ def _package(packages: dict[str, str], name: str) -> Package | None:
     return Package(name, version, placeholder=version == "1.0") if version else None
 
 
-def _be(monkeypatch: pytest.MonkeyPatch, instance: Instance | None) -> None:
+def _be(monkeypatch: pytest.MonkeyPatch, instance: Machine | None) -> None:
     for module in (torchneuron, native):
         monkeypatch.setattr(module, "this_machine", lambda: instance)
 

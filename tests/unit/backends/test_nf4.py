@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nxtrain.backends.nf4 import GROUP, Packing, Part, whole_packing
+from nxtrain.backends.limits import NF4_GROUP as GROUP
+from nxtrain.backends.nf4 import Packing, Part, whole_packing
 from nxtrain.config.finetune import BLOCK
 from nxtrain.plan.adapters import NF4_BYTES
 from tests.support.lora import restored_by_bitsandbytes

@@ -62,7 +62,9 @@ def shares(total: int, number: int) -> list[list[int]]:
 def test_stages_are_balanced_by_what_they_compute(preset: str, num_parts: int, expected: list[int]) -> None:
     family = find_family("llama")
     model = family.preset(preset)
-    assert sizes(split_layers(model.num_hidden_layers, num_parts, family.layer_costs(model, 4096))) == expected
+    assert (
+        sizes(split_layers(model.num_hidden_layers, num_parts, family.dimensions(model).layer_costs(4096))) == expected
+    )
 
 
 def test_configured_cuts_are_taken_as_they_are() -> None:
@@ -75,9 +77,9 @@ def test_the_costs_add_up_to_the_flops_of_a_token() -> None:
     """Forward and backward are three times the forward pass."""
     family = find_family("llama")
     for preset in family.presets.values():
-        costs = family.layer_costs(preset.config, 128)
+        costs = family.dimensions(preset.config).layer_costs(128)
         forward = costs.embedding + preset.config.num_hidden_layers * costs.block + costs.head
-        assert 3 * forward == family.flops_per_token(preset.config, 128)
+        assert 3 * forward == family.dimensions(preset.config).flops_per_token(128)
 
 
 @pytest.mark.parametrize("virtual_pp", [1, 2])

@@ -95,8 +95,8 @@ def test_the_environment_is_that_of_the_tables(instance: str, sdk: tuple[int, in
 def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
     def row(name: str) -> tuple[int, float, float, int]:
         found = INSTANCES[name]
-        gib, flops = found.num_cores * found.core_bytes / 2**30, found.num_cores * found.core_flops
-        return found.num_cores, gib, round(flops / 1e12), found.efa_devices
+        gib, flops = found.devices * found.device_bytes / 2**30, found.devices * found.device_flops
+        return found.devices, gib, round(flops / 1e12), found.efa_devices
 
     assert {name: row(name) for name in INSTANCES} == {
         "trn1.2xlarge": (2, 32, 190, 0),

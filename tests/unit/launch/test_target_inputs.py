@@ -105,7 +105,7 @@ def is_inert(config: str, texts: Mapping[str, str], image: str, claim: str) -> b
     plain = plain_texts(config)
     assert set(files) == set(plain)
     folders = {str(run.config.compile.cache_dir), kubernetes.CACHE}
-    own = {image, claim, run.config_text, run.machine.instance, f"ml.{run.machine.instance}"}
+    own = {image, claim, run.config_text, run.machine.name, f"ml.{run.machine.name}"}
     own |= folders | {f"compile.cache_dir={folder}" for folder in folders}
     for file, text in files.items():
         if file.endswith(".yaml"):

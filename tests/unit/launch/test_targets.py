@@ -22,15 +22,14 @@ from hypothesis import strategies as st
 
 from nxtrain.cli import launch as launch_command
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import INSTANCE_TYPES
 from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
 from nxtrain.launch.local import render as render_local
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
-from nxtrain.launch.targets.machines import MACHINES
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.yaml_text import dump_yaml
-from nxtrain.plan.hardware import MACHINES as PLANNED
 from tests.support.launch_cases import CASES, GOLDEN, ROOT, all_files
 
 VALIDATED = GOLDEN / "validated.json"
@@ -99,18 +98,6 @@ def test_the_command_offers_every_target() -> None:
     choices = get_args(get_type_hints(launch_command.launch)["target"])
     assert set(choices) == {"local", *RENDERERS}
     assert {case.target for case in CASES.values()} == set(RENDERERS)
-
-
-def test_machines_have_the_devices_that_the_planner_counts() -> None:
-    common = set(MACHINES) & set(PLANNED)
-    assert len(common) > 12
-    assert {name: MACHINES[name].ranks for name in common} == {name: PLANNED[name].devices for name in common}
-    assert MACHINES["trn1.32xlarge"].resources == {
-        "aws.amazon.com/neuron": 16,
-        "vpc.amazonaws.com/efa": 8,
-        "hugepages-2Mi": "5120Mi",
-    }
-    assert MACHINES["trn2.48xlarge"].devices == 16
 
 
 # Inert texts
@@ -386,7 +373,7 @@ def test_the_name_of_a_run_becomes_a_label(name: str, label: str) -> None:
 
 
 def test_ranks_fill_the_machine_where_the_degrees_follow_it() -> None:
-    assert job("parallel.dp=0").nproc == MACHINES["trn1.32xlarge"].ranks
+    assert job("parallel.dp=0").nproc == INSTANCE_TYPES["trn1.32xlarge"].devices
     assert resolve_job(ROOT / "configs/demo.toml", (), LaunchOptions()).nproc == 2
 
 

@@ -39,7 +39,7 @@ SIZES = {
 def test_presets_have_the_published_number_of_parameters(preset: str, published: int) -> None:
     config = FAMILY.preset(preset)
     assert isinstance(config, LlamaConfig)
-    assert config.num_params == published
+    assert FAMILY.dimensions(config).num_params == published
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_flops_per_token_are_those_counted_by_hand() -> None:
     config = LlamaConfig.model_validate({**SIZES, "num_key_value_heads": 2})
     matrices = 2 * (64 * 64 + 64 * 32 + 64 * 32 + 64 * 64 + 3 * 64 * 192) + 512 * 64  # q k v o, mlp, two layers; head
     scores = 2 * (2 * 128 * 64) // 2  # q k and p v over 128 positions, half of them masked, two layers
-    assert FAMILY.flops_per_token(config, 128) == 6 * matrices + 6 * scores
+    assert FAMILY.dimensions(config).flops_per_token(128) == 6 * matrices + 6 * scores
 
 
 def test_tying_changes_the_parameters_and_not_the_flops() -> None:
     apart, tied = LlamaConfig.model_validate(SIZES), LlamaConfig.model_validate({**SIZES, "tie_word_embeddings": True})
-    assert apart.num_params - tied.num_params == 512 * 64
-    assert FAMILY.flops_per_token(apart, 128) == FAMILY.flops_per_token(tied, 128)
+    assert FAMILY.dimensions(apart).num_params - FAMILY.dimensions(tied).num_params == 512 * 64
+    assert FAMILY.dimensions(apart).flops_per_token(128) == FAMILY.dimensions(tied).flops_per_token(128)
 
 
 def test_the_family_is_known_without_torch() -> None:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.cpu_attention import BLOCK
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
 from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cpu_products import has_bf16_products
+from nxtrain.backends.limits import CPU_BLOCK as BLOCK
+from nxtrain.backends.limits import LONG_SEQUENCE
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.nn.remat import LONG_SEQUENCE
 from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_model
 from tests.support.memory import forget_peak, returns_pages

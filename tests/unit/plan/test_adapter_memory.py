@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.plan.hardware import MACHINES
+from nxtrain.common.machines import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.tools.trace.fake_rank import step_memory
@@ -39,7 +39,7 @@ def test_a_step_takes_the_predicted_memory(method: str, remat: str, dropout: flo
     )
     backend = CpuBackend()
     found = step_memory(resolved, backend, mesh_of(resolved, backend))
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     predicted = stage_bytes(job, 0)
     assert (found.params, found.optimizer) == (predicted.params, predicted.optimizer)
     # The plan takes whole groups of scales for each matrix on average.

@@ -13,7 +13,6 @@ from nxtrain.plan.adapters import METHODS, NF4_BYTES
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction
-from nxtrain.plan.shapes import block_matmul_params, num_params
 from nxtrain.plan.speed import MEMORY_SHARE, step_time
 from nxtrain.plan.work import adapter_params, model_flops_per_token, passes
 from tests.support.published import job_of
@@ -49,7 +48,7 @@ def test_trained_parameters_are_those_that_peft_prints(
 ) -> None:
     found = Prediction.of(job(r=r, targets=targets, model=model), Assumptions())
     assert found.trained_params == trained
-    assert found.to_json()["trained_share"] == trained / num_params(found.job.decoder)
+    assert found.to_json()["trained_share"] == trained / found.job.dimensions.num_params
     # Parameters in bf16, master copies, and two means.
     assert found.checkpoint_bytes == 14 * trained
 
@@ -83,7 +82,7 @@ def test_state_belongs_to_adapters_alone(tp: int, r: int, targets: set[str], sha
     # Two means and a master copy, which are the shards themselves under full sharding; ZeRO-1's own rows in bf16.
     state = 8 if sharded else 14 if shard == "zero1" else 12
     assert found.optimizer == state * entries(1 if shard == "none" else share)
-    matrices, others = 32 * block_matmul_params(one.decoder), (2 * 128256 + 1) * 4096 + 64 * 4096
+    matrices, others = 32 * one.dimensions.block_matmul_params, (2 * 128256 + 1) * 4096 + 64 * 4096
     narrow = NF4_BYTES if method == "qlora" else 2
     replicated_norms = 65 * 4096 * 2 * (1 - 1 / tp)
     frozen = (matrices * narrow + others * 2) / tp + replicated_norms
@@ -96,7 +95,7 @@ def test_a_frozen_matrix_takes_four_operations_and_an_adapter_six(method: str) -
     forward, backward = (sum(each[:2]) for each in passes(one, 32, has_head=True))
     assert (forward + backward) / one.micro_tokens == model_flops_per_token(one)
     adapters, attention = 32 * adapter_params(one), 32 * 2 * 4096 * 2048
-    frozen = 32 * block_matmul_params(one.decoder) + 128256 * 4096
+    frozen = 32 * one.dimensions.block_matmul_params + 128256 * 4096
     assert model_flops_per_token(one) == 4 * frozen + 6 * adapters + 3 * attention
     assert model_flops_per_token(whole) == 6 * frozen + 3 * attention
     assert forward == pytest.approx(one.micro_tokens * (2 * frozen + 2 * adapters + attention))
@@ -106,7 +105,7 @@ def test_a_frozen_matrix_takes_four_operations_and_an_adapter_six(method: str) -
 def test_quantized_matrices_are_restored_in_both_passes() -> None:
     lora, qlora = (step_time(job(method)).step_s for method in ("lora", "qlora"))
     one = job("qlora")
-    moved = 32 * block_matmul_params(one.decoder) * (NF4_BYTES + 2)
+    moved = 32 * one.dimensions.block_matmul_params * (NF4_BYTES + 2)
     restored = 3  # forward, again for backward, and backward
     expected = one.num_micro * restored * moved / (one.machine.memory_bytes_s * MEMORY_SHARE)
     assert qlora - lora == pytest.approx(expected, rel=1e-6)

@@ -16,7 +16,6 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
 from nxtrain.plan.presets import DATASETS, SHAPES
-from nxtrain.plan.shapes import flops_per_token, num_params
 from tests.support.generated_docs import shapes
 
 SEVEN = "configs/llama2_7b_trn1.toml"
@@ -194,10 +193,10 @@ def test_a_table_for_people_has_the_same_numbers() -> None:
 
 def test_published_sizes_of_models() -> None:
     """Named sizes, and the parameters of Pythia's model cards."""
-    found = {name: num_params(shape.decoder) / 1e9 for name, shape in SHAPES.items()}
+    found = {name: shape.dimensions.num_params / 1e9 for name, shape in SHAPES.items()}
     expected = {"gpt3-175b": 174.6, "gpt-1t": 1008, "bloom-176b": 176.2, "pythia-12b": 11.846, "pythia-6.9b": 6.857}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-    assert all(flops_per_token(s.decoder, s.seq_len) > 6e9 * 0.9 * found[name] for name, s in SHAPES.items())
+    assert all(s.dimensions.flops_per_token(s.seq_len) > 6e9 * 0.9 * found[name] for name, s in SHAPES.items())
 
 
 def test_sizes_of_checkpoints_and_state_of_a_70b() -> None:
@@ -302,7 +301,7 @@ def test_presets_of_every_family_can_be_planned() -> None:
             layout = ("parallel.tp=1", "parallel.dp=8", "train.seq_len=2048", "--nodes", "1")
             found = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
             if preset != "tiny":
-                assert found["params"] == family.num_params(family.preset(preset))
+                assert found["params"] == family.dimensions(family.preset(preset)).num_params
 
 
 def refuse(constant: str) -> Any:

@@ -1,16 +1,15 @@
-"""The table of machines: sources, arithmetic between cells, one truth with the launcher's table, files of one's own."""
+"""Short names of machines, and files of one's own."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from nxtrain.backends.neuron.hardware import GIB, INSTANCES
 from nxtrain.common.errors import ConfigError
-from nxtrain.plan.hardware import ALIASES, MACHINES, Machine, find_machine, read_machines
+from nxtrain.common.machines import ALIASES, MACHINES
+from nxtrain.plan.hardware import find_machine, read_machines
 
 ASKED = ("trn1.2xl", "trn1.32xl", "trn1n", "trn2.3xl", "trn2.48xl", "trn2u", "trn3", "p4d", "p4de", "p5", "p5e", "p5en")
 OWN = """
@@ -26,41 +25,9 @@ host_threads = 64
 """
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-def test_every_cell_has_a_source(machine: Machine) -> None:
-    given = {each.name for each in fields(Machine)} - {"name", "kind", "price_note", "sources"}
-    given -= {"price_usd_h"} if machine.price_usd_h is None else set()
-    assert set(machine.sources) == given
-    assert all(machine.sources.values())
-    assert machine.price_note
-
-
 @pytest.mark.parametrize("name", [*ASKED, "trn1", "trn2", "g5", "g5.2xl", "g6e", "g6e.12xl"])
 def test_short_names_are_known(name: str) -> None:
     assert find_machine(name) is MACHINES[ALIASES.get(name, f"{name}arge")]
-
-
-@pytest.mark.parametrize("name", INSTANCES)
-def test_instances_that_are_launched_have_one_truth(name: str) -> None:
-    known, machine = INSTANCES[name], MACHINES[name]
-    assert (machine.devices, machine.device_bytes) == (known.num_cores, known.core_bytes)
-    assert (machine.device_flops, machine.host_threads) == (known.core_flops, known.host_threads)
-
-
-def test_published_sums_of_a_machine() -> None:
-    totals = {name: (m.devices * m.device_bytes // GIB, m.devices * m.device_flops) for name, m in MACHINES.items()}
-    expected = {
-        "trn1.32xlarge": (512, 3.04e15),
-        "trn2.48xlarge": (1536, 10.672e15),
-        "trn2-ultraserver": (6144, 42.7e15),
-        "trn3-gen1-ultraserver": (9216, 42.9e15),
-        "p5.48xlarge": (640, 7.912e15),
-    }
-    for name, (memory, flops) in expected.items():
-        assert totals[name][0] == memory
-        assert totals[name][1] == pytest.approx(flops, rel=0.01)
-    prices = {name: m.price_usd_h for name, m in MACHINES.items() if m.price_usd_h}
-    assert prices == {"trn1.32xlarge": 21.5, "p4d.24xlarge": 32.77, "p4de.24xlarge": 40.96, "p5.48xlarge": 98.32}
 
 
 def test_an_unknown_instance_gets_the_nearest_names() -> None:

@@ -24,13 +24,13 @@ from nxtrain.checkpoint.directory import MANIFEST, META
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.moments import accumulated_bytes
 from nxtrain.plan.tensors import Rank, global_tensors
@@ -82,7 +82,7 @@ def draw(seed: int) -> tuple[Resolved, Job, int]:
     config = resolved.config.model_copy(
         update={"parallel": resolved.config.parallel.model_copy(update={"dp": mesh.dp_size})}
     )
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, config)
     return resolved, job, rng.randrange(mesh.world)
 
 
@@ -139,7 +139,7 @@ def test_units_and_shards_are_those_of_fully_shard(seed: int) -> None:
     resolved, job, _, attention = test_trace.draw(seed, adapted=seed % 3 == 0)
     rng = Random(seed)
     resolved = changed(resolved, parallel={"unit_params": rng.choice([0, 0, 100_000, 1_000_000])})
-    job = Job(job.decoder, job.machine, job.nodes, resolved.config)
+    job = Job(job.dimensions, job.machine, job.nodes, resolved.config)
     rank = Rank.of(job, rng.randrange(job.world))
     backend = FakeBackend(job.world, rank.mesh.rank, test_trace.RANKS_PER_NODE, attention)
     try:
@@ -182,7 +182,7 @@ def _units(model: nn.Module) -> Counter[frozenset[str]]:
 def test_entries_of_all_ranks_are_the_parameters_of_transformers(seed: int) -> None:
     resolved, job, _ = draw(seed)
     resolved = changed(resolved, finetune={"method": "full"})
-    job = Job(resolved.family.decoder(resolved.model), job.machine, 1, changed_job(job, method="full"))
+    job = Job(resolved.dimensions, job.machine, 1, changed_job(job, method="full"))
     whole = dict(hf_model(resolved).named_parameters())
     covered = {name: np.zeros(tuple(p.shape), dtype=bool) for name, p in whole.items()}
     for number in range(job.world):

@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.neuron import attention
 from nxtrain.common.distributed.collectives import Done, Pending
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
 from nxtrain.plan import activations, memory, moments
-from nxtrain.plan import job as job_module
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.live_bytes import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
@@ -46,7 +42,7 @@ def job_of(resolved: Resolved, mesh: Mesh) -> Job:
             "parallel": config.parallel.model_copy(update={"dp": mesh.dp_size}),
         }
     )
-    return Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, config)
+    return Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, config)
 
 
 class Alone:
@@ -150,13 +146,6 @@ def test_the_stage_that_needs_most_is_chosen() -> None:
     totals = [memory.stage_bytes(job, stage).total for stage in range(job.config.parallel.pp)]
     stage, found = memory.rank_bytes(job)
     assert (found.total, stage) == (max(totals), totals.index(max(totals)))
-
-
-def test_values_repeated_from_modules_with_torch_are_theirs() -> None:
-    ours = (job_module.CPU_BLOCK, job_module.CPU_KEPT_BYTES, activations.LONG_SEQUENCE)
-    assert ours == (cpu_attention.BLOCK, cpu_attention.KEPT_BYTES, nn_remat.LONG_SEQUENCE)
-    tile = (job_module.SEQUENCE_TILE, job_module.MAX_HEAD_SIZE)
-    assert tile == (attention.SEQUENCE_TILE, attention.MAX_HEAD_SIZE)
 
 
 SIZED = {

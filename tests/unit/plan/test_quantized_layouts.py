@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.plan.search import impossible
 from nxtrain.train.build import build_meta
@@ -38,7 +38,7 @@ def of_run(resolved: Resolved, backend: Backend, tp: int) -> tuple[Problem, ...]
 
 
 def of_plan(resolved: Resolved) -> tuple[Problem, ...]:
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     return tuple(impossible(job))
 
 

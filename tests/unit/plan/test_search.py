@@ -45,13 +45,13 @@ ORDER = ("virtual_pp", "schedule")
 )
 def test_a_layout_is_the_fastest_of_all_orders_micro_batches_and_recomputations(change: dict[str, Any]) -> None:
     job = job_of({**ROW, **change})
-    found = search(job.decoder, job.machine, job.nodes, job.config, Assumptions())
+    found = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
     assert any(each.job.config.parallel.virtual_pp > 1 for each in found.layouts)
     every: tuple[Prediction | Rejected, ...] = (*found.layouts, *found.rejected)
     for each in every:
         parallel, batch = each.job.config.parallel, job.config.train.global_batch
         micros = [n for n in range(1, MAX_MICRO_BATCH + 1) if batch % (n * parallel.dp) == 0]
-        turns = [(n, "1f1b") for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.decoder.num_layers // n]
+        turns = [(n, "1f1b") for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.dimensions.num_layers // n]
         if parallel.pp > 1 and parallel.shard in ("none", "zero1") and not each.job.is_lazy:
             turns.append((1, "zero_bubble"))
         trials = [
@@ -132,7 +132,7 @@ def with_network(job: Job, bytes_s: float) -> Job:
 def test_parts_of_a_step_add_up_and_no_share_is_outside_of_0_and_1(seed: int) -> None:
     rng = Random(seed)
     job = with_network(drawn_job(rng), rng.choice((1e9, 4e10, 4e11)))
-    for found in search(job.decoder, job.machine, job.nodes, job.config, Assumptions()).layouts:
+    for found in search(job.dimensions, job.machine, job.nodes, job.config, Assumptions()).layouts:
         assert all(0 <= each.hidden <= 1 for each in found.time.traffic)
         assert all(seconds >= 0 for seconds in found.time.parts.values())
         assert sum(found.time.parts.values()) == pytest.approx(found.time.step_s, rel=1e-6)
@@ -141,7 +141,7 @@ def test_parts_of_a_step_add_up_and_no_share_is_outside_of_0_and_1(seed: int) ->
 @pytest.mark.parametrize("seed", range(8))
 def test_the_words_of_a_search_follow_from_its_numbers(seed: int) -> None:
     job = drawn_job(Random(seed))
-    found = search(job.decoder, job.machine, job.nodes, job.config, Assumptions())
+    found = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
     best, second = found.layouts[:2]
     longest, slowed = re.findall(r"(?:fastest: (.+) is \d|most of it by (.+)\.$)", found.reason)
     assert best.time.parts[longest[0]] == max(best.time.parts.values())

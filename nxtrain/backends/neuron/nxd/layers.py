@@ -42,15 +42,15 @@ class NxdLayers(LayerSet):
         self._native, self._dtype = native, dtype
 
     def column(self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False) -> nn.Module:
-        spec = ShardSpec((sum(s.size for s in segments), in_features), dim=0, segments=segments, init=init)
+        spec = ShardSpec.column(in_features, segments, init)
         return NxdColumn(spec, self.tp, self._dtype, self.sequence_parallel, bias=bias)
 
     def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
-        spec = ShardSpec((out_features, in_features), dim=1, init=init)
+        spec = ShardSpec.row(in_features, out_features, init)
         return NxdRow(spec, self.tp, self._dtype, self.sequence_parallel)
 
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
-        spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
+        spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         return NxdEmbedding(spec, self.tp, self._dtype, self.sequence_parallel)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:

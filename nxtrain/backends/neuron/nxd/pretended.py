@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
 from nxtrain.common.errors import BackendError
+from nxtrain.common.machines import Machine
 
 
-def load(instance: Instance) -> None:
+def load(instance: Machine) -> None:
     """Import the modules of NxD that a run imports, and pretend a kind of instance.
 
     Raises:
@@ -41,7 +41,7 @@ class PretendedNxd(NxdBinding):
 
     _meets = False
 
-    def __init__(self, device: torch.device, world: int, rank: int, instance: Instance) -> None:
+    def __init__(self, device: torch.device, world: int, rank: int, instance: Machine) -> None:
         super().__init__(device)
         self._world, self._rank = world, rank
         self._lnc = instance.physical_cores
@@ -56,7 +56,7 @@ class PretendedNxd(NxdBinding):
         self._owns_process_group = True
 
 
-def _pretend_platform(instance: Instance) -> None:
+def _pretend_platform(instance: Machine) -> None:
     """Make NxD lay out ranks as on an instance, by replacing the function of torch-neuronx that names the platform."""
     from neuronx_distributed.parallel_layers import parallel_state
 

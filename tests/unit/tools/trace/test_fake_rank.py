@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.plan import memory
-from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Attention, Job
 from nxtrain.tools.trace.fake_rank import trace_job, trace_rank
 from nxtrain.tools.trace.live_bytes import LiveBytes
@@ -85,7 +85,7 @@ def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Atten
         targets = rng.choice([(), ("q_proj", "v_proj"), ("o_proj", "up_proj"), ("down_proj",)])
         finetune = FinetuneConfig(method="lora", r=rng.choice([4, 16]), targets=targets)
         resolved = replace(resolved, config=resolved.config.model_copy(update={"finetune": finetune}))
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     attention: Attention = rng.choice(["blocked", "fused", "grouped"])
     job.__dict__["attention"] = attention  # of another device than the traced one
     return resolved, job, rng.randrange(pp), attention
@@ -101,7 +101,7 @@ def draw_first_block(seed: int) -> tuple[Resolved, Job, int, Attention]:
     finetune = FinetuneConfig(method="lora", r=Random(seed).choice([4, 16]), targets=targets)
     model = drawn.model.model_copy(update={"num_hidden_layers": parallel.pp * parallel.virtual_pp})
     resolved = replace(drawn, model=model, config=drawn.config.model_copy(update={"finetune": finetune}))
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     job.__dict__["attention"] = attention
     return resolved, job, 0, attention
 
@@ -127,7 +127,7 @@ def test_memory_with_masks_between_documents_is_within_a_tenth_of_a_traced_step(
         "train": drawn.config.train.model_copy(update={"seq_len": 2048}),  # masks are a good part of the memory
     }
     resolved = replace(drawn, config=drawn.config.model_copy(update=changes))
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     assert job.attention == "masked"
     _hold(resolved, job, stage, "masked")
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_traced_is_refused(argv: tuple[str, ...], words: str) -> 
 def test_offloaded_parameters_cannot_be_told_from_others() -> None:
     _, job, _, _ = draw(0)
     parallel = job.config.parallel.model_copy(update={"offload": ("params", "optimizer")})
-    changed = Job(job.decoder, job.machine, 1, job.config.model_copy(update={"parallel": parallel}))
+    changed = Job(job.dimensions, job.machine, 1, job.config.model_copy(update={"parallel": parallel}))
     with pytest.raises(ConfigError, match="host and device alike"):
         trace_job(changed, 0)
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
-from nxtrain.plan.hardware import MACHINES
+from nxtrain.common.machines import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.step_trace import trace_step
 from tests.dist.test_gathering_order import expected, sharded
@@ -23,7 +23,7 @@ def test_a_pretended_rank_has_the_order_that_real_ranks_have(seed: int) -> None:
     shard, dp = rng.choice([("full", 2), ("full", 64), ("grad_op", 8), ("hybrid", 4)])
     kind, forward, prefetch = rng.choice(["before", "after", "none"]), rng.choice([True, False]), rng.choice([1, 2, 3])
     resolved = sharded(shard, dp, micro=1, prefetch=prefetch, forward_prefetch=forward, backward_prefetch=kind)
-    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     wanted = expected(
         forward_ahead=prefetch if forward else 0, backward_ahead=prefetch, again=shard != "grad_op", kind=kind
     )

@@ -1,0 +1,45 @@
+"""Sizes by which implementations are chosen and tensors are laid out, for the code and for plans; without torch."""
+
+from __future__ import annotations
+
+LONG_SEQUENCE = 8192
+"""Tokens per sequence from which `remat=selective` takes feed-forwards too.
+
+Source: the Llama recipes of NeuronX Distributed, which recompute CoreAttention, and LlamaMLP too at this length.
+"""
+
+SEQUENCE_TILE = 2048
+"""Tokens of a tile of NKI's flash kernel; sequences are multiples of it."""
+
+MAX_HEAD_SIZE = 128
+"""Rows of the matrix multiplication of NKI's flash kernel."""
+
+CPU_BLOCK = 128
+"""Queries of a block of attention on CPU."""
+
+CPU_KEPT_BYTES = 16 << 20
+"""Most bytes of probabilities that attention on CPU keeps for its backward pass; torch's kernel takes longer rows."""
+
+NF4_GROUP = 256
+"""Blocks of a group of NF4, whose scales share a factor."""
+
+NF4_FLOAT = 4
+"""Bytes of a float32."""
+
+
+def keeps_probabilities(batch: int, heads: int, length: int, element_size: int) -> bool:
+    """True if attention on CPU keeps the probabilities of a rank's sequences."""
+    return batch * heads * length * (length + CPU_BLOCK) // 2 * element_size <= CPU_KEPT_BYTES
+
+
+def nf4_offsets(block: int, num_blocks: int, num_groups: int, num_parts: int) -> tuple[int, int, int]:
+    """Bytes of a packed matrix before its scales, before its factors, and of all.
+
+    Args:
+        block: Weights of a block, two to a byte.
+        num_blocks, num_groups: Blocks that the rank holds, and groups of the whole matrices.
+        num_parts: Matrices in the stack, each with a mean.
+    """
+    codes = num_blocks * block // 2
+    scales = codes + -(-num_blocks // NF4_FLOAT) * NF4_FLOAT
+    return codes, scales, scales + (num_groups + num_parts) * NF4_FLOAT

@@ -1,0 +1,187 @@
+"""Facts of a decoder without torch: dimensions, parameters with their sharding, and operations.
+
+Modules of `nxtrain.nn` make their parameters from the same segments and specs, and plans count them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from nxtrain.common.sharding import Segment, ShardSpec
+from nxtrain.common.stages import LayerCosts
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Dimensions of a decoder, from which its memory and its arithmetic follow.
+
+    Args:
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
+        tied: The output projection is the embedding.
+        gated: The feed-forward has a gate next to its first matrix.
+        biases: Linear layers and norms have biases.
+        positions: Rows of a learned position embedding; 0: none.
+        qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
+        head_norms: Every head of the queries and keys is normalized.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    tied: bool = False
+    gated: bool = True
+    biases: bool = False
+    positions: int = 0
+    qkv_bias: bool = False
+    head_norms: bool = False
+
+    @cached_property
+    def column_params(self) -> int:
+        """Entries of the matrices of one block whose outputs are sharded over tp."""
+        attention = self.head_size * (self.num_heads + 2 * self.num_kv_heads)
+        parts = 2 if self.gated else 1
+        return self.hidden_size * (attention + parts * self.intermediate_size)
+
+    @cached_property
+    def block_matmul_params(self) -> int:
+        """Entries of the matrices of one block."""
+        row_params = self.hidden_size * (self.head_size * self.num_heads + self.intermediate_size)
+        return self.column_params + row_params
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the whole model, a tied embedding counted once."""
+        block = sum(math.prod(spec.shape) for spec in block_specs(self, 1).values())
+        rest = sum(math.prod(spec.shape) for spec in rest_specs(self, first=True, last=True).values())
+        return self.num_layers * block + rest
+
+    def layer_costs(self, seq_len: int) -> LayerCosts:
+        """Operations of the forward pass of each layer per token; an embedding lookup costs nothing.
+
+        Two for each entry of a matrix. The two products of causal attention see half of the sequence on average.
+        Biases and norms count as nothing.
+
+        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
+        """
+        attention = self.num_heads * self.head_size * seq_len
+        return LayerCosts(0, 2 * (self.block_matmul_params + attention), 2 * self.vocab_size * self.hidden_size)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Operations of forward and backward for one token, causal attention counted once.
+
+        Backward has twice as many as forward.
+        """
+        forward = self.layer_costs(seq_len)
+        return 3 * (self.num_layers * forward.block + forward.head)
+
+
+def qkv_segments(num_heads: int, num_kv_heads: int, head_size: int, tp: int) -> tuple[Segment, Segment, Segment]:
+    """Projections to queries, keys and values; when tp exceeds the K/V heads, adjacent ranks hold the same head."""
+    replicas = max(1, tp // num_kv_heads)
+    return (
+        Segment("q_proj", num_heads * head_size),
+        Segment("k_proj", num_kv_heads * head_size, replicas),
+        Segment("v_proj", num_kv_heads * head_size, replicas),
+    )
+
+
+def gate_up_segments(intermediate_size: int) -> tuple[Segment, Segment]:
+    """Projections to the gate, and to what the gate multiplies."""
+    return Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size)
+
+
+def adapter_specs(
+    weight: ShardSpec, segments: Sequence[Segment], r: int, *, partial_gradient: bool = False
+) -> tuple[ShardSpec, ShardSpec]:
+    """Matrices A and B of the adapters of a linear layer, which share their input.
+
+    The matrix on the side of the whole features is replicated over tp.
+
+    Args:
+        weight: Sharding of the layer's weight.
+        segments: Outputs with an adapter.
+        r: Rank of each adapter.
+        partial_gradient: A rank's gradient of a replicated matrix is a partial sum.
+    """
+    in_features = weight.shape[1]
+    out_features = sum(segment.size for segment in segments)
+    if weight.dim == 0:
+        ranks = tuple(Segment(segment.name, r) for segment in segments)
+        a = ShardSpec((len(ranks) * r, in_features), segments=ranks, partial_gradient=partial_gradient)
+        return a, ShardSpec((out_features, r), dim=0, segments=tuple(segments))
+    return ShardSpec((r, in_features), dim=1), ShardSpec((out_features, r), partial_gradient=partial_gradient)
+
+
+def is_matrix(spec: ShardSpec) -> bool:
+    """True for the weight of a linear layer, which may be quantized."""
+    return len(spec.shape) > 1
+
+
+@lru_cache(maxsize=1024)
+def block_specs(
+    dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
+) -> dict[str, ShardSpec]:
+    """Parameters of one block by their names inside the block, in the order of the model."""
+    hidden, inner, width = dimensions.hidden_size, dimensions.intermediate_size, dimensions.head_size
+    norm, head_norm = ShardSpec((hidden,)), ShardSpec((width,))
+    qkv = qkv_segments(dimensions.num_heads, dimensions.num_kv_heads, width, tp)
+    ups: tuple[Segment, ...] = gate_up_segments(inner)
+    if not dimensions.gated:
+        ups = ups[1:]
+    layers = {"input_layernorm": norm}
+    for name, segments in _matrices("qkv_proj", qkv, is_fused=fused_qkv):
+        layers[f"self_attn.{name}"] = ShardSpec.column(hidden, segments)
+    if dimensions.head_norms:
+        layers |= {"self_attn.q_norm": head_norm, "self_attn.k_norm": head_norm}
+    layers["self_attn.o_proj"] = ShardSpec.row(dimensions.num_heads * width, hidden)
+    layers["post_attention_layernorm"] = norm
+    for name, segments in _matrices("gate_up_proj", ups, is_fused=fused_gate_up):
+        layers[f"mlp.{name}"] = ShardSpec.column(hidden, segments)
+    layers["mlp.down_proj"] = ShardSpec.row(inner, hidden)
+    specs: dict[str, ShardSpec] = {}
+    for name, weight in layers.items():
+        specs[f"{name}.weight"] = weight
+        is_projection = name.startswith("self_attn.") and weight.dim == 0
+        if dimensions.biases or (dimensions.qkv_bias and is_projection):
+            specs[f"{name}.bias"] = weight.of_bias() if weight.dim == 0 else ShardSpec(weight.shape[:1])
+    return specs
+
+
+def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> Iterator[tuple[str, tuple[Segment, ...]]]:
+    """Matrices of projections with one input: all in one, or one for each."""
+    if is_fused:
+        yield name, segments
+    else:
+        for segment in segments:
+            yield segment.name, (segment,)
+
+
+def rest_specs(dimensions: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
+    """Parameters of a stage outside its blocks, by their names in the model; tied ones are one where a rank has both.
+
+    Args:
+        dimensions: Dimensions of the model.
+        first, last: The stage has the embedding, and the output projection.
+    """
+    hidden, tied = dimensions.hidden_size, dimensions.tied
+    specs: dict[str, ShardSpec] = {}
+    if first:
+        specs[EMBEDDING] = ShardSpec.vocab(dimensions.vocab_size, hidden)
+        if dimensions.positions:
+            specs["model.embed_positions.weight"] = ShardSpec((dimensions.positions, hidden))
+    if last:
+        specs["model.norm.weight"] = ShardSpec((hidden,))
+        if dimensions.biases:
+            specs["model.norm.bias"] = ShardSpec((hidden,))
+    if last and not (tied and first):
+        specs[HEAD] = ShardSpec.vocab(dimensions.vocab_size, hidden, tied_to=EMBEDDING if tied else None)
+    return specs

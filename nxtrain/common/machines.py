@@ -1,0 +1,107 @@
+"""Machines with accelerators, from `machines.toml`, which has the source of every value; importable without torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GB = 10**9
+GIB = 1 << 30
+GIGABIT = 10**9 / 8
+
+UNITS = {"GB": GB, "GiB": GIB, "GB/s": 1e9, "GiB/s": 2.0**30, "Gbit/s": GIGABIT, "TFLOP/s": 1e12, "USD/h": 1}
+
+NEURON = "aws.amazon.com/neuron"
+"""Kubernetes' resource of a Trainium chip, from the Neuron device plugin."""
+
+GPU = "nvidia.com/gpu"
+"""Kubernetes' resource of a GPU, from NVIDIA's device plugin."""
+
+PRICED = "on demand, N. Virginia, 2025-02 (AWS slides on foundation models)"
+UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Block or region; give one with --price"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of machine; a machine with a name alone is unknown, and has no accelerators.
+
+    Args:
+        name: Name of the instance type.
+        kind: Chip, which selects the constants of `nxtrain.plan.speed`.
+        target: The compiler's name of a Trainium chip; empty: another chip.
+        accelerators: GPUs, or Trainium chips.
+        devices: Ranks per machine: GPUs, or logical NeuronCores.
+        physical_cores: Physical cores of each logical NeuronCore.
+        device_bytes: Device memory of one rank.
+        device_flops: Dense bfloat16 operations per second of one rank.
+        memory_bytes_s: Bandwidth of the device memory of one rank.
+        link_bytes_s: Bandwidth of one rank to the others of its machine, one direction; 0: the machine has one device.
+        network_bytes_s: Bandwidth of the machine's network for collectives; 0: machines cannot train together.
+        efa_devices: EFA devices for collectives between machines; 0: machines cannot train together over EFA.
+        host_bytes: Memory of the host.
+        host_threads: Hardware threads of the host.
+        price_usd_h: On-demand price of an hour; None: unknown.
+        price_note: Date and source of the price, or the reason for its absence.
+        measured: The machine described itself; its type is not in the table.
+    """
+
+    name: str
+    kind: str = ""
+    target: str = ""
+    accelerators: int = 0
+    devices: int = 0
+    physical_cores: int = 1
+    device_bytes: int = 0
+    device_flops: float = 0.0
+    memory_bytes_s: float = 0.0
+    link_bytes_s: float = 0.0
+    network_bytes_s: float = 0.0
+    efa_devices: int = 0
+    host_bytes: int = 0
+    host_threads: int = 0
+    price_usd_h: float | None = None
+    price_note: str = UNPRICED
+    measured: bool = False
+
+    @property
+    def resource(self) -> str:
+        """Kubernetes' resource of the accelerators; empty: the machine has none."""
+        if not self.accelerators:
+            return ""
+        if self.target:
+            return NEURON
+        return GPU
+
+
+def machine_of(name: str, cells: Mapping[str, Any]) -> Machine:
+    """Machine of a table of `machines.toml`."""
+    values: dict[str, Any] = {}
+    for key, cell in cells.items():
+        if isinstance(cell, str):
+            values[key] = cell
+        else:
+            values[key] = cell["value"] * UNITS.get(cell.get("unit"), 1)
+    if "price_usd_h" in values:
+        values["price_note"] = PRICED
+    return Machine(name=name, **values)
+
+
+TABLE = Path(__file__).with_name("machines.toml")
+_TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+MACHINES = {name: machine_of(name, cells) for name, cells in _TABLES["machines"].items()}
+"""Machines by name."""
+
+INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in name}
+"""Those that are one instance type of EC2; an UltraServer is several."""
+
+ALIASES: dict[str, str] = _TABLES["aliases"]
+"""Short names of machines."""
