@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
+from nxtrain.backends import cpu_products
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.config.check import Resolved
-from nxtrain.parallel import products
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.tools.trace.fake_rank import Traced, step_memory
 from nxtrain.train.build import mesh_of
@@ -174,7 +174,7 @@ def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
     On a CPU without instructions for bf16, blocks of float32 copies are as small beside these tensors as beside others.
     """
     backend.choose_kernels("torch")
-    with mock.patch.object(products, "BLOCK_ENTRIES", 1 << 12):
+    with mock.patch.object(cpu_products, "BLOCK_ENTRIES", 1 << 12):
         return step_memory(resolved, backend, mesh_of(resolved, backend))
 
 

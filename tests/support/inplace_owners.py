@@ -53,8 +53,8 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/tools/eval/scorer.py": {
         "Scorer._totals: left[owner] -=": "host: list of this very function",
     },
-    "nxtrain/parallel/products.py": {
-        "_by_blocks: part.copy_": "fresh: a part of `new_empty` above",
+    "nxtrain/backends/cpu_products.py": {
+        "wide_matmul: part.copy_": "fresh: a part of `new_empty` above",
     },
     "nxtrain/common/distributed/heartbeats.py": {
         "HeartbeatStore.answers: found[rank] =": "host: dictionary",

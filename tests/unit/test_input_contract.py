@@ -111,7 +111,7 @@ def test_every_layer_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", contract_kernels.CASES)
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernels", (*KERNELS, contract_kernels.WideKernels()), ids=lambda k: type(k).__name__)
 def test_a_kernel_keeps_what_it_is_given(kernels: Kernels, name: str) -> None:
     drawn(lambda rng, _: contract_kernels.CASES[name](kernels, rng), name)
 
