@@ -91,13 +91,11 @@ class Kernels(ABC):
         rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
             that compute the same values then get different results wherever their streams differ.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
-        widens_logits: `cross_entropy` makes float32 copies of logits of another type.
     """
 
     host_may_look: bool = False
     rounds: bool = False
     rounds_on_host: bool = False
-    widens_logits: bool = True
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.common.vocab import VocabColumns
 from nxtrain.parallel.regions import TensorParallel
 
+LOGIT_BYTES = 4
+"""Bytes of a logit in cross entropy, which computes in float32."""
+
 
 class VocabHead(nn.Module):
     """Output projection: `logits` for generation, `loss` for training.
@@ -29,7 +32,7 @@ class VocabHead(nn.Module):
         hidden_size: D.
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
-        chunk_bytes: Most bytes of logits that exist at once, in the widest type that the kernels give them.
+        chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 
     def __init__(
@@ -50,8 +53,7 @@ class VocabHead(nn.Module):
         self._chunk = _chunk_of(tp.kernels)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
-        entry_bytes = 4 if tp.kernels.widens_logits else self.weight.element_size()
-        self._chunk_rows = max(1, chunk_bytes // (entry_bytes * self._piece.local_length))
+        self._chunk_rows = max(1, chunk_bytes // (LOGIT_BYTES * self._piece.local_length))
         # Tensors, not numbers: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)

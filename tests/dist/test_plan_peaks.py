@@ -163,7 +163,7 @@ def resolved_of(tables: Tables) -> Resolved:
         model=own | {"config": {**SHAPE, **model}},
         parallel=parallel,
         train=train,
-        backend={"name": "cpu", "cpu_kernels": "torch"},
+        backend={"name": "cpu"},
         **given,
     )
 
@@ -173,7 +173,6 @@ def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
 
     On a CPU without instructions for bf16, blocks of float32 copies are as small beside these tensors as beside others.
     """
-    backend.choose_kernels("torch")
     with mock.patch.object(cpu_products, "BLOCK_ENTRIES", 1 << 12):
         return step_memory(resolved, backend, mesh_of(resolved, backend))
 

@@ -11,19 +11,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttention, wide_flash_attention
-from nxtrain.backends.cpu_native.kernels import (
-    _NativeAttention,
-    _NativeRMSNorm,
-    _NativeRotate,
-    _NativeSwiGLU,
-)
-from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
@@ -52,9 +44,6 @@ from tests.support.contract_kernels import (
     swiglu_shape,
 )
 from tests.support.forms import WHOLE, Shape
-
-NEEDS_PRODUCTS = "bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one"
-"""Reason of tests that a CPU skips."""
 
 
 class Echo(Collectives):
@@ -139,38 +128,6 @@ def rotate(ranks: Ranks, rng: Random) -> Work:
     """A rotation of pairs."""
     operands = rotated_operands(rng)
     return Work(f"_Rotate on {operands['x'].shape}", operands, _Rotate.apply, exact_rotate)
-
-
-def native_swiglu(ranks: Ranks, rng: Random) -> Work:
-    """A gated unit in C++."""
-    shape = swiglu_shape(rng)
-    return Work(f"_NativeSwiGLU on {shape}", {"x": Operand(shape)}, _NativeSwiGLU.apply, exact_swiglu)
-
-
-def native_rotate(ranks: Ranks, rng: Random) -> Work:
-    """A rotation of pairs in C++."""
-    operands = rotated_operands(rng)
-    return Work(f"_NativeRotate on {operands['x'].shape}", operands, _NativeRotate.apply, exact_rotate)
-
-
-def native_norm(ranks: Ranks, rng: Random) -> Work:
-    """Normalization of rows in C++."""
-    shape = (rng.choice((1, 31, 32, 33, 70)), rng.choice((4, 7, 33)))
-    operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
-    return Work(f"_NativeRMSNorm on {shape}", operands, lambda x, w: _NativeRMSNorm.apply(x, w, EPS), exact_rms_norm)
-
-
-def native_attention(ranks: Ranks, rng: Random) -> Work:
-    """Attention in C++, which knows bfloat16 alone."""
-    if not has_bf16_products():
-        pytest.skip(NEEDS_PRODUCTS)
-    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 6, 32))
-    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
-    shapes = {"q": (length, batch, kv_heads * repeats, width), "k": (length, batch, kv_heads, width)}
-    shapes["v"] = shapes["k"]
-    operands = {name: Operand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    label = f"_NativeAttention on {shapes['q']} and {shapes['k']}"
-    return Work(label, operands, _NativeAttention.apply, exact_attention, computes_in=torch.bfloat16)
 
 
 def norm(ranks: Ranks, rng: Random) -> Work:
@@ -410,10 +367,6 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _RMSNorm: norm,
     _BlockedAttention: attention,
     _WideFlashAttention: wide_flash,
-    _NativeSwiGLU: native_swiglu,
-    _NativeRotate: native_rotate,
-    _NativeRMSNorm: native_norm,
-    _NativeAttention: native_attention,
     SavingProduct: product,
     _Biased: biased,
     _RestoredProduct: restored_product,

@@ -19,8 +19,6 @@ import torch
 import nxtrain
 import nxtrain_models
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cpu_native.build import load
-from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
@@ -35,7 +33,7 @@ from tests.support.contract_functions import NOT_ECHOED, Echo, Ranks
 SEED = 0
 DRAWS = 40
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NativeKernels(load()), NeuronNativeKernels())
+KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NeuronNativeKernels())
 
 ELSEWHERE = {
     "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",
