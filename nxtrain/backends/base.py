@@ -234,16 +234,6 @@ class Backend(ABC):
             group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
         return group
 
-    def choose_kernels(self, wanted: str) -> None:
-        """Choose the kernels of a CPU; all ranks call this, before a model is built. Other devices have one kind.
-
-        Args:
-            wanted: `auto`, `torch` or `native`.
-
-        Raises:
-            BackendError: The wanted kernels cannot run.
-        """
-
     def choose_transport(self, wanted: str) -> None:
         """Choose the transport between ranks on CPUs; all ranks call this, before a model is built.
 

@@ -1,4 +1,4 @@
-"""CPU backend: collectives through shared memory or gloo, kernels in C++ or torch's, an allocator that keeps pages."""
+"""CPU backend: collectives through shared memory or gloo, torch's kernels, an allocator that keeps pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Support, fetched_names
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cpu_native.build import KernelBuildError, load
-from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.cpu_native.build import LibraryBuildError, load
 from nxtrain.backends.cpu_native.shared_memory import SharedMemoryCollectives
 from nxtrain.common.errors import BackendError
 
@@ -33,56 +31,42 @@ class CpuBackend(C10dBackend):
         keep_heap()
         self._shared = self.collectives = SharedMemoryCollectives(self.world)
         self._join("gloo", hang_timeout_s)
-        self._notes: dict[str, str] = {}
-        self._transport = ""
-        self.choose_kernels("auto")
+        self.kernels = self.host_kernels = CpuKernels()
+        self._transport = self._transport_note = ""
         self.choose_transport("auto")
 
     @staticmethod
     def support() -> Support:
         return Support(True, "every machine has a CPU")
 
-    def choose_kernels(self, wanted: str) -> None:
-        reason = "as backend.cpu_kernels=torch asks" if wanted == "torch" else ""
-        try:
-            library = None if reason else load()
-        except KernelBuildError as error:
-            library, reason = None, str(error)
-        # Ranks with different kernels would round replicated values differently.
-        lacking = torch.tensor(float(library is None))
-        if self.world > 1:
-            dist.all_reduce(lacking)
-        if library is None or lacking:
-            reason = reason or "another rank cannot build ours"
-            if wanted == "native":
-                raise BackendError(f"backend.cpu_kernels=native cannot run here: {reason}; or use auto")
-            self.kernels = self.host_kernels = CpuKernels()
-            self._notes["kernels"] = f"CPU kernels: torch's, {reason}"
-        else:
-            native = NativeKernels(library)
-            self.kernels = self.host_kernels = native
-            self._notes["kernels"] = f"CPU kernels: C++, bf16 products {native.products}"
-
     def choose_transport(self, wanted: str) -> None:
         if self.world == 1 or wanted == self._transport:
             return
-        self._transport, reason = wanted, "as backend.cpu_transport=gloo asks" if wanted == "gloo" else ""
-        try:
-            library = None if reason else load()
-        except KernelBuildError as error:
-            library, reason = None, str(error)
+        self._transport = wanted
+        library, reason = None, ""
+        if wanted == "gloo":
+            reason = "as backend.cpu_transport=gloo asks"
+        else:
+            try:
+                library = load()
+            except LibraryBuildError as error:
+                reason = str(error)
         reason = self._shared.share(library, reason)
         if reason and wanted == "shared_memory":
             raise BackendError(f"backend.cpu_transport=shared_memory cannot run here: {reason}; or use auto")
-        said = f"gloo, {reason}" if reason else "shared memory, gloo between hosts"
-        self._notes["transport"] = f"CPU collectives: {said}"
+        if reason:
+            self._transport_note = f"CPU collectives: gloo, {reason}"
+        else:
+            self._transport_note = "CPU collectives: shared memory, gloo between hosts"
 
     def close(self) -> None:
         super().close()
         self._shared.unshare()  # after a failure, too: other ranks then know at once that this one is gone
 
     def notes(self) -> tuple[str, ...]:
-        return (*self._notes.values(), *super().notes())
+        if not self._transport_note:
+            return super().notes()
+        return (self._transport_note, *super().notes())
 
     def put(self, x: Tensor) -> Tensor:
         return x

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import blocked_attention, is_short, wide_flash_attention
-from nxtrain.backends.cpu_products import has_products
+from nxtrain.backends.cpu_products import has_products, wide_matmul
 from nxtrain.backends.rounding import round_by_pairs_on_host
 from nxtrain.backends.torch_attention import attention_by_document
-from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
+from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, row_tiles
 from nxtrain.common.kernels import AdamStep, RoundingKey, Rows
 
 TILE_ENTRIES = 1 << 19
@@ -27,18 +27,32 @@ class CpuKernels(FusedKernels):
 
     host_may_look = True
 
-    def widens_products(self, dtype: torch.dtype) -> bool:
+    def widens(self, dtype: torch.dtype) -> bool:
+        """True if this CPU multiplies float32 copies of matrices of a type faster than the matrices."""
         return not has_products(dtype)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self.widens(x.dtype):
+            return super().linear(x, weight)
+        out: Tensor = SavingProduct.apply(x, weight, self)
+        return out
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.widens(a.dtype):
+            return wide_matmul(a, b)
+        return super().matmul(a, b)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if is_short(q):
             return blocked_attention(q, k, v)
-        return wide_flash_attention(q, k, v) if self.widens_products(q.dtype) else super().attention(q, k, v)
+        if self.widens(q.dtype):
+            return wide_flash_attention(q, k, v)
+        return super().attention(q, k, v)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return attention_by_document(self.attention, q, k, v, starts)
-        if self.widens_products(q.dtype):
+        if self.widens(q.dtype):
             return super().document_attention(q.float(), k.float(), v.float(), starts).to(q.dtype)
         return super().document_attention(q, k, v, starts)
 

@@ -1,6 +1,8 @@
-"""Instructions of this CPU for matrix products of 16-bit types.
+"""Matrix products of 16-bit types on a CPU: with the CPU's instructions for them, or in float32, block by block.
 
-Without them, torch multiplies such types entry by entry, at a seventh of the speed of float32 (torch 2.9, AVX2).
+Without instructions, torch multiplies such types entry by entry, at a seventh of the speed of float32 (torch 2.9,
+AVX2).
+Products of bfloat16 entries are exact in float32. So both forms have float32 sums, and round a result once.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ import platform
 from typing import Final
 
 import torch
+from torch import Tensor
+
+BLOCK_ENTRIES = 1 << 19
+"""Most entries of a block of a float32 copy, 2 MiB, so that a product finds the copy in the cache."""
 
 
 def has_bf16_products() -> bool:
@@ -30,3 +36,39 @@ def _is_x86() -> bool:
 # Constants, since torch.compile cannot trace questions to the CPU.
 _BF16: Final = has_bf16_products() or (not _is_x86() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 _FP16: Final = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by float32 copies: (..., K), (K, N) to (..., N); eager products are made block by block."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    if torch.compiler.is_compiling():
+        return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
+    left = a.flatten(0, -2)
+    m, k = left.shape
+    n = b.shape[1]
+    # No view of a matrix: a sum over the ranks may overwrite the result, and autograd allows that of no view.
+    out = a.new_empty(*a.shape[:-1], n)
+    flat = out.view(-1, n)
+    # Blocks cut the longest dimension.
+    if k >= max(m, n):
+        size = _block_size(m, n)
+        total = torch.zeros(m, n, dtype=dtype, device=a.device)
+        for columns, rows in zip(left.split(size, 1), b.split(size), strict=True):
+            torch.addmm(total, columns.to(dtype), rows.to(dtype), out=total)
+        flat.copy_(total)
+    elif m >= n:
+        size = _block_size(k, n)
+        right = b.to(dtype)
+        for part, rows in zip(flat.split(size), left.split(size), strict=True):
+            part.copy_(rows.to(dtype) @ right)
+    else:
+        size = _block_size(m, k)
+        whole = left.to(dtype)
+        for part, columns in zip(flat.split(size, 1), b.split(size, 1), strict=True):
+            part.copy_(whole @ columns.to(dtype))
+    return out
+
+
+def _block_size(*others: int) -> int:
+    """Length of a block next to the other dimensions of the product."""
+    return max(1, BLOCK_ENTRIES // max(1, *others))

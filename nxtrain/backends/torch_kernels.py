@@ -22,6 +22,12 @@ from nxtrain.common.vocab import VocabColumns
 class PlainKernels(Kernels):
     """Elementary operations with every changing number on the device, so that an XLA graph never changes."""
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v)
 
@@ -119,6 +125,29 @@ class FusedKernels(PlainKernels):
     def _divisor(self, grad_scale: Tensor) -> Tensor | None:
         """Divisor of gradients for torch's kernel; None: 1."""
         return grad_scale.reciprocal()
+
+
+class SavingProduct(torch.autograd.Function):
+    """`Kernels.linear` that saves its arguments as they are, and of a frozen weight no input.
+
+    Autograd's own function saves the transposed weight, and copies that a product makes of its arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        return kernels.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        x_grad, weight_grad = None, None
+        if ctx.needs_input_grad[0]:
+            x_grad = ctx.kernels.matmul(grad, weight)
+        if x is not None:
+            weight_grad = ctx.kernels.matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
+        return x_grad, weight_grad, None
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:

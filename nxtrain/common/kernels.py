@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from nxtrain.common.vocab import VocabColumns
@@ -92,17 +91,19 @@ class Kernels(ABC):
         rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
             that compute the same values then get different results wherever their streams differ.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
-        widens_logits: `cross_entropy` makes float32 copies of logits of another type.
     """
 
     host_may_look: bool = False
     rounds: bool = False
     rounds_on_host: bool = False
-    widens_logits: bool = True
 
-    def widens_products(self, dtype: torch.dtype) -> bool:
-        """True if the device multiplies float32 copies of matrices of a type faster than the matrices."""
-        return False
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T, which autograd differentiates: (..., I), (O, I) to (..., O)."""
+
+    @abstractmethod
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -299,8 +299,6 @@ class BackendConfig(Section):
     rounding: Literal["auto", "software", "hardware"] = "auto"
     """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
     generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
-    cpu_kernels: Literal["auto", "torch", "native"] = "auto"
-    """On backend.name=cpu, kernels of torch or our own in C++, built on first use; auto: ours where they build."""
     cpu_transport: Literal["auto", "gloo", "shared_memory"] = "auto"
     """On backend.name=cpu, exchange between ranks; auto: shared memory within a host, where our C++ builds."""
     in_flight: Annotated[int, Field(ge=1, le=63)] = 3

@@ -28,7 +28,7 @@ from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.nn.dropout import Dropout, LayerDropout
-from nxtrain.parallel.linear import ColumnLinear, RowLinear, product
+from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
 
 A, B = "lora_A", "lora_B"
@@ -125,7 +125,9 @@ class _Adapters:
 
     def down(self, x: Tensor, a: Tensor) -> Tensor:
         """Scaled product with A: (..., I) to (..., n R)."""
-        return product(x if self.drop is None else self.drop(x), a, self.tp) * self.scale
+        if self.drop is not None:
+            x = self.drop(x)
+        return self.tp.kernels.linear(x, a) * self.scale
 
 
 def _column_forward(layer: Any, x: Tensor) -> Tensor:
@@ -133,7 +135,8 @@ def _column_forward(layer: Any, x: Tensor) -> Tensor:
     out, own = ColumnLinear.forward(layer, x), layer.adapters
     parts = own.tp.enter(own.down(x, layer.lora_A)).split(own.r, dim=-1)
     rows = layer.lora_B.split([layer.split_sizes[index] for index in own.chosen])
-    updates = {index: product(part, b, own.tp) for index, part, b in zip(own.chosen, parts, rows, strict=True)}
+    linear = own.tp.kernels.linear
+    updates = {index: linear(part, b) for index, part, b in zip(own.chosen, parts, rows, strict=True)}
     whole = [
         updates[index] if index in updates else out.new_zeros(*out.shape[:-1], width)
         for index, width in enumerate(layer.split_sizes)
@@ -143,8 +146,10 @@ def _column_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _row_forward(layer: Any, x: Tensor) -> Tensor:
     """Forward pass of a row layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
-    out, own = RowLinear.forward(layer, x), layer.adapters
-    return out + product(own.tp.exit(own.down(x, layer.lora_A)), layer.lora_B, own.tp)
+    out, tp = RowLinear.forward(layer, x), layer.adapters.tp
+    down = tp.exit(layer.adapters.down(x, layer.lora_A))
+    update: Tensor = tp.kernels.linear(down, layer.lora_B)
+    return out + update
 
 
 def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:

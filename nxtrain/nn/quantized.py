@@ -9,7 +9,7 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from nxtrain.backends.nf4 import Packing, Part
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import CausalLM
+from nxtrain.common.kernels import Kernels
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.config.finetune import quantized_cut
 from nxtrain.nn.init import Fill
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
-from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
 
 
@@ -30,17 +30,35 @@ class _RestoredProduct(torch.autograd.Function):
     """x @ weight.T of a packed weight, which alone is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing, wide: bool) -> Tensor:
-        ctx.packing, ctx.wide = packing, wide
+    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
+        ctx.packing, ctx.kernels = packing, kernels
         ctx.save_for_backward(packed)
-        return linear(x, packing.restore(packed), wide=wide)
+        return kernels.linear(x, packing.restore(packed))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         (packed,) = ctx.saved_tensors
-        return matmul(grad, ctx.packing.restore(packed), wide=ctx.wide), None, None, None
+        return ctx.kernels.matmul(grad, ctx.packing.restore(packed)), None, None, None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Product with a packed weight.
+
+    Args:
+        packing: Form of the weight.
+        kernels: Kernels of the device.
+    """
+
+    packing: Packing
+    kernels: Kernels
+
+    def __call__(self, x: Tensor, packed: Tensor) -> Tensor:
+        """x @ weight.T: (..., I) to (..., O)."""
+        out: Tensor = _RestoredProduct.apply(x, packed, self.packing, self.kernels)
+        return out
 
 
 def quantize(model: nn.Module, tp: TensorParallel) -> None:
@@ -60,7 +78,7 @@ def quantize(model: nn.Module, tp: TensorParallel) -> None:
             packing = _packing(layer.specs["weight"], name, tp)
             blank = torch.empty(packing.packed_shape, dtype=packing.dtype, device="meta")
             layer.weight = nn.Parameter(blank, requires_grad=False)
-            layer.restored = partial(_product, layer, packing, tp.wide_products)
+            layer.restored = Restored(packing, tp.kernels)
 
 
 def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill:
@@ -86,13 +104,8 @@ def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill
 
 def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, Packing]]]:
     for path, layer in model.named_modules():
-        if isinstance(layer, ColumnLinear | RowLinear) and layer.restored is not None:
-            yield f"{path}.weight", (layer.specs["weight"], cast(Any, layer.restored).args[1])
-
-
-def _product(layer: ColumnLinear | RowLinear, packing: Packing, wide: bool, x: Tensor) -> Tensor:
-    out: Tensor = _RestoredProduct.apply(x, layer.weight, packing, wide)
-    return out
+        if isinstance(layer, ColumnLinear | RowLinear) and isinstance(layer.restored, Restored):
+            yield f"{path}.weight", (layer.specs["weight"], layer.restored.packing)
 
 
 def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:

@@ -13,11 +13,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.common.sharding import Init, Segment, ShardSpec
-from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
 
 Product: TypeAlias = Callable[[], Tensor]
@@ -38,8 +36,7 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        whole = tp.comm.all_gather(x.contiguous(), tp.axis) if tp.sequence_parallel else x
-        return linear(whole, weight, wide=tp.wide_products)
+        return tp.kernels.linear(_whole(x, tp), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -48,33 +45,12 @@ class _ColumnProduct(torch.autograd.Function):
         gathers = tp.sequence_parallel and x is not None
         gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis) if gathers else None
         reduce = tp.comm.start_reduce_scatter if tp.sequence_parallel else tp.comm.start_all_reduce
-        reducing = reduce(matmul(grad, weight, wide=tp.wide_products), tp.axis)
+        reducing = reduce(tp.kernels.matmul(grad, weight), tp.axis)
         if x is None:
             return reducing.wait(), None, None
         whole = gathering.wait() if gathering is not None else x
-        weight_grad = _outer(grad, whole, wide=tp.wide_products)
+        weight_grad = _outer(grad, whole, tp)
         return reducing.wait(), weight_grad, None
-
-
-class _Product(torch.autograd.Function):
-    """x @ weight.T that saves its arguments as they are.
-
-    Torch's linear function saves the transposed weight, which is a view on eager devices. On a lazy device whose graph
-    ends between forward and backward, it would be a copy for each micro-batch. Autograd would also save the float32
-    copies of wide products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: bool) -> Tensor:
-        ctx.wide = wide
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return linear(x, weight, wide=wide)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        x_grad = matmul(grad, weight, wide=ctx.wide) if ctx.needs_input_grad[0] else None
-        return x_grad, None if x is None else _outer(grad, x, wide=ctx.wide), None
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -89,14 +65,16 @@ class _SplitProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel, enters: bool, postpone: Postpone) -> Tensor:
         ctx.tp, ctx.enters, ctx.postpone = tp, enters, postpone
         ctx.save_for_backward(x, weight)
-        return linear(_whole(x, tp) if enters else x, weight, wide=tp.wide_products)
+        if enters:
+            x = _whole(x, tp)
+        return tp.kernels.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
         tp = ctx.tp
         ctx.postpone(partial(_weight_grad, grad, x, tp, ctx.enters))
-        x_grad = matmul(grad, weight, wide=tp.wide_products)
+        x_grad = tp.kernels.matmul(grad, weight)
         if ctx.enters:
             reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
             x_grad = reduce(x_grad, tp.axis)
@@ -120,25 +98,21 @@ class _Biased(torch.autograd.Function):
 
 
 def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel, enters: bool) -> Tensor:
-    return _outer(grad, _whole(x, tp) if enters else x, wide=tp.wide_products)
+    if enters:
+        x = _whole(x, tp)
+    return _outer(grad, x, tp)
 
 
-def _outer(grad: Tensor, x: Tensor, *, wide: bool) -> Tensor:
+def _outer(grad: Tensor, x: Tensor, tp: TensorParallel) -> Tensor:
     """Gradient of a weight: (..., O), (..., I) to (O, I)."""
-    return matmul(grad.flatten(0, -2).t(), x.flatten(0, -2), wide=wide)
+    return tp.kernels.matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
     """Input gathered over the sequence under sequence parallelism; else the input itself."""
-    return tp.comm.all_gather(x.contiguous(), tp.axis) if tp.sequence_parallel else x
-
-
-def product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-    """x @ weight.T, in the form that suits the device."""
-    if not (tp.comm.lazy or tp.wide_products):
-        return F.linear(x, weight)
-    out: Tensor = _Product.apply(x, weight, tp.wide_products)
-    return out
+    if tp.sequence_parallel:
+        return tp.comm.all_gather(x.contiguous(), tp.axis)
+    return x
 
 
 class SplitBackward(nn.Module):
@@ -147,13 +121,13 @@ class SplitBackward(nn.Module):
     Attributes:
         weight: Parameter of the layer.
         postpone: Stores the product that computes the gradient; None: the backward pass computes it.
-        restored: Product with a frozen weight that is kept in another form, of an input that needs no gathering; None:
-            `weight` is the weight.
+        restored: Product of an input that needs no gathering with a frozen weight of another form; None: `weight` is
+            the weight.
     """
 
     weight: nn.Parameter
     postpone: Postpone | None = None
-    restored: Callable[[Tensor], Tensor] | None = None
+    restored: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class ColumnLinear(SplitBackward):
@@ -180,17 +154,18 @@ class ColumnLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
-        out = self._product(x)
-        return out if self.bias is None else _Biased.apply(out, self.bias)
-
-    def _product(self, x: Tensor) -> Tensor:
+        tp = self._tp
+        out: Tensor
         if self.postpone is not None:
-            return _SplitProduct.apply(x, self.weight.detach(), self._tp, True, self.postpone)  # type: ignore[no-any-return]
-        if self.restored is not None:
-            return self.restored(self._tp.enter(x))
-        if self._tp.axis.size == 1:
-            return product(x, self.weight, self._tp)
-        out: Tensor = _ColumnProduct.apply(x, self.weight, self._tp)
+            out = _SplitProduct.apply(x, self.weight.detach(), tp, True, self.postpone)
+        elif self.restored is not None:
+            out = self.restored(tp.enter(x), self.weight)
+        elif tp.axis.size == 1:
+            out = tp.kernels.linear(x, self.weight)
+        else:
+            out = _ColumnProduct.apply(x, self.weight, tp)
+        if self.bias is not None:
+            out = _Biased.apply(out, self.bias)
         return out
 
 
@@ -213,8 +188,12 @@ class RowLinear(SplitBackward):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
+        tp = self._tp
+        out: Tensor
         if self.postpone is not None:
-            return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), self._tp, False, self.postpone))
-        if self.restored is not None:
-            return self._tp.exit(self.restored(x))
-        return self._tp.exit(product(x, self.weight, self._tp))
+            out = _SplitProduct.apply(x, self.weight.detach(), tp, False, self.postpone)
+        elif self.restored is not None:
+            out = self.restored(x, self.weight)
+        else:
+            out = tp.kernels.linear(x, self.weight)
+        return tp.exit(out)

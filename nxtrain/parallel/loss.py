@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.common.vocab import VocabColumns
-from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
+
+LOGIT_BYTES = 4
+"""Bytes of a logit in cross entropy, which computes in float32."""
 
 
 class VocabHead(nn.Module):
@@ -30,8 +32,7 @@ class VocabHead(nn.Module):
         hidden_size: D.
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
-        kernels: Kernels of the device.
-        chunk_bytes: Most bytes of logits that exist at once, in the widest type that the kernels give them.
+        chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 
     def __init__(
@@ -41,7 +42,6 @@ class VocabHead(nn.Module):
         init: Init,
         tp: TensorParallel,
         *,
-        kernels: Kernels,
         chunk_bytes: int,
     ) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class VocabHead(nn.Module):
         spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self._tp, self._chunk = tp, _chunk_of(kernels, wide=tp.wide_products)
+        self._tp = tp
+        self._chunk = _chunk_of(tp.kernels)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
-        entry_bytes = 4 if kernels.widens_logits else self.weight.element_size()
-        self._chunk_rows = max(1, chunk_bytes // (entry_bytes * self._piece.local_length))
+        self._chunk_rows = max(1, chunk_bytes // (LOGIT_BYTES * self._piece.local_length))
         # Tensors, not numbers: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
@@ -96,14 +96,14 @@ class VocabHead(nn.Module):
         """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
         with torch.no_grad():
             whole = self._tp.enter(hidden)
-            local = linear(whole, self.weight, wide=self._tp.wide_products).float().movedim(-1, 0).contiguous()
+            local = self._tp.kernels.linear(whole, self.weight).float().movedim(-1, 0).contiguous()
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
 _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
-def _chunk_of(kernels: Kernels, *, wide: bool) -> _Chunk:
+def _chunk_of(kernels: Kernels) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
 
     def chunk(
@@ -115,7 +115,7 @@ def _chunk_of(kernels: Kernels, *, wide: bool) -> _Chunk:
         is_trained: bool,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logits = linear(hidden, weight, wide=wide)
+        logits = kernels.linear(hidden, weight)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
         scaled = logits if scale is None else logits.float()
         loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
@@ -123,8 +123,8 @@ def _chunk_of(kernels: Kernels, *, wide: bool) -> _Chunk:
             return loss, None, None
         if scale is not None:
             logits_grad = (logits_grad * scale).to(hidden.dtype)
-        weight_grad = matmul(logits_grad.t(), hidden, wide=wide) if is_trained else None
-        return loss, matmul(logits_grad, weight, wide=wide), weight_grad
+        weight_grad = kernels.matmul(logits_grad.t(), hidden) if is_trained else None
+        return loss, kernels.matmul(logits_grad, weight), weight_grad
 
     return kernels.fuse(chunk)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nxtrain.common.kernels import Kernels
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.embedding import VocabEmbedding
@@ -16,13 +15,12 @@ class NativeLayers(LayerSet):
 
     Args:
         parallel: Tensor parallel context of the layers.
-        kernels: Kernels of the device.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 
-    def __init__(self, parallel: TensorParallel, kernels: Kernels, *, loss_chunk_bytes: int = 64 << 20) -> None:
+    def __init__(self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20) -> None:
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
-        self._parallel, self._kernels, self._loss_chunk_bytes = parallel, kernels, loss_chunk_bytes
+        self._parallel, self._loss_chunk_bytes = parallel, loss_chunk_bytes
 
     def column(
         self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False
@@ -36,11 +34,4 @@ class NativeLayers(LayerSet):
         return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
-        return VocabHead(
-            vocab_size,
-            hidden_size,
-            init,
-            self._parallel,
-            kernels=self._kernels,
-            chunk_bytes=self._loss_chunk_bytes,
-        )
+        return VocabHead(vocab_size, hidden_size, init, self._parallel, chunk_bytes=self._loss_chunk_bytes)

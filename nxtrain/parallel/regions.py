@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ShardSpec
 
@@ -72,16 +73,16 @@ class TensorParallel:
     Args:
         axis: Tensor parallel axis.
         comm: Collectives.
+        kernels: Kernels of the device.
         dtype: Type of the weights.
         sequence_parallel: Between the layers, activations are sharded along the sequence.
-        wide_products: The device multiplies float32 copies of matrices of `dtype` faster than the matrices.
     """
 
     axis: Axis
     comm: Collectives
+    kernels: Kernels
     dtype: torch.dtype
     sequence_parallel: bool = False
-    wide_products: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
         """Gather an activation for a layer in which each rank computes its own share from the whole activation.

@@ -150,11 +150,11 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     parallel = TensorParallel(
         mesh.tp,
         backend.collectives,
+        backend.kernels,
         dtype,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
-        wide_products=backend.kernels.widens_products(dtype),
     )
-    native = NativeLayers(parallel, backend.kernels, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
+    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
         kernels=backend.kernels,
@@ -216,10 +216,8 @@ def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTa
 def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:
     """Build the whole model without storage, as one rank has it."""
     dtype = Precision.of(plan.config.precision).params
-    wide = backend.kernels.widens_products(dtype)
-    alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype, wide_products=wide)
-    layers = NativeLayers(alone, backend.kernels)
-    context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
+    alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, backend.kernels, dtype)
+    context = BuildContext(NativeLayers(alone), backend.kernels, dtype, plan.config.train.seq_len)
     return plan.family.build(plan.model, context), alone
 
 

@@ -67,7 +67,6 @@ class RunContext:
         """
         mesh, config, place = mesh_of(plan, backend), plan.config, place or Placement.read()
         backend.allow_unverified = config.backend.allow_unverified
-        backend.choose_kernels(config.backend.cpu_kernels)
         backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)

@@ -101,7 +101,7 @@ class Found:
 def run(backend: Backend, name: str, tp: int, sp: bool) -> Found:
     axis = Mesh.build(tp, backend.rank, tp=tp).tp
     case = case_of(name, tp)
-    layer = layer_of(name, case, TensorParallel(axis, backend.collectives, DTYPE, sp))
+    layer = layer_of(name, case, TensorParallel(axis, backend.collectives, backend.kernels, DTYPE, sp))
     x = cut(case.x, case.x_cut, axis, sp)
     x.requires_grad_(x.is_floating_point())
     out = layer(x)

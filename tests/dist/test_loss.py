@@ -55,11 +55,11 @@ def expected(vocab: int, scale: float) -> Found:
 
 def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int) -> Found:
     axis = Mesh.build(tp, backend.rank, tp=tp).tp
-    parallel = TensorParallel(axis, backend.collectives, torch.float32, sp)
+    parallel = TensorParallel(axis, backend.collectives, backend.kernels, torch.float32, sp)
     tensors = given(vocab, scale)
     with torch.device("meta"):
         num_bytes = 4 * rows * -(-vocab // tp)
-        head = VocabHead(vocab, D, Init(), parallel, kernels=backend.kernels, chunk_bytes=num_bytes)
+        head = VocabHead(vocab, D, Init(), parallel, chunk_bytes=num_bytes)
     filled(head, axis, {"": tensors["weight"]})
     hidden = tensors["hidden"].chunk(tp)[backend.rank].clone() if sp else tensors["hidden"].clone()
     hidden.requires_grad_()

@@ -246,7 +246,7 @@ def test_the_model_is_made_of_nxd_layers_but_for_norms_and_head(nxd_ranks: RankP
 def strided(backend: Backend, sp: bool) -> list[Tensor]:
     """Outputs and weight gradients of column, row and embedding for transposed inputs and gradients."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
-    plain = NativeLayers(TensorParallel(mesh.tp, backend.collectives, torch.float32, sp), backend.kernels)
+    plain = NativeLayers(TensorParallel(mesh.tp, backend.collectives, backend.kernels, torch.float32, sp))
     layers = backend.binding.layers(plain, mesh, torch.float32)
     size, cut = backend.world, 8 // backend.world
     with torch.device("meta"):

@@ -33,8 +33,8 @@ S, B, D, V = 4, 2, 8, 16
 def nxd_layers(backend: Backend, dtype: torch.dtype, *, sp: bool = False) -> Mesh:
     """Make NxD's groups over all ranks, by asking for its layers."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
-    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, sp)
-    backend.binding.layers(NativeLayers(parallel, backend.kernels), mesh, dtype)
+    parallel = TensorParallel(mesh.tp, backend.collectives, backend.kernels, dtype, sp)
+    backend.binding.layers(NativeLayers(parallel), mesh, dtype)
     return mesh
 
 
@@ -71,7 +71,7 @@ def losses(backend: Backend) -> tuple[Tensor, float, float, float]:
     logits = random(1, 1, V, seed=1).chunk(backend.world, dim=-1)[backend.rank].clone()
     before, ignored = logits.clone(), torch.full((1, 1), IGNORE_INDEX)
     theirs = parallel_cross_entropy(vocab_parallel_logits=logits, target=ignored)
-    native = NativeLayers(TensorParallel(mesh.tp, backend.collectives, torch.float32), backend.kernels)
+    native = NativeLayers(TensorParallel(mesh.tp, backend.collectives, backend.kernels, torch.float32))
     head = backend.binding.layers(native, mesh, torch.float32).head(V, D, Init())
     for name, value in head.host_buffers().items():  # type: ignore[attr-defined]
         head.register_buffer(name, value, persistent=False)  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
+from nxtrain.backends import cpu_products
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.config.check import Resolved
-from nxtrain.parallel import products
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import Bytes, stage_bytes
 from nxtrain.tools.trace.fake_rank import Traced, step_memory
@@ -185,7 +185,7 @@ def resolved_of(tables: Tables) -> Resolved:
         model=own | {"config": {**SHAPE, **model}},
         parallel=parallel,
         train=train,
-        backend={"name": "cpu", "cpu_kernels": "torch"},
+        backend={"name": "cpu"},
         **given,
     )
 
@@ -195,8 +195,7 @@ def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
 
     On a CPU without instructions for bf16, blocks of float32 copies are as small beside these tensors as beside others.
     """
-    backend.choose_kernels("torch")
-    with mock.patch.object(products, "BLOCK_ENTRIES", 1 << 12):
+    with mock.patch.object(cpu_products, "BLOCK_ENTRIES", 1 << 12):
         return step_memory(resolved, backend, mesh_of(resolved, backend))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from nxtrain.backends import cpu
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_native import build
-from nxtrain.backends.cpu_native.build import KernelBuildError
+from nxtrain.backends.cpu_native.build import LibraryBuildError
 from nxtrain.common.errors import BackendError, LostPeerError
 from nxtrain.common.mesh import Axis, Mesh
 from tests.support.cpp_mutants import mutant_libraries
@@ -180,7 +180,7 @@ MUTANTS = {
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Libraries with one defect each."""
     flags = ("-std=c++17", "-O1", "-shared", "-fPIC")
-    return mutant_libraries(build.SOURCES[1], MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
+    return mutant_libraries(build.SOURCE, MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -212,7 +212,7 @@ def choose(backend: CpuBackend, lacking: int, wanted: str) -> tuple[str, ...]:
     """Notes of this rank, or its error, when one rank has no compiler."""
 
     def fail() -> ctypes.CDLL:
-        raise KernelBuildError("no compiler")
+        raise LibraryBuildError("no compiler")
 
     with mock.patch.object(cpu, "load", fail) if backend.rank == lacking else nullcontext():
         try:

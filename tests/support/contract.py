@@ -55,7 +55,6 @@ class Work:
         later: Gradients that are computed after the backward pass, by operand.
         once: A second backward pass is refused, as the docstring says.
         in_float64: The operation computes in the type of its operands, float64 among them.
-        computes_in: The only type that the operation knows; None: that of its operands.
         leaves_only: Its gradients may be asked for by `backward()` alone, as torch-xla's recomputation has it.
     """
 
@@ -67,7 +66,6 @@ class Work:
     once: bool = False
     in_float64: bool = False
     leaves_only: bool = False
-    computes_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def _hold_work(work: Work, setting: Setting) -> None:
     ]
     out, wanted = work.call(*inputs), work.exact(*exact.values())
     watch.check("the forward pass")
-    dtype = work.computes_in or setting.dtype
+    dtype = setting.dtype
     compare("the result", out, wanted, dtype)
     if not chosen:
         return

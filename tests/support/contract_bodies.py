@@ -43,7 +43,7 @@ def hold_layers(backend: Backend, seed: int, draws: int) -> None:
     ranks = ranks_of(backend)
 
     def make(ranks: Ranks, dtype: torch.dtype, sequence_parallel: bool) -> LayerSet:
-        native = NativeLayers(ranks.parallel(dtype, sequence_parallel), backend.kernels, loss_chunk_bytes=64)
+        native = NativeLayers(ranks.parallel(dtype, sequence_parallel, backend.kernels), loss_chunk_bytes=64)
         return backend.binding.layers(native, mesh, dtype)
 
     for name, cases in contract_layers.CASES.items():

@@ -11,27 +11,20 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttention, wide_flash_attention
-from nxtrain.backends.cpu_native.kernels import (
-    _NativeAttention,
-    _NativeRMSNorm,
-    _NativeRotate,
-    _NativeSwiGLU,
-)
-from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.nf4 import whole_packing
-from nxtrain.backends.torch_kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
+from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
 from nxtrain.nn.quantized import _RestoredProduct
-from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _Product, _SplitProduct
+from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
@@ -42,6 +35,7 @@ from tests.support.contract import Operand, Work
 from tests.support.contract_kernels import (
     EPS,
     LENGTHS,
+    WideKernels,
     exact_attention,
     exact_rms_norm,
     exact_rotate,
@@ -50,9 +44,6 @@ from tests.support.contract_kernels import (
     swiglu_shape,
 )
 from tests.support.forms import WHOLE, Shape
-
-NEEDS_PRODUCTS = "bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one"
-"""Reason of tests that a CPU skips."""
 
 
 class Echo(Collectives):
@@ -99,10 +90,10 @@ class Ranks:
     comm: Collectives
     axis: Axis
 
-    def parallel(self, dtype: torch.dtype, sequence_parallel: bool, *, wide_products: bool = False) -> TensorParallel:
+    def parallel(self, dtype: torch.dtype, sequence_parallel: bool, kernels: Kernels | None = None) -> TensorParallel:
         """Context that layers are built with."""
         sequence_parallel = sequence_parallel and self.axis.size > 1
-        return TensorParallel(self.axis, self.comm, dtype, sequence_parallel, wide_products)
+        return TensorParallel(self.axis, self.comm, kernels or FusedKernels(), dtype, sequence_parallel)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Parts of all ranks, one after the other; the gradient is that of this rank's part."""
@@ -139,38 +130,6 @@ def rotate(ranks: Ranks, rng: Random) -> Work:
     return Work(f"_Rotate on {operands['x'].shape}", operands, _Rotate.apply, exact_rotate)
 
 
-def native_swiglu(ranks: Ranks, rng: Random) -> Work:
-    """A gated unit in C++."""
-    shape = swiglu_shape(rng)
-    return Work(f"_NativeSwiGLU on {shape}", {"x": Operand(shape)}, _NativeSwiGLU.apply, exact_swiglu)
-
-
-def native_rotate(ranks: Ranks, rng: Random) -> Work:
-    """A rotation of pairs in C++."""
-    operands = rotated_operands(rng)
-    return Work(f"_NativeRotate on {operands['x'].shape}", operands, _NativeRotate.apply, exact_rotate)
-
-
-def native_norm(ranks: Ranks, rng: Random) -> Work:
-    """Normalization of rows in C++."""
-    shape = (rng.choice((1, 31, 32, 33, 70)), rng.choice((4, 7, 33)))
-    operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
-    return Work(f"_NativeRMSNorm on {shape}", operands, lambda x, w: _NativeRMSNorm.apply(x, w, EPS), exact_rms_norm)
-
-
-def native_attention(ranks: Ranks, rng: Random) -> Work:
-    """Attention in C++, which knows bfloat16 alone."""
-    if not has_bf16_products():
-        pytest.skip(NEEDS_PRODUCTS)
-    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 6, 32))
-    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
-    shapes = {"q": (length, batch, kv_heads * repeats, width), "k": (length, batch, kv_heads, width)}
-    shapes["v"] = shapes["k"]
-    operands = {name: Operand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    label = f"_NativeAttention on {shapes['q']} and {shapes['k']}"
-    return Work(label, operands, _NativeAttention.apply, exact_attention, computes_in=torch.bfloat16)
-
-
 def norm(ranks: Ranks, rng: Random) -> Work:
     """Normalization of rows."""
     shape = ranks.draw_shape(rng, rng.choice((4, 7)))
@@ -196,13 +155,18 @@ def wide_flash(ranks: Ranks, rng: Random) -> Work:
     return Work(f"_WideFlashAttention on {q} and {kv}", operands, wide_flash_attention, exact_attention)
 
 
+def drawn_kernels(rng: Random) -> Kernels:
+    """Kernels that multiply matrices as they are, or copies of a wider type."""
+    return rng.choice((FusedKernels(), WideKernels()))
+
+
 def product(ranks: Ranks, rng: Random) -> Work:
     """A product with a weight."""
     shape = ranks.draw_shape(rng, rng.choice((1, 4)))
     operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), shape[-1]))}
-    wide = rng.random() < 0.5
-    label = f"_Product on {shape}{' in float32' * wide}"
-    return Work(label, operands, lambda x, w: _Product.apply(x, w, wide), F.linear, in_float64=True)
+    kernels = drawn_kernels(rng)
+    label = f"SavingProduct on {shape}, {type(kernels).__name__}"
+    return Work(label, operands, lambda x, w: SavingProduct.apply(x, w, kernels), F.linear, in_float64=True)
 
 
 def biased(ranks: Ranks, rng: Random) -> Work:
@@ -219,18 +183,17 @@ def restored_product(ranks: Ranks, rng: Random) -> Work:
 
     def call(x: Tensor) -> Tensor:
         packing = whole_packing((rows, BLOCK), x.dtype)
-        out: Tensor = _RestoredProduct.apply(x, packing.pack([weight]), packing, wide)
+        out: Tensor = _RestoredProduct.apply(x, packing.pack([weight]), packing, kernels)
         return out
 
-    operands, wide = {"x": Operand(shape)}, rng.random() < 0.5
-    return Work(
-        f"_RestoredProduct on {shape}{' in float32' * wide}", operands, call, lambda x: F.linear(x, weight.to(x.dtype))
-    )
+    operands, kernels = {"x": Operand(shape)}, drawn_kernels(rng)
+    label = f"_RestoredProduct on {shape}, {type(kernels).__name__}"
+    return Work(label, operands, call, lambda x: F.linear(x, weight.to(x.dtype)))
 
 
 def column_product(ranks: Ranks, rng: Random) -> Work:
     """A product of what all ranks need whole."""
-    tp = ranks.parallel(torch.float32, rng.random() < 0.5, wide_products=rng.random() < 0.5)
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5, drawn_kernels(rng))
     shape = ranks.draw_shape(rng, 4)
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -245,7 +208,7 @@ def column_product(ranks: Ranks, rng: Random) -> Work:
 
 def split_product(ranks: Ranks, rng: Random) -> Work:
     """A product whose weight gets its gradient later."""
-    tp = ranks.parallel(torch.float32, rng.random() < 0.5, wide_products=rng.random() < 0.5)
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5, drawn_kernels(rng))
     enters = rng.random() < 0.7
     shape = ranks.draw_shape(rng, 4)
     postponed: list[Product] = []
@@ -360,7 +323,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
     """Loss over a vocabulary that is cut over the ranks."""
     rows, vocab, width = rng.choice((1, 5, 8)), rng.choice((2, 5)), 4
     size, chunk_rows, padded = ranks.axis.size, rng.choice((1, 3, 100)), rng.random() < 0.5
-    wide = rng.random() < 0.5
+    kernels = drawn_kernels(rng)
     first = torch.tensor([ranks.axis.rank * vocab, vocab])
 
     def targets(generator: torch.Generator, shape: Shape) -> Tensor:
@@ -375,7 +338,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
         columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
-        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(FusedKernels(), wide=wide))
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels))
         return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
@@ -393,9 +356,8 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
     }
     if padded:
         operands["padding"] = Operand((vocab,), padding, torch.float32, (WHOLE,), has_gradient=False)
-    label = (
-        f"_VocabCrossEntropy on {rows} rows, {vocab} entries, chunks of {chunk_rows}, tp {size}{', in float32' * wide}"
-    )
+    sizes = f"{rows} rows, {vocab} entries, chunks of {chunk_rows}, tp {size}"
+    label = f"_VocabCrossEntropy on {sizes}, {type(kernels).__name__}"
     return Work(label, operands, call, exact, once=True)
 
 
@@ -405,11 +367,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _RMSNorm: norm,
     _BlockedAttention: attention,
     _WideFlashAttention: wide_flash,
-    _NativeSwiGLU: native_swiglu,
-    _NativeRotate: native_rotate,
-    _NativeRMSNorm: native_norm,
-    _NativeAttention: native_attention,
-    _Product: product,
+    SavingProduct: product,
     _Biased: biased,
     _RestoredProduct: restored_product,
     _ColumnProduct: column_product,

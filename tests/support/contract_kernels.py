@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.rounding import mix_, step_hash
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
-from tests.support.contract import Operand, Update, Work, compare
+from tests.support.contract import BOUNDS, Operand, Update, Work, compare
 from tests.support.forms import CONTIGUOUS, WHOLE, Shape
 
 LENGTHS = (1, 2, 7, 127, 128, 129, 130)
@@ -24,6 +25,37 @@ LARGEST_ROUNDED = 3e38
 EPS = 1e-5
 
 Values = Mapping[str, Tensor]
+
+
+class WideKernels(CpuKernels):
+    """Kernels of a CPU that multiplies matrices of no type as fast as copies in float32 or float64."""
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+def linear(kernels: Kernels, rng: Random) -> Work:
+    """A product with a weight."""
+    x, rows = (rng.choice((1, 3)), rng.choice((1, 2)), rng.choice((1, 4))), rng.choice((1, 3))
+    operands = {"x": Operand(x), "weight": Operand((rows, x[-1]))}
+    label = f"linear of {type(kernels).__name__} on {x} and {rows} rows"
+    return Work(label, operands, kernels.linear, F.linear)
+
+
+def matmul(kernels: Kernels, rng: Random) -> Update:
+    """A product of matrices, without a gradient."""
+    (m, k, n), lead = (rng.choice((1, 3, 40)) for _ in range(3)), rng.choice(((), (2,)))
+    found: list[Tensor] = []
+
+    def check(before: Values, after: Values) -> None:
+        a, b = before["a"], before["b"]
+        error = (found[-1].double() - a.double() @ b.double()).norm()
+        assert found[-1].dtype == a.dtype
+        assert error <= BOUNDS[a.dtype] * a.double().norm() * b.double().norm()
+
+    label = f"matmul of {type(kernels).__name__} on {(*lead, m, k)} and {(k, n)}"
+    operands = {"a": Operand((*lead, m, k)), "b": Operand((k, n))}
+    return Update(label, operands, lambda a, b: found.append(kernels.matmul(a, b).cpu()), check)
 
 
 def attention(kernels: Kernels, rng: Random) -> Work:
@@ -334,6 +366,8 @@ def _squares(generator: torch.Generator, shape: Shape) -> Tensor:
 
 
 CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
+    "linear": linear,
+    "matmul": matmul,
     "document_attention": document_attention,
     "attention": attention,
     "rms_norm": rms_norm,
@@ -349,5 +383,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles", "widens_products"}
+TAKE_NO_TENSORS = {"fuse", "tiles"}
 """Operations that are given shapes, types or functions alone."""

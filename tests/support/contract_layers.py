@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.layers import Head, LayerSet
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.common.vocab import IGNORE_INDEX
@@ -31,7 +30,7 @@ Put = Callable[[Tensor], Tensor]
 
 def native(ranks: Ranks, dtype: torch.dtype, sequence_parallel: bool) -> LayerSet:
     """Our own, whose loss goes through the logits of a few tokens at a time."""
-    return NativeLayers(ranks.parallel(dtype, sequence_parallel), FusedKernels(), loss_chunk_bytes=64)
+    return NativeLayers(ranks.parallel(dtype, sequence_parallel), loss_chunk_bytes=64)
 
 
 class _Loss(nn.Module):

@@ -1,4 +1,4 @@
-"""Libraries of the C++ sources with one defect each."""
+"""Libraries of a C++ source with one defect each."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def mutant_libraries(
         assert right in text, f"{name}: {source.name} has no {right!r}"
         path = folder / f"{number}.cpp"
         path.write_text(text.replace(right, wrong))
-        build.compile_library([path], path.with_suffix(".so"), flags)
+        build.compile_library(path, path.with_suffix(".so"), flags)
         found[name] = str(path.with_suffix(".so"))
     return found

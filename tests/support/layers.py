@@ -8,7 +8,9 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.nn.init import materialize
@@ -20,9 +22,9 @@ ALONE = Axis("tp", 0, ((0,),))
 """The axis of a rank that shares nothing."""
 
 
-def alone(dtype: torch.dtype = torch.float32) -> TensorParallel:
+def alone(dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> TensorParallel:
     """Tensor parallel context of layers that are not sharded."""
-    return TensorParallel(ALONE, C10dCollectives(1), dtype)
+    return TensorParallel(ALONE, C10dCollectives(1), kernels or FusedKernels(), dtype)
 
 
 def filled(

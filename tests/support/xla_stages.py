@@ -103,7 +103,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
     comm, mesh = backend.collectives, seen_by(layout, backend.rank)
     backend.lay_out(mesh)
     pp, tp = mesh.pp, mesh.tp
-    regions = TensorParallel(tp, comm, torch.float32, sequence_parallel=True)
+    regions = TensorParallel(tp, comm, backend.kernels, torch.float32, sequence_parallel=True)
     whole_up, whole_down = weights(pp.rank)
     up = backend.put(whole_up.chunk(tp.size, 1)[tp.rank].clone()).requires_grad_()
     down = backend.put(whole_down.chunk(tp.size, 0)[tp.rank].clone()).requires_grad_()

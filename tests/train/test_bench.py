@@ -76,9 +76,8 @@ def test_both_sides_of_bench_train_compute_the_products_that_the_formula_counts(
     )
     # Without instructions for bf16, long products are sums of float32 products.
     assert ours["aten.mm"] + ours.get("aten.addmm", 0) == peer["aten.mm"] == products
-    # A short sequence is one block, which is computed whole. The products of a kernel in C++ are not torch's.
-    hidden = 2 * attention if precision == "bf16" else 0
-    assert ours.get("aten.bmm", hidden) == 2 * attention
+    # A short sequence is one block, which is computed whole.
+    assert ours["aten.bmm"] == 2 * attention
     family = find_family("llama")
     formula = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(SEQ_LEN)
     assert formula * BATCH * SEQ_LEN == products + attention

@@ -19,8 +19,6 @@ import torch
 import nxtrain
 import nxtrain_models
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cpu_native.build import load
-from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
@@ -35,7 +33,7 @@ from tests.support.contract_functions import NOT_ECHOED, Echo, Ranks
 SEED = 0
 DRAWS = 40
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NativeKernels(load()), NeuronNativeKernels())
+KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NeuronNativeKernels())
 
 ELSEWHERE = {
     "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",
@@ -111,7 +109,7 @@ def test_every_layer_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", contract_kernels.CASES)
-@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernels", (*KERNELS, contract_kernels.WideKernels()), ids=lambda k: type(k).__name__)
 def test_a_kernel_keeps_what_it_is_given(kernels: Kernels, name: str) -> None:
     drawn(lambda rng, _: contract_kernels.CASES[name](kernels, rng), name)
 

@@ -13,7 +13,15 @@ from tests.support.xla_engine import run_devices
 
 SEED = 0
 DRAWS = 2
-FUNCTIONS = ("_SwiGLU", "_Rotate", "_RMSNorm", "_Product", "_SplitProduct", "_ReduceGradient", "_VocabCrossEntropy")
+FUNCTIONS = (
+    "_SwiGLU",
+    "_Rotate",
+    "_RMSNorm",
+    "SavingProduct",
+    "_SplitProduct",
+    "_ReduceGradient",
+    "_VocabCrossEntropy",
+)
 
 
 def hold_rest(backend: Backend, seed: int, draws: int) -> None:

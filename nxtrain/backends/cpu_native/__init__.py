@@ -1,1 +1,1 @@
-"""CPU kernels in C++, built on first use; without a compiler torch's operations stay."""
+"""Collectives of a CPU host in C++, built on first use; without a compiler gloo's serve."""

@@ -1,4 +1,4 @@
-"""Build of the C++ sources with the machine's compiler, once per compiler, torch and CPU."""
+"""Build of the C++ source with the machine's compiler, once per compiler and CPU."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from nxtrain.common.errors import BackendError
 from nxtrain.common.io.atomic import replacing
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "exchange.cpp"))
+SOURCE = Path(__file__).with_name("exchange.cpp")
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing"),
-    # Reductions are marked one by one in the source. Order of sums, infinities and NaN stay as IEEE 754 has them.
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    # Order of sums, infinities and NaN stay as IEEE 754 has them.
     *("-fno-math-errno", "-fno-trapping-math"),
 )
 BUILD_TIMEOUT_S = 300
 
 
-class KernelBuildError(BackendError):
-    """The kernels cannot be built or loaded here; the text says why and what helps."""
+class LibraryBuildError(BackendError):
+    """The library cannot be built or loaded here; the text says why and what helps."""
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """Library of kernels and collectives; the first call on a machine builds the library, in a few seconds.
+    """Library of collectives; the first call on a machine builds the library, in a few seconds.
 
     Raises:
-        KernelBuildError: No compiler, no folder to write to, or a compiler that fails.
+        LibraryBuildError: No compiler, no folder to write to, or a compiler that fails.
     """
     try:
         library = cache_folder(os.environ) / f"{_key(find_compiler())}.so"
@@ -46,7 +44,7 @@ def load() -> ctypes.CDLL:
             _build(library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelBuildError(str(error)) from None
+        raise LibraryBuildError(str(error)) from None
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -59,9 +57,8 @@ def _key(compiler: str) -> str:
     """Hash of all that the library depends on."""
     binary = Path(compiler).resolve()
     stat = binary.stat()
-    texts = tuple(source.read_text() for source in SOURCES)
-    parts = (texts, str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, torch.__version__, _torch_folder())
-    return hashlib.sha256(repr((*parts, _cpu_flags())).encode()).hexdigest()[:32]
+    parts = (SOURCE.read_text(), str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, _cpu_flags())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _cpu_flags() -> str:
@@ -70,44 +67,39 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _torch_folder() -> Path:
-    return Path(torch.__file__).parent / "lib"
-
-
 def _build(library: Path) -> None:
     if Placement.read().local_rank == 0:
-        standard_error().print("compiling the CPU kernels, once on this machine", markup=False)
+        standard_error().print("compiling the CPU collectives, once on this machine", markup=False)
     library.parent.mkdir(parents=True, exist_ok=True)
     # Ranks that start together may each build; the last rename wins, and all results are equal.
     with replacing(library, durable=False, shared=True) as out:
-        compile_library(SOURCES, out, FLAGS)
+        compile_library(SOURCE, out, FLAGS)
 
 
-def compile_library(sources: Sequence[Path], library: Path, flags: Sequence[str]) -> None:
-    """Compile sources that use torch's matrix products.
+def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
+    """Compile a source.
 
     Raises:
-        KernelBuildError: There is no compiler, or the compiler fails.
+        LibraryBuildError: There is no compiler, or the compiler fails.
     """
-    compiler, folder = find_compiler(), _torch_folder()
-    files = [*map(str, sources), "-o", str(library)]
-    argv = [compiler, *flags, *files, f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
+    compiler = find_compiler()
+    argv = [compiler, *flags, str(source), "-o", str(library)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise KernelBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
+        raise LibraryBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200].strip())
-        raise KernelBuildError(f"{compiler} failed: {first}")
+        raise LibraryBuildError(f"{compiler} failed: {first}")
 
 
 def find_compiler() -> str:
     """Path of the C++ compiler.
 
     Raises:
-        KernelBuildError: There is none.
+        LibraryBuildError: There is none.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if platform.system() != "Linux" or compiler is None:
-        raise KernelBuildError("no C++ compiler is on PATH; Debian and Ubuntu: apt install g++")
+        raise LibraryBuildError("no C++ compiler is on PATH; Debian and Ubuntu: apt install g++")
     return compiler

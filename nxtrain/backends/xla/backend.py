@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend, Support, fetched_names
 from nxtrain.backends.rounding import round_one_by_one
-from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.backends.torch_kernels import PlainKernels, SavingProduct
 from nxtrain.backends.xla.environment import refuse_dead_variables, support
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
@@ -148,6 +148,12 @@ class XlaKernels(PlainKernels):
             dtype: registry.register(f"nxtrain_bitcast_{of}", lambda x, of=of: x.bitcast(of))
             for dtype, of in types.items()
         }
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        # The transposed weight is a view on eager devices. Here, where a graph ends between forward and backward, it
+        # would be a copy for each micro-batch.
+        out: Tensor = SavingProduct.apply(x, weight, self)
+        return out
 
     def bits(self, x: Tensor) -> Tensor:
         bits: Tensor = self._bitcasts[torch.int32](x)

@@ -160,8 +160,9 @@ def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of every tensor of a model, by global name."""
-    alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
-    context = BuildContext(NativeLayers(alone, FusedKernels()), FusedKernels(), torch.float32, seq_len=1)
+    kernels = FusedKernels()
+    alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), kernels, torch.float32)
+    context = BuildContext(NativeLayers(alone), kernels, torch.float32, seq_len=1)
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 

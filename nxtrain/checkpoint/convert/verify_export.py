@@ -96,9 +96,7 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALON
 
 
 def _layers(backend: Backend, mesh: Mesh, dtype: torch.dtype) -> NativeLayers:
-    wide = backend.kernels.widens_products(dtype)
-    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, wide_products=wide)
-    return NativeLayers(parallel, backend.kernels)
+    return NativeLayers(TensorParallel(mesh.tp, backend.collectives, backend.kernels, dtype))
 
 
 def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:

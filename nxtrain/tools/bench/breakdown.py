@@ -67,8 +67,8 @@ _VIEWS = re.compile(
     r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
     r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
 )
-_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_|^_Native")
-"""Loops of compilers, and functions whose work is a kernel of `nxtrain.backends.cpu_native`, unknown to torch."""
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")
+"""Loops of compilers."""
 
 
 @dataclass(frozen=True)

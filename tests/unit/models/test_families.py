@@ -189,7 +189,7 @@ def test_the_longest_sequence_ends_at_the_window(family: str, preset: str, longe
 def test_no_model_is_built_for_sequences_beyond_its_window() -> None:
     """Generation and evaluation build models without the checks of a training run."""
     mistral = find_family("mistral")
-    layers = NativeLayers(alone(), FusedKernels())
+    layers = NativeLayers(alone())
     for seq_len, fits in ((1024, True), (1025, False)):
         context = BuildContext(layers, FusedKernels(), torch.float32, seq_len)
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"exceeds model\.config\.sliding_window=1024"):

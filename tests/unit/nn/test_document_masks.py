@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cpu_native import build
-from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
@@ -25,7 +23,6 @@ from tests.support.packed import END, SEQ_LEN, drawn_batch, spans
 
 TOLERANCE = 1e-5
 KERNELS: dict[str, Kernels] = {
-    "native": NativeKernels(build.load()),
     "cpu": CpuKernels(),
     "fused": FusedKernels(),
     "plain": PlainKernels(),

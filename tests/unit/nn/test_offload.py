@@ -38,7 +38,6 @@ def test_the_host_gets_what_autograd_saves_of_the_blocks(
     change: dict[str, dict[str, Any]] = {"model": {"family": family, "config": SIZED}}
     plain = plan("mha", **settings(remat, change))
     backend, mesh, host = CpuBackend(), Mesh(1, 0), Host(monkeypatch)
-    backend.choose_kernels("torch")
     rows = tokens(plain, 4)
     inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     offloading = plan("mha", **settings(remat, {**change, "parallel": {"offload": ("activations",)}}))

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cpu_native.build import load
-from nxtrain.backends.cpu_native.kernels import NativeKernels
-from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.limits import CPU_BLOCK as BLOCK
 from nxtrain.backends.limits import LONG_SEQUENCE
 from nxtrain.backends.torch_kernels import PlainKernels
@@ -74,9 +71,7 @@ def is_same(a: Gradient, b: Gradient) -> bool:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "kernels", [CpuKernels(), NativeKernels(load()), PlainKernels()], ids=["cpu", "native", "plain"]
-)
+@pytest.mark.parametrize("kernels", [CpuKernels(), PlainKernels()], ids=["cpu", "plain"])
 def test_recomputed_gradients_are_equal_bit_for_bit(
     backend: CpuBackend, kernels: Kernels, params: str, accumulation: int
 ) -> None:
@@ -122,7 +117,7 @@ def kept_bytes(model: nn.Module, rows: Tensor) -> int:
 
 
 def expected_bytes(resolved: Resolved, batch: int) -> int:
-    """The same by counting, for one tensor parallel rank; attention in float32 keeps its probabilities."""
+    """The same by counting, for one tensor parallel rank; attention keeps its probabilities."""
     run = resolved.config
     model: dict[str, int] = resolved.model.model_dump()
     length, size, hidden = run.train.seq_len, DTYPES[run.precision.params].itemsize, model["hidden_size"]
@@ -138,10 +133,6 @@ def expected_bytes(resolved: Resolved, batch: int) -> int:
     block = num_tokens * (inner * size + 2 * 4)
     rope = 2 * length * head_dim // 2 * 4
     probabilities = batch * heads * sum(BLOCK * end for end in range(BLOCK, length + 1, BLOCK)) * size
-    if (
-        run.precision.params == "bf16" and has_bf16_products()
-    ):  # kernels in C++ keep one float32 number per row of scores
-        probabilities = batch * heads * length * 4
     layers = model["num_hidden_layers"]
     return {
         "none": ends + rope + layers * (block + probabilities),

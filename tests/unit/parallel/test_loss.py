@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common import vocab as vocab_module
 from nxtrain.common.sharding import Init
 from nxtrain.common.vocab import IGNORE_INDEX
@@ -26,7 +25,7 @@ def head_of(weight: Tensor, rows: int) -> VocabHead:
     vocab, width = weight.shape
     with torch.device("meta"):
         parallel, num_bytes = alone(weight.dtype), 4 * rows * vocab
-        head = VocabHead(vocab, width, Init(), parallel, kernels=FusedKernels(), chunk_bytes=num_bytes)
+        head = VocabHead(vocab, width, Init(), parallel, chunk_bytes=num_bytes)
     return filled(head, ALONE, {"": weight})
 
 
@@ -161,7 +160,7 @@ def test_a_chunk_is_as_many_rows_of_float32_logits_as_its_bytes_hold_and_at_leas
     num_bytes: int, rows: int
 ) -> None:
     with torch.device("meta"):
-        head = VocabHead(V, D, Init(), alone(torch.bfloat16), kernels=FusedKernels(), chunk_bytes=num_bytes)
+        head = VocabHead(V, D, Init(), alone(torch.bfloat16), chunk_bytes=num_bytes)
     assert head._chunk_rows == rows
 
 

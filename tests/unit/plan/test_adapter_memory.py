@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 1024,
 }
-"""A sequence of 1,024 tokens takes fused attention, which keeps the same tensors in torch and in C++."""
+"""A sequence of 1,024 tokens takes fused attention, which keeps no probabilities."""
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

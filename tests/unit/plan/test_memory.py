@@ -162,7 +162,6 @@ SIZED = {
 def run(resolved: Resolved) -> tuple[int, int, Job]:
     """Bytes alive after a forward pass; the peak of a whole step; and the job."""
     backend, mesh = CpuBackend(), Mesh(1, 0)
-    backend.choose_kernels("torch")
     state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
     job = job_of(resolved, mesh)
     train = resolved.config.train

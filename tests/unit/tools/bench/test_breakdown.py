@@ -42,8 +42,6 @@ from nxtrain.tools.bench.breakdown import (
         (("aten::mul", STEP), ELEMENTWISE),
         (("aten::sum", STEP), ELEMENTWISE),
         (("## Call CompiledFxGraph abc ##", STEP), ELEMENTWISE),
-        (("_NativeRMSNormBackward", STEP), ELEMENTWISE),
-        (("nxtrain::attention_backward", STEP), ATTENTION),
         (("aten::view", STEP), DISPATCH),
         (("aten::empty_strided", STEP), DISPATCH),
         (("_RMSNorm", STEP), DISPATCH),

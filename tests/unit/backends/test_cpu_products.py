@@ -13,7 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends import cpu_attention, cpu_kernels, cpu_products
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.parallel import products
+from nxtrain.backends.cpu_products import wide_matmul
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Init, Segment
+from nxtrain.parallel.linear import ColumnLinear
+from tests.support.contract_functions import Echo, Ranks
+from tests.support.contract_kernels import WideKernels
 
 LENGTHS = (1, 2, 3, 7, 16, 31)
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -31,30 +36,30 @@ def seen_error(matmul: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -
     """First difference from a float64 product that is rounded once; empty: none in these draws."""
     rng = Random(3)
     for _ in range(150):
-        monkeypatch.setattr(products, "BLOCK_ENTRIES", rng.choice((1, 8, 40, 1 << 21)))
+        monkeypatch.setattr(cpu_products, "BLOCK_ENTRIES", rng.choice((1, 8, 40, 1 << 21)))
         (m, k, n), dtype = (rng.choice(LENGTHS) for _ in range(3)), rng.choice((torch.bfloat16, torch.float16))
         a, b = drawn(rng, m, k, dtype), drawn(rng, k, n, dtype)
         stacked = a.view(m, 1, k) if rng.random() < 0.3 and a.is_contiguous() else a
-        found, wanted = matmul(stacked, b, wide=True), (a.double() @ b.double()).to(dtype)
+        found, wanted = matmul(stacked, b), (a.double() @ b.double()).to(dtype)
         if found.dtype != dtype or not torch.equal(found.reshape(m, n), wanted):
-            return f"{m} x {k} x {n}, {dtype}, blocks of {products.BLOCK_ENTRIES}"
+            return f"{m} x {k} x {n}, {dtype}, blocks of {cpu_products.BLOCK_ENTRIES}"
     return ""
 
 
 def test_a_wide_product_is_the_exact_one_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not seen_error(products.matmul, monkeypatch)
+    assert not seen_error(wide_matmul, monkeypatch)
 
 
 @pytest.mark.parametrize("defect", ["nothing is written", "one block", "rounded before the sum"])
 def test_a_defect_of_blocks_is_seen(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
+    def broken(a: Tensor, b: Tensor) -> Tensor:
         size = max(1, a.shape[-1] // 2)
         if defect == "one block":
-            return products.matmul(a[..., :size], b[:size], wide=wide)
+            return wide_matmul(a[..., :size], b[:size])
         if defect == "rounded before the sum":
-            first = products.matmul(a[..., :size], b[:size], wide=wide)
-            return first + products.matmul(a[..., size:], b[size:], wide=wide)
-        return torch.zeros_like(products.matmul(a, b, wide=wide))
+            first = wide_matmul(a[..., :size], b[:size])
+            return first + wide_matmul(a[..., size:], b[size:])
+        return torch.zeros_like(wide_matmul(a, b))
 
     assert seen_error(broken, monkeypatch)
 
@@ -64,7 +69,7 @@ def test_sums_of_a_wide_product_are_float32(monkeypatch: pytest.MonkeyPatch) -> 
     for dtype, half_ulp in HALF_ULP.items():
         a, b = (torch.randn(size, generator=generator).to(dtype) for size in ((9, 700), (700, 5)))
         exact = a.double() @ b.double()
-        error = (products.matmul(a, b, wide=True).double() - exact).abs()
+        error = (wide_matmul(a, b).double() - exact).abs()
         sums = a.double().abs() @ b.double().abs()
         assert (error <= half_ulp * exact.abs() + 1e-6 * sums).all()
 
@@ -101,9 +106,11 @@ def test_a_cpu_without_instructions_multiplies_no_16_bit_matrices_in_attention(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_compilers_trace_products_and_attention_without_a_break(dtype: torch.dtype) -> None:
+    kernels = WideKernels()
+
     def block(x: Tensor, weight: Tensor) -> Tensor:
-        heads = products.linear(x, weight, wide=True).unflatten(-1, (2, 8))
-        return products.matmul(CpuKernels().attention(heads, heads, heads).flatten(2), weight, wide=True)
+        heads = kernels.linear(x, weight).unflatten(-1, (2, 8))
+        return kernels.matmul(kernels.attention(heads, heads, heads).flatten(2), weight)
 
     x, weight = torch.randn(8, 1, 12).to(dtype), torch.randn(16, 12).to(dtype)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -112,4 +119,35 @@ def test_compilers_trace_products_and_attention_without_a_break(dtype: torch.dty
 
 def test_float32_needs_no_copies() -> None:
     assert cpu_products.has_products(torch.float32) and cpu_products.has_products(torch.float64)
-    assert not CpuKernels().widens_products(torch.float32)
+    assert not CpuKernels().widens(torch.float32)
+
+
+def test_a_cpu_without_instructions_saves_no_float32_copy_for_backward() -> None:
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        WideKernels().linear(x, weight)
+    assert saved == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize("rank", [0, 1])
+def test_compilers_trace_a_sharded_layer_whose_products_are_in_float32(rank: int) -> None:
+    ranks = Ranks(Echo(), Mesh.build(2, rank, tp=2).tp)
+    layer = ColumnLinear(4, (Segment("w", 6),), Init(), ranks.parallel(torch.bfloat16, False, WideKernels()))
+    torch.nn.init.normal_(layer.weight)
+    x = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+
+    def grads(forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        out = forward(x)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (x, layer.weight))]
+
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for ours, eager in zip(grads(compiled), grads(layer.forward), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.02)
