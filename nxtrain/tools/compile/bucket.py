@@ -70,7 +70,7 @@ class Bucket:
             raise UnusableEntryError(f"damaged: {damaged}")
         return seal
 
-    def store(self, key: CacheKey, folder: Path, seal: Seal) -> None:
+    def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
         """Upload an entry: every file that the store lacks, then the list of files.
 
         Args:
@@ -80,6 +80,8 @@ class Bucket:
 
         Raises:
             UnusableEntryError: A file is damaged on this node's disk, or on the way.
+
+        Returns: True: the last of two nodes that upload the same graph wins.
         """
         try:
             for name, file in seal.items():
@@ -88,6 +90,7 @@ class Bucket:
         except DamagedError as error:
             raise UnusableEntryError(str(error)) from error
         self._store.put(_entry(key), json.dumps({"files": to_json(seal)}, indent=1).encode())
+        return True
 
     def _seal(self, key: CacheKey) -> Seal:
         try:
