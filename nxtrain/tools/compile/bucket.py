@@ -21,11 +21,7 @@ _ENTRIES, _SUFFIX = "entries", ".json"
 
 
 class Bucket:
-    """Cache in a store.
-
-    Args:
-        store: The store.
-    """
+    """Cache in a store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -52,10 +48,6 @@ class Bucket:
     def fetch(self, key: CacheKey, target: Path) -> Seal:
         """Download an entry and verify its hashes.
 
-        Args:
-            key: Key of the entry.
-            target: An empty folder.
-
         Raises:
             UnusableEntryError: Files of the entry are missing or differ from their hashes.
         """
@@ -74,9 +66,7 @@ class Bucket:
         """Upload an entry: every file that the store lacks, then the list of files.
 
         Args:
-            key: Key of the entry.
             folder: Folder with the entry's files, which must not change during the upload.
-            seal: Hashes of the files.
 
         Raises:
             UnusableEntryError: A file is damaged on this node's disk, or on the way.

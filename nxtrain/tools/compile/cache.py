@@ -37,7 +37,6 @@ class EntryVerdict:
     """Result of the verification of one entry.
 
     Args:
-        key: Key of the entry.
         damage: Differences from the seal as text; empty if there are none.
         is_new: True if the entry had no seal and was sealed by the verification.
     """
@@ -104,10 +103,6 @@ class Cache:
     def fetch(self, key: CacheKey, target: Path) -> Seal:
         """Copy the files of a done entry.
 
-        Args:
-            key: Key of the entry.
-            target: An empty folder.
-
         Raises:
             UnusableEntryError: The entry is damaged, or changed during the copy.
         """
@@ -147,9 +142,7 @@ class Cache:
         """Add an entry, whole or not at all.
 
         Args:
-            key: Key of the entry.
             folder: A folder of `staging` with the files of a complete entry.
-            seal: Hashes of the files.
 
         Returns: True if the entry was added; False if it is present already, or a process works on it.
         """
@@ -214,9 +207,6 @@ class Cache:
 
     def evict(self, max_bytes: int) -> list[CacheKey]:
         """Evict the quarantine first, then the least recently used entries; locked entries stay.
-
-        Args:
-            max_bytes: Most bytes to keep.
 
         Returns: Keys of the removed entries.
         """

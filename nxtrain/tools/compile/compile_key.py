@@ -44,9 +44,6 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
     """Build of a run.
 
     Args:
-        plan: The checked configuration.
-        world: Number of ranks.
-        environ: Variables of the ranks.
         compiler: Folder of the compiler's version; empty if it is not known yet. TorchNeuron's files name no compiler,
             so that there the versions of the compilers are settings.
     """

@@ -59,10 +59,8 @@ class Entry:
     """Snapshot of one entry of the cache.
 
     Args:
-        key: Key of the graph.
         folder: Folder of the entry; the file itself for a graph of TorchNeuron.
         state: State of the entry.
-        size_bytes: Size of its files.
         used_s: Time of the last change, use mark or read by the file system's clock, in seconds since the epoch.
         detail: Reason for the state; empty if the state needs none.
     """

@@ -21,7 +21,6 @@ class Content:
     """Expected content of a file.
 
     Args:
-        size_bytes: Length of the file.
         sha256: SHA-256 of the file, hexadecimal.
     """
 

@@ -11,11 +11,7 @@ from nxtrain.tools.compile.entry_hashes import Seal
 
 
 class Layout(ABC):
-    """Files of one lane's graphs in a cache.
-
-    Args:
-        root: Folder of the cache.
-    """
+    """Files of one lane's graphs in a cache."""
 
     patience_s = 0.0
     """Seconds after which a graph that no process names counts as compiled by the run that watches."""

@@ -68,9 +68,7 @@ class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
-        name: Name of the configuration.
         build: Compiler, flags and settings of the graphs.
-        graphs: The graphs.
         stages: The pipeline stages whose graphs they are; empty for all.
     """
 
@@ -185,9 +183,7 @@ def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
     """Differences of a graph that was not compiled beforehand from the compiled graphs, as text.
 
     Args:
-        manifest: Manifest of the compiled graphs.
         build: Build of the run; the compiler of the key is that of the graph.
-        key: Key of the graph.
     """
     lines = [f"the graph {key.module} was not compiled beforehand"]
     graph_hash, flags_hash = _hashes(key.module)

@@ -60,10 +60,6 @@ OnMiss = Callable[[CacheKey, Sequence[int]], None]
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
     """Hold a run to its manifest while it lasts; on one rank per node, and on Neuron devices only.
 
-    Args:
-        plan: The checked configuration of the run.
-        environ: Variables of this rank.
-
     Raises:
         ConfigError: `compile.on_miss=stop`, and the manifest is none.
         BackendError: The same, and there is no manifest, or this node lacks graphs of it.

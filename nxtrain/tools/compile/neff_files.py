@@ -24,7 +24,6 @@ class NeffFiles(Layout):
     """The files of TorchNeuron in a cache.
 
     Args:
-        root: Folder of the cache.
         seals: Folder with the hashes of the files.
     """
 

@@ -37,7 +37,6 @@ class CompileJob:
         tool: The program `neuron_parallel_compile`.
         command: Command that shows the graphs.
         env: Environment variables of the command.
-        cache: Cache of this node.
         folder: Empty folder for logs.
     """
 
@@ -67,7 +66,6 @@ def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
     """Compile and seal every graph, and wait for graphs that other processes compile.
 
     Args:
-        job: The job.
         num_workers: Compilers at a time; half as many after some were killed.
         retries: Times that what failed is tried again.
 
@@ -113,7 +111,6 @@ class _GraphCount:
     """Printer of the number of compiled graphs.
 
     Args:
-        cache: The cache.
         folder: Folder of the tool's call.
     """
 

@@ -56,8 +56,6 @@ def precompile(
     """Compile the graphs of a run and write its manifest.
 
     Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
         first_node: Of several machines the name of one, where the others meet it.
         workers: Compilers at a time; None: as many as the memory holds.
@@ -161,7 +159,6 @@ def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
     """Refuse a configuration whose graphs cannot be compiled beforehand.
 
     Args:
-        loaded: The configuration.
         native: The run uses TorchNeuron.
         meets: Several machines know where to meet, or need not.
     """

@@ -76,7 +76,6 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
     Args:
         source: Cache with the entries.
         target: Cache that gets them.
-        on_step: Called after each entry.
 
     Raises:
         ConfigError: Both are buckets, or the same folder.

@@ -38,8 +38,6 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
     """The tool's command line.
 
     Args:
-        tool: The tool's program.
-        num_workers: Compilers at a time.
         folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
             its working folder with everything in it when it starts.
         command: Command that shows the graphs; it runs where this process does.
@@ -55,7 +53,6 @@ def run_tool(
 
     Args:
         argv: Command line, as `tool_argv` gives it.
-        env: All variables of the tool.
         folder: The folder of `tool_argv`.
         watch: Called while the tool runs, and once at its end.
         every_s: Seconds between two calls.
