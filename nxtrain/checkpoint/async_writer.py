@@ -35,7 +35,6 @@ class SaveOutcome:
     """Result of saving one checkpoint.
 
     Args:
-        step: Step of the checkpoint.
         stall_s: Seconds that training waited for the checkpoint.
         write_s: Seconds until the checkpoint was written, committed and read back; 0 if it was skipped.
         problem: Reason why the checkpoint is missing; empty if it was saved.
@@ -59,8 +58,6 @@ class Destination:
         folder: The `checkpoints` folder.
         scope: The ranks and their folders, over a group next to the collectives of training. A group of None: there is
             only this rank, or no group can; checkpoints are then written while training waits.
-        retention: Checkpoints that stay.
-        tokenizer: A `tokenizer.json` to save with each checkpoint.
     """
 
     folder: Path
@@ -154,7 +151,6 @@ class CheckpointWriter:
         """Wait for the last checkpoint, and for its upload until a deadline.
 
         Args:
-            deadline: Deadline of the uploads.
             heartbeat: Called repeatedly during the wait for uploads.
             stop_requested: True once this rank is asked to stop.
         """

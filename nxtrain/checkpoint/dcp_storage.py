@@ -154,8 +154,6 @@ class FileReader(StorageReader):
     """Reads and verifies the blocks of files that hold this rank's shards, each block once and in order.
 
     Args:
-        folder: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint.
         wanted: The shards to read.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `folder`.
 
@@ -240,7 +238,6 @@ class _Piece:
     Args:
         start: Offset of the first row in the file, in bytes.
         shape: Shape of the rows.
-        dtype: Type of the entries.
         columns: Offsets and lengths of the wanted entries in dimensions 1 and up.
         target: Tensor to fill.
     """

@@ -150,7 +150,6 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
     """Make an empty draft folder, and clean up after broken attempts.
 
     Args:
-        path: Final folder.
         staged: Name from `draft_of`; None: a new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +220,6 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """Rename the checkpoints after a step as abandoned: the run resumes at that step, and will write the names again.
 
     Args:
-        directory: A `checkpoints` folder.
         after: The last step that stays.
         damaged: Abandon quarantined checkpoints too: they belong to a part of the run that is given up.
 
@@ -257,7 +255,6 @@ def doomed(steps: list[int], verified: Container[int], retention: Retention) -> 
     Args:
         steps: All steps, oldest first.
         verified: Steps that were read back and are whole.
-        retention: Checkpoints that stay.
     """
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
@@ -269,8 +266,6 @@ def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) ->
     """Delete the checkpoints of a `checkpoints` folder that retention does not keep.
 
     Args:
-        directory: A `checkpoints` folder.
-        retention: Checkpoints that stay.
         in_use: Steps that stay in any case: an upload still reads them.
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(directory)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,9 +13,9 @@ from torch import Tensor
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.directory import MANIFEST
-from nxtrain.checkpoint.manifest import CheckpointManifest, read_manifest
+from nxtrain.checkpoint.manifest import DTYPES, CheckpointManifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
+from nxtrain.checkpoint.shards import MODEL, Shards, TensorShard, tensor_shards
 from nxtrain.common.distributed.agreement import Ranks, collective
 from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.object_store import Location, content_of
@@ -36,6 +36,30 @@ def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
     return meta, manifest
 
 
+def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
+    """The weights of a checkpoint, each as one shard."""
+    weights = []
+    for key, stored in manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == MODEL:
+            weights.append(TensorShard.whole(name, stored.shape, DTYPES[stored.dtype]))
+    return weights
+
+
+def read_shards(path: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
+    """Fill host tensors from a checkpoint, on this rank alone.
+
+    Args:
+        targets: Tensor to fill for each shard, of the shard's shape.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a tensor, or is damaged.
+    """
+    with collective(f"cannot read {path}"):
+        reader = FileReader(path, manifest, targets)
+        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+
+
 def load(
     path: Location,
     shards: Shards,
@@ -50,7 +74,6 @@ def load(
     Host tensors are filled in place, others by way of the host. All bytes that are read are verified.
 
     Args:
-        path: Folder of the checkpoint.
         shards: Kind to parameter name to local tensor, on any device. Other kinds are not read.
         layout: Entries of the model's tensors that this rank holds.
         ranks: All ranks of the run; None: those of the layout, over the default group.

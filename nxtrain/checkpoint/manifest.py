@@ -69,7 +69,6 @@ class StoredShard:
 
     Args:
         key: Key of the whole tensor.
-        dtype: Type of the entries.
         offsets, sizes: The box.
     """
 
@@ -130,7 +129,6 @@ class TensorEntry(BaseModel):
 
     Args:
         dtype: Type of the tensor, in the words of safetensors.
-        shape: Shape of the tensor.
         ranks: Rank whose file holds each shard.
         starts: Offset of each shard in the file, in bytes.
         offsets, sizes: Boxes of the shards, a column for each dimension.

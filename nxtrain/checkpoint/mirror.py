@@ -29,11 +29,7 @@ _STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 
 
 class Mirror:
-    """Checkpoints of an object store.
-
-    Args:
-        store: The store.
-    """
+    """Checkpoints of an object store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -200,7 +196,6 @@ class Mirrored:
     """Mirror of a run, and the mirrored folder.
 
     Args:
-        mirror: The mirror.
         scope: Sight of the mirrored folder, of which each node may have its own.
     """
 
@@ -214,7 +209,6 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
     Args:
         address: A folder, or `s3://bucket/prefix`.
         folder: The mirrored `checkpoints` folder.
-        ranks: All ranks of the run.
         local_rank: This rank among those of its node.
 
     Raises:
@@ -239,11 +233,7 @@ def copy(
     """Copy a checkpoint of this node's disk to the mirror. Every rank calls this.
 
     Args:
-        mirror: The mirror.
-        path: Folder of the checkpoint.
         written: The files that this rank copies.
-        retention: Checkpoints of the mirror that stay.
-        ranks: All ranks of the run.
 
     Returns:
         Reason why the copy failed; empty if it succeeded.

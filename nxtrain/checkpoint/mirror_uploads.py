@@ -45,7 +45,6 @@ class UploadOutcome:
     """Result of uploading one checkpoint.
 
     Args:
-        step: Step of the checkpoint.
         problem: Reason why the mirror lacks the checkpoint; empty if it was uploaded.
     """
 
@@ -57,8 +56,6 @@ class MirrorUploader:
     """Uploads checkpoints to the mirror. Every rank makes one uploader, and offers the same checkpoints in one order.
 
     Args:
-        mirror: The mirror.
-        retention: Checkpoints that stay in the mirror.
         ranks: All ranks, over a group that only uploads use.
     """
 
@@ -83,7 +80,6 @@ class MirrorUploader:
         end of the run.
 
         Args:
-            path: Folder of the checkpoint.
             written: The files that this rank uploads.
             ranks: All ranks, over the group on which they agree during this call.
         """
@@ -113,7 +109,6 @@ class MirrorUploader:
         """Wait for all uploads; every rank calls this, and all ranks return together.
 
         Args:
-            deadline: Limits of the wait.
             ranks: All ranks, over the group on which they agree while training waits.
             heartbeat: Called repeatedly during the wait.
             stop_requested: True once this rank is asked to stop.

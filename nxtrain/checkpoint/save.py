@@ -27,11 +27,8 @@ def write_state(
     """Write the staged shards of every rank, and read them back.
 
     Args:
-        path: Final folder.
         staged: Shards of this rank.
         meta: Content of `meta.json`; `mesh` and the checksum are filled in.
-        scope: The ranks, and their folders.
-        tokenizer: A `tokenizer.json` to save with the checkpoint.
 
     Returns:
         The files that this rank wrote.
@@ -51,9 +48,6 @@ def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collecti
     """Mark a checkpoint as read back, delete old ones, and record it as the newest. Every rank calls this.
 
     Args:
-        path: Folder of the checkpoint.
-        retention: Checkpoints of the folder that stay.
-        scope: The ranks, and their folders.
         in_use: Steps that stay in any case: an upload still reads them.
 
     Returns:
@@ -87,11 +81,7 @@ def write(
     """Write the shards of a planner to a draft folder, then commit it.
 
     Args:
-        path: Final folder.
         planner: Shards of this rank; without `staged`, one of them at a time is in memory.
-        meta: Content of `meta.json`.
-        scope: The ranks, and their folders.
-        tokenizer: A `tokenizer.json` to save with the checkpoint.
         staged: Host memory of the planner's tensors, which does not change during the write; None: they are copied.
         check: Called before the commit; an error that it raises prevents the commit.
 

@@ -130,7 +130,6 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
     """Rows of a shard that this rank's replica writes.
 
     Args:
-        chunk: The shard.
         start: Offset of the shard among the concatenated shards with the same number of replicas, in bytes.
         total: Size of the concatenated shards in bytes.
     """

@@ -183,8 +183,7 @@ def nxtrain_to_nxd(
     In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
     go on with the optimizer and the schedule where the run was, and begin their data anew.
     """
-    from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd
-    from nxtrain.checkpoint.convert.optimizer_settings import optimizer_settings_of
+    from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd, optimizer_settings_of
     from nxtrain.checkpoint.mirror import locate_checkpoint
 
     rates = None if weights_only else optimizer_settings_of(src, run)

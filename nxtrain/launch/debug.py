@@ -31,8 +31,6 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
     """Variables of a rank, with the shell's value where the shell has one; none without `recovery.debug`.
 
     Args:
-        config: Configuration of the run.
-        environ: Variables of the shell, or of the process that becomes a rank.
         neuron: The run uses Neuron devices.
     """
     if config.recovery.debug == "off":
@@ -92,7 +90,6 @@ def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
     an agent opens it before the rank starts, and nothing can divide it later.
 
     Args:
-        config: Configuration of the run.
         is_alone: The run has one rank, whose lines are no other's.
     """
     folder = debug_folder(config)

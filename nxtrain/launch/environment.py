@@ -26,7 +26,6 @@ class Variable:
     Args:
         name: Name of the variable or flag.
         value: Its value; empty for a flag without one.
-        reason: Reason for the value.
         source: Page that documents it.
         instead: Way to get another value. A shell with another value is refused with this text; if the text is empty,
             the shell's value is used.
@@ -51,7 +50,6 @@ class Environment:
     """Environment of a run on Neuron devices.
 
     Args:
-        sdk: Release of the Neuron SDK.
         variables: Environment variables without the compiler's flags.
         compiler_flags: Flags of the compiler and of the cache around it.
         barred: Variables and flags that must not have these values; `instead` is the way out.

@@ -79,8 +79,6 @@ def render(
     """Build the command that trains on this machine.
 
     Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: the number that the degrees require.
         environ: Environment that the command inherits.
         first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
@@ -108,8 +106,6 @@ def launch(
     """Replace this process by the training process, so that signals and the exit code need no relay.
 
     Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: the number that the degrees require.
         dry_run: Only print the environment and the command, even for a configuration that cannot run yet.
         first_node: With several machines, each of which calls this function, the name of one; see `render`.

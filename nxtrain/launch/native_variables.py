@@ -52,9 +52,7 @@ def native_environment(
     """Environment of a configuration under TorchNeuron, without access to `os.environ`.
 
     Args:
-        config: Configuration of the run.
-        instance: Kind of machine; None: unknown, and the runtime decides about cores and threads.
-        sdk: Release of the Neuron SDK.
+        instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
         locks: Folder of locks, on a disk of the machine.
         reads: Check of names.
     """
@@ -81,9 +79,7 @@ def rank_variables(
     """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows.
 
     Args:
-        environ: Variables of the rank.
         local_rank: Place of the rank on its machine.
-        local_world: Ranks on the machine.
     """
     shown = environ.get(GIVEN_CORES) or environ.get(VISIBLE_CORES, "")
     if not shown:
@@ -141,8 +137,6 @@ class _Uncertain:
 
     Args:
         names: Names in the order of preference.
-        value: Value.
-        reason: Reason for the value.
         instead: As in `Variable`.
         source: Page that names the first; empty: none.
     """

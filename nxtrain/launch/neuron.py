@@ -35,7 +35,6 @@ class Needs:
 
     Args:
         about: Notes on the instance, the SDK and the sources.
-        variables: Environment variables.
         problems: Problems that keep the run from starting.
     """
 
@@ -62,11 +61,6 @@ def compiles_ahead(config: RunConfig) -> bool:
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
     """Requirements of a run that is started with the given variables.
-
-    Args:
-        config: Configuration of the run.
-        environ: Variables of the shell, or of the process that becomes a rank.
-        num_ranks: Ranks per machine.
 
     Raises:
         ConfigError: The compiler's flags cannot be split as a shell splits them.
@@ -117,11 +111,6 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     The process keeps its pid, so an agent above it sees no change. Without a Neuron device only the variables of
     threads and of `recovery.debug` can be missing, since the backend reports the missing device with more detail.
 
-    Args:
-        config: Configuration of the run.
-        environ: Variables of this process.
-        local_world: Ranks on this machine.
-
     Raises:
         ConfigError: The variables contradict the run.
     """
@@ -143,8 +132,6 @@ def reexec_for_inference(
     Args:
         shape: Family and shape of the model; None: unknown.
         tokens: Tokens that a rank computes at once.
-        environ: Variables of this process.
-        local_world: Ranks on this machine.
     """
     if support().ok or torchneuron.support().ok:
         return
@@ -189,9 +176,7 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
 
     Args:
         cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
-        environ: Variables of this process.
         local_rank: Place of the rank on its machine.
-        local_world: Ranks on the machine.
 
     Raises:
         ConfigError: The list is none, or has fewer cores than ranks.

@@ -37,9 +37,6 @@ def thread_variables(
     """Variables of OpenMP that the shell of a rank lacks; a value of the shell is never changed.
 
     Args:
-        config: Configuration of the run.
-        environ: Variables of the shell, or of the process that becomes a rank.
-        num_ranks: Ranks per machine.
         neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
     """
     return _variables(_busy_threads(config), environ, num_ranks, neuron=neuron)
@@ -53,8 +50,6 @@ def inference_variables(
     Args:
         shape: Family and shape of the model; None: unknown, and a rank takes its share of the cores.
         tokens: Tokens that a rank computes at once.
-        environ: Variables of the process that becomes a rank.
-        num_ranks: Ranks on this machine.
     """
     busy = num_cores()
     if shape is not None:

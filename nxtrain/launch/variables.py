@@ -40,9 +40,6 @@ def neuron_environment(config: RunConfig, instance: Machine, sdk: SdkVersion, *,
     """Environment of a configuration on an instance under a release of the SDK, without access to `os.environ`.
 
     Args:
-        config: Configuration of the run.
-        instance: Kind of machine.
-        sdk: Release of the Neuron SDK.
         flash: True if attention is NKI's kernel.
     """
     flags = _compiler_flags(config, instance, flash=flash)
@@ -157,7 +154,6 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
     """Variables of the hardware's rounding.
 
     Args:
-        config: Configuration of the run.
         by_hardware: The hardware rounds at random where `precision.update` asks for it.
     """
     stochastic = by_hardware and config.precision.update == "bf16_stochastic"

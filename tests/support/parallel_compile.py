@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from nxtrain.tools.compile.entries import DONE, LOCK, LOG, locks
+from nxtrain.tools.compile.entries import DONE, LOCK, LOG
 from tests.support.caches import compile_now
 from tests.support.neuron_plugin import PAUSE, log
 
@@ -62,7 +62,7 @@ class Pool:
         done: dict[str, dict[str, object]] = {}
         for graph in self._graphs:
             folder, began = graph.parent, time.time()
-            if self._broken or (folder / DONE).exists() or locks(folder) or self._has_failed(folder):
+            if self._broken or (folder / DONE).exists() or list(folder.glob("*.lock")) or self._has_failed(folder):
                 continue
             try:
                 os.close(os.open(folder / LOCK, os.O_CREAT | os.O_EXCL))

@@ -249,7 +249,9 @@ def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
 
 RENAMES = {
     "nxtrain/common/io/atomic.py": "the one place that writes a draft of a file and renames it",
-    "nxtrain/tools/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
+    "nxtrain/tools/compile/cache.py": "quarantined entries that make way for another of their name",
+    "nxtrain/tools/compile/module_folders.py": "folders of entries: published, and moved out of use",
+    "nxtrain/tools/compile/neff_files.py": "files of graphs, moved out of use",
     "nxtrain/checkpoint/directory.py": "folders of checkpoints: published, quarantined, abandoned",
     "nxtrain/data/arrow/work.py": "shards and bad rows, which grow over many starts before they get their names",
     "nxtrain/metrics/goodput_meter.py": "no path: a method of the log",

@@ -19,8 +19,8 @@ import pytest
 
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.commands import clean, ls, verify
+from nxtrain.tools.compile.compiler_processes import naming
 from nxtrain.tools.compile.entries import EntryState
-from nxtrain.tools.compile.lock_owners import naming
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import ROOT, assert_real, command, install

@@ -12,25 +12,21 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.finite import Finiteness
-from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder, read_object
+from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.streamed import write_streamed
-from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner, ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileReader
-from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import DTYPES, CheckpointManifest
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
-from nxtrain.common.distributed.agreement import Ranks, StorageScope, collective
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
 from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily, find_family
@@ -138,7 +134,7 @@ def nxtrain_to_hf(
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
-        _write_weights(_weights_of(manifest), partial(_read_checkpoint, checkpoint, manifest), out, max_shard_bytes)
+        _write_weights(whole_weights(manifest), partial(read_shards, checkpoint, manifest), out, max_shard_bytes)
         special = _copy_tokenizer(checkpoint / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         ids_of_text = {key: value for key, value in ids.items() if value is not None}
@@ -203,16 +199,6 @@ def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, m
     write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _weights_of(manifest: CheckpointManifest) -> list[TensorShard]:
-    """The weights of a checkpoint, whole."""
-    weights = []
-    for key, stored in manifest.tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == MODEL:
-            weights.append(TensorShard.whole(name, stored.shape, DTYPES[stored.dtype]))
-    return weights
-
-
 def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
     """Divide weights into files of at most `max_bytes`."""
     file: list[TensorShard] = []
@@ -222,12 +208,6 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
             file = []
         file.append(chunk)
     yield file
-
-
-def _read_checkpoint(checkpoint: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
-    with collective(f"cannot read {checkpoint}"):
-        reader = FileReader(checkpoint, manifest, targets)
-        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
@@ -290,11 +270,6 @@ def refuse_to_overwrite(dst: Path, patterns: tuple[str, ...]) -> None:
         TemporaryFile(dir=dst.parent).close()
     except OSError as error:
         raise refused(error, f"{dst} cannot be written") from error
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and wait until the disk holds it."""
-    write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

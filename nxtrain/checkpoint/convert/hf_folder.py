@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxtrain.checkpoint.convert.finite import Finiteness
 from nxtrain.checkpoint.dcp_storage import bytes_of
 from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shards import mismatches
-from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
+from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.regular import read_bytes, require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
@@ -28,6 +28,9 @@ INDEX = "model.safetensors.index.json"
 
 _SEPARATORS = frozenset("/\\\0")
 """Characters that no file name contains on a system that writes such folders."""
+
+_SHOWN = 10
+"""Most tensors that a message names."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -103,15 +106,57 @@ class HfFolder:
         return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
+class Finiteness:
+    """Collects the tensors with values that are not finite during an import.
+
+    Args:
+        source: Origin of the tensors, for the message.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._found: dict[str, tuple[int, int]] = {}  # NaN and infinite values, by tensor
+
+    def note(self, name: str, part: Tensor) -> None:
+        """Check some values of a tensor, and record those that are not finite."""
+        # The extremes of a part are finite exactly if all its values are, and cost no memory.
+        if not part.numel() or torch.stack(torch.aminmax(part)).isfinite().all():
+            return
+        nans, infinite = self._found.get(name, (0, 0))
+        self._found[name] = (nans + int(part.isnan().sum()), infinite + int(part.isinf().sum()))
+
+    def check(self) -> None:
+        """Refuse the import if any recorded value is not finite.
+
+        Raises:
+            InputError: Some values are not finite; names the tensors, and the number of values in each.
+        """
+        if not self._found:
+            return
+        shown = [f"{name} ({_counted(*counts)})" for name, counts in list(self._found.items())[:_SHOWN]]
+        more = ""
+        if len(self._found) > _SHOWN:
+            more = f" and {len(self._found) - _SHOWN:,} more"
+        tensors = "1 tensor has"
+        if len(self._found) > 1:
+            tensors = f"{len(self._found):,} tensors have"
+        raise InputError(
+            f"{self._source}: {tensors} values that are not finite: {', '.join(shown)}{more}. With them every loss is "
+            "NaN; fetch the folder again, compare its files with the source's checksums, or export the model anew"
+        )
+
+
+def _counted(nans: int, infinite: int) -> str:
+    return " and ".join(f"{count:,} {kind}" for count, kind in ((nans, "NaN"), (infinite, "infinite")) if count)
+
+
 class HfWeights:
     """Reader of this rank's parameters from a Hugging Face folder whose tensors fit the model.
 
     Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
 
     Args:
-        src: The folder.
         table: Sharding of the parameters of this rank's stage.
-        axis: Tensor parallel axis.
         wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
 
     Raises:
@@ -156,7 +201,6 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
     """JSON object of a file.
 
     Args:
-        file: The file.
         hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
 
     Raises:
@@ -172,6 +216,11 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return content
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file and wait until the disk holds it."""
+    write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
 def _weight_files(path: Path) -> list[Path]:

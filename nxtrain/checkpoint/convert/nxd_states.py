@@ -23,7 +23,6 @@ class NxdStates:
     """Optimizer state of a tag.
 
     Args:
-        source: The weights.
         grid: Files of the state; dp is 1 without ZeRO-1.
         zero1: The state is sharded over dp.
         step: Number of finished updates.

@@ -97,7 +97,6 @@ class NxdWeights:
         """Assemble a tensor from the ranks' parts, and check that replicas are equal.
 
         Args:
-            chunk: The tensor.
             local: Returns a rank's part by kind, parameter, tp rank and pp rank.
 
         Raises:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from nxtrain.checkpoint.convert.hf import new_folder, refuse_to_overwrite, whole_shapes, write_json
-from nxtrain.checkpoint.convert.hf_folder import CONFIG
+from nxtrain.checkpoint.convert.hf import new_folder, refuse_to_overwrite, whole_shapes
+from nxtrain.checkpoint.convert.hf_folder import CONFIG, write_json
 from nxtrain.checkpoint.convert.nxd_files import (
     BASE_STATE,
     BEGUN,
@@ -30,18 +29,19 @@ from nxtrain.checkpoint.convert.nxd_files import (
 )
 from nxtrain.checkpoint.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv, default_copies
 from nxtrain.checkpoint.convert.nxd_read import FAMILY, OURS
-from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
-from nxtrain.checkpoint.dcp_storage import FileReader
-from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.load import open_checkpoint, read_shards
 from nxtrain.checkpoint.manifest import CheckpointManifest
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.shards import MODEL, TensorShard
-from nxtrain.common.distributed.agreement import collective
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.object_store import Location
+from nxtrain.common.run_folder import CONFIG_FILE
+from nxtrain.config import check
+from nxtrain.config.load import load
 from nxtrain.config.schema import OptimConfig
+from nxtrain.optim.schedule import Schedule
 
 _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
@@ -78,6 +78,29 @@ class OptimizerSettings:
 
     optim: OptimConfig
     lr: float
+
+
+def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
+    """Settings of the next update, from the run's configuration; a checkpoint does not hold them.
+
+    Args:
+        checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.
+        file: Configuration of the run; None: the file in the folder of the run, which must be on a disk.
+
+    Raises:
+        CheckpointError: The checkpoint is missing.
+        ConfigError: The configuration is missing or invalid.
+    """
+    path = locate_checkpoint(checkpoint)
+    if file is None and isinstance(path, Path):
+        file = path.parent.parent / CONFIG_FILE
+    if file is None or not file.is_file():
+        raise ConfigError(
+            f"{path} keeps no settings of the optimizer, and there is no {file or f'{CONFIG_FILE} with it'}; name the "
+            "configuration of its run: --run CONFIG, or take the weights alone: --weights-only"
+        )
+    plan = check.resolve_config(load(file), world=None)
+    return OptimizerSettings(plan.config.optim, Schedule.of(plan.config).at(read_meta(path).step + 1))
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
@@ -139,9 +162,6 @@ class _Writer:
     """Writes the files of all ranks.
 
     Args:
-        src: The checkpoint.
-        meta: Metadata of the checkpoint.
-        manifest: Manifest of the checkpoint.
         layout: Place of each tensor on the ranks.
         dp: Number of ranks over which the optimizer's state is sharded.
         zero1: The optimizer's state is sharded over dp.
@@ -232,9 +252,7 @@ class _Writer:
                         again.append((target, first[chunk.index]))
                     else:
                         targets[chunk] = first[chunk.index] = target
-        with collective(f"cannot read {self.src}"):
-            reader = FileReader(self.src, self.manifest, targets)
-            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+        read_shards(self.src, self.manifest, targets)
         for target, source in again:
             target.copy_(source)
         return read

@@ -6,16 +6,13 @@ suffix. An update is the product of two matrices, and is added to the base when 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,15 +20,10 @@ from torch import Tensor
 
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.finite import Finiteness
-from nxtrain.checkpoint.convert.hf_folder import HfFolder, read_object
-from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
-from nxtrain.checkpoint.dcp_storage import FileReader
-from nxtrain.checkpoint.load import open_checkpoint
-from nxtrain.checkpoint.manifest import DTYPES
+from nxtrain.checkpoint.convert.hf_folder import Finiteness, HfFolder, read_object, write_json
+from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.shards import MODEL, TensorShard, mismatches
-from nxtrain.common.distributed.agreement import collective
+from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem, cause_of
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.object_store import Location
@@ -104,7 +96,6 @@ class Adapter:
         """Check that a folder holds the weights that the adapter was trained next to, as far as that is known.
 
         Args:
-            base: The folder.
             origin: The adapter, for messages.
 
         Raises:
@@ -124,8 +115,6 @@ class MergedFolder(HfFolder):
     """A Hugging Face folder whose weights are read with the update of an adapter.
 
     Args:
-        path: The folder.
-        adapter: The adapter.
         dtype: Type of the merged weights, to which the folder's are rounded first; None: their own.
 
     Raises:
@@ -171,10 +160,8 @@ class AdapterWeights:
     """Reader of this rank's adapters from a PEFT folder that fits the run.
 
     Args:
-        src: The folder.
         config: Rank, scale and layers of the run's adapters.
         table: Sharding of the parameters of this rank's stage.
-        axis: Tensor parallel axis.
         wanted: Whole shape of every adapter matrix of the whole model, by name.
         base: Folder of the weights below.
 
@@ -289,7 +276,7 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     if adapter.base_fingerprint:
         about[_FINGERPRINT] = adapter.base_fingerprint
     write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata=about))
-    write_durably(folder / CONFIG, partial(_write_json, content))
+    write_json(folder / CONFIG, content)
 
 
 def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
@@ -307,15 +294,8 @@ def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
     meta, manifest = open_checkpoint(place)
     if not meta.adapter:
         raise CheckpointError(f"{place} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
-    targets: dict[TensorShard, Tensor] = {}
-    for key, stored in manifest.tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == MODEL:
-            dtype = DTYPES[stored.dtype]
-            targets[TensorShard.whole(name, stored.shape, dtype)] = torch.empty(stored.shape, dtype=dtype)
-    with collective(f"cannot read {place}"):
-        reader = FileReader(place, manifest, targets)
-        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+    targets = {shard: torch.empty(shard.shape, dtype=shard.dtype) for shard in whole_weights(manifest)}
+    read_shards(place, manifest, targets)
     return meta, adapter_of(meta, {shard.name: tensor for shard, tensor in targets.items()})
 
 
@@ -323,7 +303,6 @@ def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, 
     """Base weights of an adapter's checkpoint with the update added.
 
     Args:
-        place: The checkpoint.
         base: Folder of the base weights; None: the folder that the run read.
 
     Raises:
@@ -348,7 +327,6 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     """Base weights of a PEFT folder with the update added.
 
     Args:
-        folder: The PEFT folder.
         base: Folder of the base weights; None: that which the adapter names.
 
     Raises:
@@ -369,7 +347,7 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
     """Copy the files of a Hugging Face folder that are not weights, with another type in `config.json`."""
     config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
-    write_durably(out / "config.json", partial(_write_json, config))
+    write_json(out / "config.json", config)
     for name in COMPANIONS:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
@@ -393,7 +371,3 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not isinstance(config.get("r"), int):
         raise ConfigError(f"{file} gives no rank r")
     return config
-
-
-def _write_json(content: Mapping[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -59,8 +59,6 @@ def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALO
 
     Args:
         path: The checkpoint's folder.
-        backend: Backend that runs the model.
-        seq_len: Longest sequence.
         mesh: The axes of this rank, without a pipeline.
 
     Raises:
@@ -83,9 +81,6 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALON
     """Build the model of a Hugging Face folder and read the weights of this rank.
 
     Args:
-        path: The folder.
-        backend: Backend that runs the model.
-        seq_len: Longest sequence.
         mesh: The axes of this rank, without a pipeline.
 
     Raises:
@@ -120,11 +115,6 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
 
     Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
     For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
-
-    Args:
-        checkpoint: The checkpoint that was exported.
-        folder: The export.
-        backend: Backend that runs our model.
 
     Raises:
         CheckpointError: transformers is missing, cannot load the folder, or computes other scores.

@@ -64,11 +64,6 @@ class ClusterJob:
     """A run and its machines.
 
     Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
-        loaded: The resolved configuration.
-        machine: Instance type.
-        nproc: Ranks per machine.
         lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
         image: Container image.
         container: Image of the tasks of Slurm; empty: they run on the machine itself.
@@ -158,11 +153,6 @@ class ClusterJob:
 
 def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) -> ClusterJob:
     """Resolve a run for rendering.
-
-    Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
-        options: Choices beyond the configuration.
 
     Raises:
         ConfigError: The configuration, the instance or the number of ranks is impossible; all problems together.

@@ -45,12 +45,7 @@ def launch_on(
     """Write or show the files of a run; with neither, submit the script of Slurm.
 
     Args:
-        target: Kind of cluster.
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
-        options: Choices beyond the configuration.
         out: Folder for the files; None: they are not written.
-        dry_run: Print the files.
 
     Raises:
         ConfigError: The run is impossible there, or the target has no command that submits it.

@@ -49,7 +49,6 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     """Script for one run.
 
     Args:
-        job: The run.
         auto_resume: Let HyperPod replace a broken node, and start the step again.
     """
     nodes = f"{job.nodes}"

@@ -62,7 +62,6 @@ class Location:
     """Objects of a bucket that a run uses.
 
     Args:
-        bucket: Name of the bucket.
         key: Key of an object, or of a folder; empty: the whole bucket.
         is_written: The run writes and deletes there, too.
     """
@@ -141,8 +140,6 @@ def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
     """Files of the volume claim for three kinds of storage, of which a cluster needs one.
 
     Args:
-        claim: Name of the claim.
-        size_gib: Size of the file system.
         subnet: Subnet of a file system that is created on demand.
     """
     size = f"{size_gib}Gi"

@@ -21,11 +21,7 @@ _ENTRIES, _SUFFIX = "entries", ".json"
 
 
 class Bucket:
-    """Cache in a store.
-
-    Args:
-        store: The store.
-    """
+    """Cache in a store."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -52,10 +48,6 @@ class Bucket:
     def fetch(self, key: CacheKey, target: Path) -> Seal:
         """Download an entry and verify its hashes.
 
-        Args:
-            key: Key of the entry.
-            target: An empty folder.
-
         Raises:
             UnusableEntryError: Files of the entry are missing or differ from their hashes.
         """
@@ -70,16 +62,16 @@ class Bucket:
             raise UnusableEntryError(f"damaged: {damaged}")
         return seal
 
-    def store(self, key: CacheKey, folder: Path, seal: Seal) -> None:
+    def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
         """Upload an entry: every file that the store lacks, then the list of files.
 
         Args:
-            key: Key of the entry.
             folder: Folder with the entry's files, which must not change during the upload.
-            seal: Hashes of the files.
 
         Raises:
             UnusableEntryError: A file is damaged on this node's disk, or on the way.
+
+        Returns: True: the last of two nodes that upload the same graph wins.
         """
         try:
             for name, file in seal.items():
@@ -88,6 +80,7 @@ class Bucket:
         except DamagedError as error:
             raise UnusableEntryError(str(error)) from error
         self._store.put(_entry(key), json.dumps({"files": to_json(seal)}, indent=1).encode())
+        return True
 
     def _seal(self, key: CacheKey) -> Seal:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -53,8 +54,18 @@ def ls(where: str | None, as_json: bool) -> None:
     cache = _cache(where)
     with _explained(cache):
         entries, quarantined = cache.entries(), cache.quarantined()
+    counts = Counter(entry.state for entry in entries)
+    size_bytes = sum(entry.size_bytes for entry in (*entries, *quarantined))
     if as_json:
-        write_document(_to_json(cache, entries, quarantined))
+        write_document(
+            {
+                "folder": str(cache),
+                "bytes": size_bytes,
+                "counts": {state.value: counts[state] for state in EntryState},
+                "entries": [_row(entry) for entry in entries],
+                "quarantine": [_row(entry) for entry in quarantined],
+            }
+        )
         return
     table = Table("state", "compiler", "graph", "size", "last use", "", title=str(cache), box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = table.columns[2].no_wrap = True
@@ -63,14 +74,16 @@ def ls(where: str | None, as_json: bool) -> None:
     for entry in entries:
         state = f"[{_COLORS[entry.state]}]{entry.state.value}"
         name = entry.key.compiler.removeprefix("neuronxcc-")
-        row = (name, entry.key.module, _size(entry.size_bytes), _age(now_s - entry.used_s))
-        table.add_row(state, *map(_plain, row), _plain(entry.detail))
-    _print(table)
-    counts = Counter(entry.state for entry in entries)
+        row = (name, entry.key.module, _size(entry.size_bytes), _age(now_s - entry.used_s), entry.detail)
+        table.add_row(state, *map(escape, row))
+    width = None
+    if not sys.stdout.isatty():  # the reader of a file or a pipe has no width to fit
+        width = 160
+    Console(width=width, highlight=False).print(table)
     words = [f"{counts[state]} {state.value}" for state in EntryState if counts[state]]
     if quarantined:
         words.append(f"{len(quarantined)} in quarantine")
-    print(f"{', '.join(words) or 'empty'}; {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+    print(f"{', '.join(words) or 'empty'}; {_size(size_bytes)}")
     ways = [f"--{state.value}" for state in (EntryState.FAILED, EntryState.STALE) if counts[state]]
     if ways:
         print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
@@ -108,7 +121,7 @@ def verify(where: str | None) -> None:
 
 
 def sync_places(source: str, target: str) -> None:
-    """Copy the done entries that the target lacks.
+    """Copy the done entries that the target lacks; a live bar on a terminal shows the progress.
 
     Args:
         source, target: Folder, configuration file, or `s3://bucket/prefix`.
@@ -119,8 +132,24 @@ def sync_places(source: str, target: str) -> None:
     """
     source_cache = _location(source)
     target_cache = _location(target)
-    with _explained(target_cache), _SyncBar() as progress:
-        report = sync(source_cache, target_cache, on_step=progress.show)
+    bar = Progress(
+        TextColumn("entries"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        redirect_stdout=sys.stdout.isatty(),
+        disable=not sys.stderr.isatty(),
+    )
+    task = bar.add_task("comparing", total=None)
+
+    def show(step: Step) -> None:
+        words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
+        bar.update(task, completed=step.num_done, total=step.num_total, description=words)
+
+    with _explained(target_cache), bar:
+        report = sync(source_cache, target_cache, on_step=show)
     words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
     if report.busy:
         words.append(f"{len(report.busy)} left to those who work on them")
@@ -163,41 +192,12 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
 
 
-class _SyncBar:
-    """A live bar on a terminal, nothing elsewhere; the result is printed in any case."""
-
-    def __init__(self) -> None:
-        self._bar = Progress(
-            TextColumn("entries"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            redirect_stdout=sys.stdout.isatty(),
-            disable=not sys.stderr.isatty(),
-        )
-        self._task = self._bar.add_task("comparing", total=None)
-
-    def __enter__(self) -> _SyncBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, step: Step) -> None:
-        """Draw the progress of a sync."""
-        words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
-        self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
-
-
 def _location(text: str) -> CacheLocation:
     if text.startswith(SCHEME):
         return open_place(text)
     folder = _folder(text)
     _refuse_other(folder)
-    return open_place(folder)
+    return Cache(folder)
 
 
 def _cache(where: str | None) -> Cache:
@@ -205,7 +205,7 @@ def _cache(where: str | None) -> Cache:
         raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
     folder = _folder(where)
     # A run makes the folder of its configuration, so one that is not there is an empty cache.
-    if not folder.is_dir() and not (where and _is_config(where)):
+    if not folder.is_dir() and not (where and where.endswith(".toml")):
         raise ConfigError(
             f"{folder} is no folder; name a cache, or a configuration whose compile.cache_dir is one. "
             "A cache is made by compiling, or by: nxtrain cache sync SRC DST"
@@ -239,14 +239,10 @@ def _refuse_other(folder: Path) -> None:
         )
 
 
-def _is_config(where: str) -> bool:
-    return where.endswith(".toml")
-
-
 def _folder(where: str | None) -> Path:
     if where is None:
         return cache_folder(CompileConfig())
-    if not _is_config(where):
+    if not where.endswith(".toml"):
         return local_path(where)
     config = load(where).config
     return cache_folder(config.compile, shared=config.backend.name == "neuron-native")
@@ -263,17 +259,6 @@ def _explained(cache: CacheLocation) -> Iterator[None]:
         ) from error
 
 
-def _to_json(cache: Cache, entries: Sequence[Entry], quarantined: Sequence[Entry]) -> dict[str, Any]:
-    counts = Counter(entry.state for entry in entries)
-    return {
-        "folder": str(cache),
-        "bytes": sum(entry.size_bytes for entry in (*entries, *quarantined)),
-        "counts": {state.value: counts[state] for state in EntryState},
-        "entries": [_row(entry) for entry in entries],
-        "quarantine": [_row(entry) for entry in quarantined],
-    }
-
-
 def _row(entry: Entry) -> dict[str, Any]:
     return {
         "compiler": entry.key.compiler,
@@ -288,17 +273,6 @@ def _row(entry: Entry) -> dict[str, Any]:
 def _tell(what: str, keys: Sequence[CacheKey]) -> None:
     for key in keys:
         print(f"{key}  {what}")
-
-
-def _print(table: Table) -> None:
-    width = None
-    if not sys.stdout.isatty():  # the reader of a file or a pipe has no width to fit
-        width = 160
-    Console(width=width, highlight=False).print(table)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def _size(size_bytes: int) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 
 from nxtrain.backends.neuron.sdk import installed
 from nxtrain.config.check import Resolved
 from nxtrain.config.load import values
 from nxtrain.tools.compile.entries import NEFF_FOLDER
-from nxtrain.tools.compile.manifest import Build, Setting
+from nxtrain.tools.compile.manifest import Build
 
 FLAGS = "NEURON_CC_FLAGS"
 CACHE_FLAGS = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir")
@@ -45,23 +44,9 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
     """Build of a run.
 
     Args:
-        plan: The checked configuration.
-        world: Number of ranks.
-        environ: Variables of the ranks.
-        compiler: Folder of the compiler's version; empty if it is not known yet.
+        compiler: Folder of the compiler's version; empty if it is not known yet. TorchNeuron's files name no compiler,
+            so that there the versions of the compilers are settings.
     """
-    return Build(compiler, _flags(environ.get(FLAGS, "")), _settings(plan, world, environ))
-
-
-def native_build_of(plan: Resolved, world: int, environ: Mapping[str, str]) -> Build:
-    """Build of a run by TorchNeuron, whose files name no compiler: the versions are settings."""
-    build = build_of(plan, world, environ, NEFF_FOLDER)
-    versions = {f"version of {package.name}": package.version for package in map(installed, COMPILERS) if package}
-    given = {name: environ[name] for name in NATIVE_VARIABLES if name in environ}
-    return replace(build, settings={**build.settings, **versions, **given})
-
-
-def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[str, Setting]:
     given = values(plan.config)
     settings = {
         key: value
@@ -70,16 +55,27 @@ def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[st
     }
     parallel = plan.config.parallel
     settings["parallel.dp"] = world // (parallel.tp * parallel.pp)
-    settings |= {key: "set" if given[key] else "never" for key in _OPTIONAL}
-    settings |= {key: given[key] for key in ("data.doc_mask", "model.fused_qkv", "model.fused_gate_up")}
-    settings |= {f"model.config.{name}": value for name, value in plan.model.model_dump(mode="json").items()}
-    settings |= {name: environ[name] for name in VARIABLES if name in environ}
-    settings |= {f"version of {package.name}": package.version for package in map(installed, PACKAGES) if package}
-    plain = (str, int, float, bool)
+    for key in _OPTIONAL:
+        settings[key] = "never"
+        if given[key]:
+            settings[key] = "set"
+    for key in ("data.doc_mask", "model.fused_qkv", "model.fused_gate_up"):
+        settings[key] = given[key]
+    for key, value in plan.model.model_dump(mode="json").items():
+        settings[f"model.config.{key}"] = value
+    variables, packages = [*VARIABLES], [*PACKAGES]
+    if compiler == NEFF_FOLDER:
+        variables += NATIVE_VARIABLES
+        packages += COMPILERS
+    settings |= {name: environ[name] for name in variables if name in environ}
+    for name in packages:
+        package = installed(name)
+        if package is not None:
+            settings[f"version of {package.name}"] = package.version
     for key, value in settings.items():
-        if not isinstance(value, plain):
+        if not isinstance(value, (str, int, float, bool)):
             settings[key] = repr(value)
-    return settings
+    return Build(compiler, _flags(environ.get(FLAGS, "")), settings)
 
 
 def _flags(text: str) -> tuple[str, ...]:

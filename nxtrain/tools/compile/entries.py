@@ -1,17 +1,9 @@
-"""Entries of a cache: one folder per compiled graph, and the state derived from its files.
-
-The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/` with `model.hlo_module.pb` (the graph),
-`compile_flags.json`, `model.neff` and an empty `model.done` on success, `model.log` on failure, and a file ending in
-`.lock` while it works.
-
-Source: AWS Neuron documentation, "Neuron Persistent Cache"; Hugging Face optimum-neuron, `optimum/neuron/cache`.
-"""
+"""Keys, states and snapshots of the compiled graphs in a cache, and the names of their files."""
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,10 +59,8 @@ class Entry:
     """Snapshot of one entry of the cache.
 
     Args:
-        key: Key of the graph.
         folder: Folder of the entry; the file itself for a graph of TorchNeuron.
         state: State of the entry.
-        size_bytes: Size of its files.
         used_s: Time of the last change, use mark or read by the file system's clock, in seconds since the epoch.
         detail: Reason for the state; empty if the state needs none.
     """
@@ -83,17 +73,16 @@ class Entry:
     detail: str
 
 
-IsLive = Callable[[Path, Path], bool]
-"""True if a process works under a lock; takes the lock's path and the entry's folder."""
-
-
 def parse_key(text: str) -> CacheKey | None:
     """Parse `compiler/module`; None if the text is not a key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
-    key = CacheKey(compiler, module)
-    if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)):
-        return key
-    return None
+    if compiler == NEFF_FOLDER:
+        is_key = bool(_NEFF_FILE.fullmatch(module))
+    else:
+        is_key = is_compiler(compiler) and bool(_MODULE.fullmatch(module))
+    if not is_key:
+        return None
+    return CacheKey(compiler, module)
 
 
 def is_compiler(name: str) -> bool:
@@ -101,63 +90,6 @@ def is_compiler(name: str) -> bool:
     return bool(_COMPILER.fullmatch(name))
 
 
-def is_neff(key: CacheKey) -> bool:
-    """True if a key is that of a file of TorchNeuron, such as `neff/ab/cd/<hash>.neff`."""
-    return key.compiler == NEFF_FOLDER and bool(_NEFF_FILE.fullmatch(key.module))
-
-
 def is_content(name: str) -> bool:
     """True if a file name belongs to the compiled files; locks, nxtrain's own files and paths do not."""
     return bool(_FILE.fullmatch(name)) and name != SEAL and not name.endswith(".lock")
-
-
-def content(folder: Path) -> list[Path]:
-    """Compiled files of an entry, sorted by name."""
-    return sorted(path for path in folder.iterdir() if is_content(path.name) and path.is_file())
-
-
-def locks(folder: Path) -> list[Path]:
-    """The lock files in an entry."""
-    return sorted(folder.glob("*.lock"))
-
-
-def scan(root: Path, is_live: IsLive) -> Iterator[Entry]:
-    """Entries below a folder, sorted; entries that vanish during the scan are left out."""
-    for folder in sorted(root.glob("neuronxcc-*/MODULE_*")):
-        key = parse_key(f"{folder.parent.name}/{folder.name}")
-        if key is None:
-            continue
-        entry = look(folder, key, is_live)
-        if entry is not None:
-            yield entry
-
-
-def look(folder: Path, key: CacheKey, is_live: IsLive) -> Entry | None:
-    """One entry; None if there is none."""
-    try:
-        state, detail = _state(folder, is_live)
-        stats = {path.name: path.stat() for path in folder.iterdir()}
-        used_s = folder.stat().st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if NEFF in stats:
-        used_s = max(used_s, stats[NEFF].st_atime)
-    return Entry(key, folder, state, sum(stat.st_size for stat in stats.values()), used_s, detail)
-
-
-def _state(folder: Path, is_live: IsLive) -> tuple[EntryState, str]:
-    lock_files = locks(folder)
-    live = [lock for lock in lock_files if is_live(lock, folder)]
-    if live:
-        return EntryState.LOCKED, f"{live[0].name} is held"
-    if lock_files:
-        return EntryState.STALE, f"whoever made {lock_files[0].name} is gone"
-    neff, log = folder / NEFF, folder / LOG
-    if (folder / DONE).exists():
-        if neff.exists() and neff.stat().st_size > 0:
-            return EntryState.DONE, ""
-        return EntryState.FAILED, f"marked done, but {NEFF} is missing or empty"
-    if log.exists() and not neff.exists():
-        with log.open(encoding="utf-8", errors="replace") as file:
-            return EntryState.FAILED, file.readline().strip()
-    return EntryState.PENDING, ""

@@ -1,13 +1,8 @@
-"""Seal of an entry: the hashes of its complete files, in a file next to them.
-
-A seal belongs to one compilation of the entry, identified by the time of `model.done`, which the compiler writes last.
-An entry compiled again has no seal until it is sealed again. A damaged entry does not match its seal.
-"""
+"""Seal of an entry: the hashes of its complete files. A damaged entry does not match its seal."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nxtrain.common.io.atomic import replace_text
-from nxtrain.tools.compile.entries import DONE, NEFF, SEAL, content, is_content
+from nxtrain.tools.compile.entries import DONE, NEFF, is_content
 
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -27,7 +21,6 @@ class Content:
     """Expected content of a file.
 
     Args:
-        size_bytes: Length of the file.
         sha256: SHA-256 of the file, hexadecimal.
     """
 
@@ -58,34 +51,6 @@ def copy_file(source: Path, target: Path) -> Content:
         file.flush()
         os.fsync(file.fileno())
     return Content(size, digest.hexdigest())
-
-
-def hash_folder(folder: Path) -> Seal:
-    """Hash every file of an entry."""
-    return {path.name: hash_file(path) for path in content(folder)}
-
-
-def write_seal(folder: Path, seal: Seal) -> None:
-    """Write the seal of a complete entry next to its files atomically, without marking the entry as used."""
-    used = folder.stat()
-    record = {"done_ns": _done_ns(folder), "files": to_json(seal)}
-    replace_text(folder / SEAL, json.dumps(record, indent=1), durable=False, shared=True)
-    os.utime(folder, ns=(used.st_atime_ns, used.st_mtime_ns))
-
-
-def read_seal(folder: Path) -> Seal | None:
-    """The seal of an entry as it is now; None if it has none, or one of an earlier compilation.
-
-    Raises:
-        FileNotFoundError: The entry is gone, or is not done.
-    """
-    try:
-        record = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        if record["done_ns"] == _done_ns(folder):
-            return from_json(record["files"])
-    except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
-        _done_ns(folder)
-    return None
 
 
 def damage(seal: Seal | None, files: Seal) -> str:
@@ -120,12 +85,12 @@ def from_json(files: Any) -> Seal:
         raise ValueError("no list of files") from error
     for name in seal:
         if not is_content(name):
-            raise ValueError(f"{name!r} is no file of an entry")
-    alone = len(seal) == 1 and all(name.endswith(".neff") and name != NEFF for name in seal)
-    if not alone and not {DONE, NEFF} <= set(seal):
+            raise ValueError(f"{name!r} is not a file of an entry")
+    is_one_file = len(seal) == 1 and all(name.endswith(".neff") and name != NEFF for name in seal)
+    if not is_one_file and not {DONE, NEFF} <= set(seal):
         raise ValueError(f"{DONE} or {NEFF} is missing")
     if not all(_SHA256.fullmatch(file.sha256) for file in seal.values()):
-        raise ValueError("a hash is no SHA-256")
+        raise ValueError("a hash is not a SHA-256")
     return seal
 
 
@@ -140,7 +105,3 @@ def _pieces(path: Path) -> Iterator[bytes]:
         while piece:
             yield piece
             piece = file.read(_PIECE_BYTES)
-
-
-def _done_ns(folder: Path) -> int:
-    return (folder / DONE).stat().st_mtime_ns

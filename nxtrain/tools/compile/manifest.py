@@ -12,11 +12,12 @@ on a shared folder, without the locks that network file systems answer late, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from glob import escape
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from nxtrain.common.errors import BackendError, ConfigError, cause_of
 from nxtrain.common.io.atomic import replace_text
@@ -44,7 +45,7 @@ class Build:
 
     compiler: str
     flags: tuple[str, ...]
-    settings: Mapping[str, Setting]
+    settings: dict[str, Setting]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
-        name: Of the configuration.
-        build: What they were compiled by and for.
-        graphs: Each of them.
+        build: Compiler, flags and settings of the graphs.
         stages: The pipeline stages whose graphs they are; empty for all.
     """
 
@@ -77,6 +76,11 @@ class GraphManifest:
     build: Build
     graphs: tuple[CompiledGraph, ...]
     stages: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> list[CacheKey]:
+        """Keys of the graphs, in their order."""
+        return [CacheKey(self.build.compiler, graph.module) for graph in self.graphs]
 
     @property
     def words(self) -> str:
@@ -127,7 +131,7 @@ def read_manifest(path: Path) -> GraphManifest:
     """Read a manifest.
 
     Raises:
-        ConfigError: It is missing, or no manifest.
+        ConfigError: The file is missing, or is not a manifest.
     """
     try:
         record = json.loads(read_text(path))
@@ -136,14 +140,16 @@ def read_manifest(path: Path) -> GraphManifest:
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON: {cause_of(error)}") from error
     try:
-        manifest = _from_json(record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no manifest of compiled graphs ({error!r}); precompile again") from error
-    bad = [graph.module for graph in manifest.graphs if not parse_key(f"{manifest.build.compiler}/{graph.module}")]
+        manifest = TypeAdapter(GraphManifest).validate_python(record)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        raise ConfigError(f"{path} is no manifest of compiled graphs ({reason}); precompile again") from error
     what = ""
-    if bad:
-        what = f"{bad[0]!r} is no key of a graph"
-    elif record.get("version") != _VERSION:
+    for key in manifest.keys:
+        if parse_key(str(key)) is None:
+            what = f"{key.module!r} is no key of a graph"
+    if not what and record.get("version") != _VERSION:
         what = f"version {record.get('version')}, not {_VERSION}"
     if what:
         raise ConfigError(f"{path} is no manifest that this release reads: {what}; precompile again")
@@ -156,138 +162,74 @@ def check_ready(manifest: GraphManifest, cache: Cache) -> None:
     Raises:
         BackendError: Graphs are missing here, or not done; each with its state.
     """
-    keys = {graph: CacheKey(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     lacking = []
-    for graph, key in keys.items():
+    for graph, key in zip(manifest.graphs, manifest.keys, strict=True):
         entry = cache.entry(key)
         if entry is None:
             lacking.append(f"    {graph.name} ({graph.module}): absent")
         elif entry.state is not EntryState.DONE:
             lacking.append(f"    {graph.name} ({graph.module}): {entry.state.value}")
     if lacking:
+        total = len(manifest.graphs)
         raise BackendError(
-            f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.words}, {manifest.build.compiler}:\n"
+            f"{cache} lacks {len(lacking)} of the {total} graphs of {manifest.words}, {manifest.build.compiler}:\n"
             + "\n".join(lacking)
             + f"\n    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {cache}"
         )
-    cache.mark_used(keys.values())
+    cache.mark_used(manifest.keys)
 
 
-def _from_json(record: Mapping[str, Any]) -> GraphManifest:
-    build = record["build"]
-    return GraphManifest(
-        name=str(record["name"]),
-        build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
-        graphs=tuple(map(_graph, record["graphs"])),
-        stages=tuple(map(int, record.get("stages", ()))),
-    )
-
-
-def _graph(row: Mapping[str, Any]) -> CompiledGraph:
-    seconds = row["seconds"]
-    if seconds is not None:
-        seconds = float(seconds)
-    return CompiledGraph(str(row["name"]), str(row["module"]), seconds)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference between a run and the compiled build.
+def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
+    """Differences of a graph that was not compiled beforehand from the compiled graphs, as text.
 
     Args:
-        what: Name of the setting.
-        compiled: Value of the compiled build.
-        needed: Value of the run.
+        build: Build of the run; the compiler of the key is that of the graph.
     """
-
-    what: str
-    compiled: str
-    needed: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: compiled {self.compiled}, needed {self.needed}"
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A graph that was not compiled beforehand.
-
-    Args:
-        module: Its key.
-        sibling: The same graph as it was compiled, with other flags; None if it was not.
-        differences: In what the run is not what was compiled; empty if nothing is known.
-    """
-
-    module: str
-    sibling: CompiledGraph | None
-    differences: tuple[Difference, ...]
-
-    def __str__(self) -> str:
-        lines = [f"the graph {self.module} was not compiled beforehand"]
-        if self.sibling:
-            lines.append(f"it is {self.sibling.name} with other flags ({self.sibling.module})")
-        lines += map(str, self.differences)
-        if not self.differences:
-            lines.append(
-                "compiler, flags and settings are equal: the code has changed since, or only the run reaches this graph"
-            )
-        lines.append("precompile again with the configuration of this run: nxtrain compile CONFIG")
-        return "\n    ".join(lines)
-
-
-def explain(manifest: GraphManifest, build: Build, module: str) -> Miss | None:
-    """Explain how a graph differs from the compiled graphs; None if it is one of them.
-
-    Args:
-        manifest: Manifest of the compiled graphs.
-        build: Build of the run.
-        module: `MODULE_<graph>+<flags>`.
-    """
-    same_compiler = manifest.build.compiler == build.compiler
-    if same_compiler and any(graph.module == module for graph in manifest.graphs):
-        return None
-    graph_hash, flags_hash = _hashes(module)
-    sibling = None
-    if same_compiler:
-        sibling = next((graph for graph in manifest.graphs if _hashes(graph.module)[0] == graph_hash), None)
-    differences = tuple(differ(manifest.build, build))
+    lines = [f"the graph {key.module} was not compiled beforehand"]
+    graph_hash, flags_hash = _hashes(key.module)
+    for graph in manifest.graphs:
+        if key.compiler == manifest.build.compiler and _hashes(graph.module)[0] == graph_hash:
+            lines.append(f"it is {graph.name} with other flags ({graph.module})")
+            break
+    differences = list(differ(manifest.build, replace(build, compiler=key.compiler)))
     flags = sorted({_hashes(graph.module)[1] for graph in manifest.graphs})
     if not differences and flags and flags_hash not in flags:
-        differences = (Difference("flags", " ".join(flags), f"{flags_hash}; set elsewhere, such as in a script"),)
-    return Miss(module, sibling, differences)
+        compiled = " ".join(flags)
+        differences.append(f"flags: compiled {compiled}, needed {flags_hash}; set elsewhere, such as in a script")
+    if not differences:
+        equal = "compiler, flags and settings are equal"
+        differences.append(f"{equal}: the code has changed since, or only the run reaches this graph")
+    advice = "precompile again with the configuration of this run: nxtrain compile CONFIG"
+    return "\n    ".join([*lines, *differences, advice])
 
 
-def differ(compiled: Build, needed: Build) -> Iterator[Difference]:
-    """Each thing in which two builds differ.
+def differ(compiled: Build, needed: Build) -> Iterator[str]:
+    """Each thing in which two builds differ, as text.
 
     Args:
-        compiled: That of the manifest.
-        needed: That of the run; an empty compiler is one that is not known yet.
+        compiled: Build of the manifest.
+        needed: Build of the run; an empty compiler is one that is not known yet.
     """
     if needed.compiler and compiled.compiler != needed.compiler:
-        yield Difference("compiler", compiled.compiler, needed.compiler)
+        yield f"compiler: compiled {compiled.compiler}, needed {needed.compiler}"
     if compiled.flags != needed.flags:
-        yield from _flag_differences(compiled.flags, needed.flags)
+        gone = [flag for flag in compiled.flags if flag not in needed.flags]
+        new = [flag for flag in needed.flags if flag not in compiled.flags]
+        if gone or new:
+            yield f"flags: compiled {' '.join(gone) or 'without'}, needed {' '.join(new) or 'without'}"
+        else:
+            yield f"order of flags: compiled {' '.join(compiled.flags)}, needed {' '.join(needed.flags)}"
     for key in sorted({*compiled.settings, *needed.settings}):
         was = _shown(compiled, key)
         now = _shown(needed, key)
         if was != now:
-            yield Difference(key, was, now)
+            yield f"{key}: compiled {was}, needed {now}"
 
 
 def _shown(build: Build, key: str) -> str:
     if key not in build.settings:
         return "nothing"
     return repr(build.settings[key])
-
-
-def _flag_differences(compiled: tuple[str, ...], needed: tuple[str, ...]) -> Iterator[Difference]:
-    gone = [flag for flag in compiled if flag not in needed]
-    new = [flag for flag in needed if flag not in compiled]
-    if gone or new:
-        yield Difference("flags", " ".join(gone) or "without", " ".join(new) or "without")
-    else:
-        yield Difference("order of flags", " ".join(compiled), " ".join(needed))
 
 
 def _hashes(module: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Number of compilers that fit into this process's memory, and the count of processes that the kernel killed."""
+"""Number of compilers that fit into the memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.tools.compile.lock_owners import PROC
+from nxtrain.tools.compile.compiler_processes import PROC
 
 GIB = 1 << 30
 PER_COMPILER_BYTES = 64 * GIB
@@ -24,8 +24,8 @@ class Memory:
     """Host memory.
 
     Args:
-        size_bytes: What this process and its children may use.
-        owner: Who has it, in words.
+        size_bytes: Memory that this process and its children may use.
+        owner: Machine or container, in words.
     """
 
     size_bytes: int
@@ -44,8 +44,8 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     """The memory of this machine, or of this container if that is less.
 
     Args:
-        proc: Where the kernel shows processes.
-        cgroups: Where it shows control groups.
+        proc: Folder of the kernel's processes.
+        cgroups: Folder of the kernel's control groups.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max; cgroup-v1/memory.html, limit_in_bytes.
     """
@@ -54,15 +54,6 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     if limit < total:
         return Memory(limit, "this container")
     return Memory(total, "this machine")
-
-
-def num_killed(proc: Path = PROC) -> int:
-    """Processes that the kernel has ended for want of memory since the machine started; 0 if it does not tell."""
-    try:
-        lines = (proc / "vmstat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _limits(groups: Path, root: Path) -> Iterator[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +11,17 @@ from pathlib import Path
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.entries import LOG, CacheKey, Entry, EntryState
-from nxtrain.tools.compile.memory import num_killed
-from nxtrain.tools.compile.tool import TOOL, Names, ToolOutcome, run_tool, tool_argv
+from nxtrain.tools.compile.tool import (
+    TOOL,
+    Names,
+    compile_times,
+    log_file,
+    names_in,
+    read_log,
+    run_tool,
+    stages_in,
+    tool_argv,
+)
 
 OUT_OF_MEMORY = "[F137]"
 """Mark in the compiler's log for a killed subprocess, mostly for want of memory."""
@@ -30,13 +37,14 @@ class CompileJob:
         tool: The program `neuron_parallel_compile`.
         command: Command that shows the graphs.
         env: Environment variables of the command.
-        cache: Cache of this node.
+        folder: Empty folder for logs.
     """
 
     tool: str
     command: Sequence[str]
     env: Mapping[str, str]
     cache: Cache
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,13 @@ class Compiled:
     """Graphs of which a run can load each.
 
     Args:
-        names: What they compute, in the order in which they were met.
-        seconds: What compilation took of those that were not there before.
+        names: Name of each graph's work, in the order in which the graphs were met.
+        seconds: Time of the compilation of each new graph; None if it was not measured.
         stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
     """
 
     names: Names
-    seconds: Mapping[CacheKey, float]
+    seconds: Mapping[CacheKey, float | None]
     stages: tuple[int, ...] = ()
 
 
@@ -58,41 +66,40 @@ def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
     """Compile and seal every graph, and wait for graphs that other processes compile.
 
     Args:
-        job: What.
         num_workers: Compilers at a time; half as many after some were killed.
         retries: Times that what failed is tried again.
 
     Raises:
         BackendError: The command failed or showed no graph, or graphs could not be compiled.
     """
-    folder = Path(tempfile.mkdtemp(prefix="nxtrain-compile-"))
-    names, seconds = Names(), dict[CacheKey, float]()
+    cache = job.cache
+    names: Names = {}
+    seconds: dict[CacheKey, float | None] = {}
     for attempt in range(retries + 1):
-        _mend(job.cache)
-        attempt_folder = folder / str(attempt)
-        attempt_folder.mkdir()
-        killed_before = num_killed()
-        argv = tool_argv(job.tool, num_workers, attempt_folder, job.command)
-        outcome = run_tool(argv, job.env, attempt_folder, _GraphCount(job.cache))
-        names = {**outcome.names, **names}
-        seconds |= outcome.seconds
-        _refuse_failed_command(outcome)
-        _await_others(job.cache, names)
-        for verdict in job.cache.verify(names):
+        _mend(cache)
+        folder = job.folder / str(attempt)
+        folder.mkdir()
+        count = _GraphCount(cache, folder)
+        status = run_tool(tool_argv(job.tool, num_workers, folder, job.command), job.env, folder, count.show)
+        log = read_log(folder)
+        names = {**names_in(log), **names}
+        times = compile_times(folder)
+        seconds |= times or {}
+        _check_command(status, has_compiled=times is not None, has_graphs=bool(names_in(log)), log=log_file(folder))
+        _await_others(cache, names)
+        for verdict in cache.verify(names):
             if verdict.damage:
                 print_line(f"{verdict.key} was damaged, and is in quarantine: {verdict.damage}")
-        lacking = {key: job.cache.entry(key) for key in names.keys() - job.cache.done()}
+        lacking = {key: cache.entry(key) for key in names.keys() - cache.done()}
         if not lacking:
-            shutil.rmtree(folder)
-            return Compiled(names, seconds, outcome.stages)
+            return Compiled(names, seconds, stages_in(log))
         if attempt < retries:
-            starved = num_killed() > killed_before or any(map(_was_killed, lacking.values()))
             why = ""
-            if starved:
+            if any(map(_was_killed, lacking.values())):
                 num_workers = max(1, num_workers // 2)
                 why = ", since compilers were killed, which is mostly for want of memory"
             print_line(f"{len(lacking)} of {len(names)} graphs failed; once more, up to {num_workers} at a time{why}")
-    raise BackendError(_report(names, lacking, outcome.log))
+    raise BackendError(_report(names, lacking, log_file(folder)))
 
 
 def print_line(line: str) -> None:
@@ -101,14 +108,20 @@ def print_line(line: str) -> None:
 
 
 class _GraphCount:
-    """Printer of the number of compiled graphs, whenever it has changed."""
+    """Printer of the number of compiled graphs.
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    Args:
+        folder: Folder of the tool's call.
+    """
+
+    def __init__(self, cache: Cache, folder: Path) -> None:
+        self._cache, self._folder = cache, folder
         self._began = time.monotonic()
         self._printed = ""
 
-    def __call__(self, names: Names) -> None:
+    def show(self) -> None:
+        """Print the number if it has changed."""
+        names = names_in(read_log(self._folder))
         entries = [self._cache.entry(key) for key in names]
         states = [entry.state for entry in entries if entry is not None]
         done = states.count(EntryState.DONE)
@@ -130,15 +143,15 @@ def _mend(cache: Cache) -> None:
         print_line(f"put {key} aside, which failed before")
 
 
-def _refuse_failed_command(outcome: ToolOutcome) -> None:
-    where = f"its lines are above, and in {outcome.log}"
-    if outcome.status == 1 and not outcome.compiled:
+def _check_command(status: int, *, has_compiled: bool, has_graphs: bool, log: Path) -> None:
+    where = f"its lines are above, and in {log}"
+    if status == 1 and not has_compiled:
         raise BackendError(f"the run that shows the graphs failed, so that nothing was compiled; {where}")
-    if outcome.status > 0 and not outcome.compiled:
-        raise BackendError(f"{TOOL} ended with exit status {outcome.status} before it compiled anything; {where}")
-    if not outcome.names:
+    if status > 0 and not has_compiled:
+        raise BackendError(f"{TOOL} ended with exit status {status} before it compiled anything; {where}")
+    if not has_graphs:
         hint = "Neuron's plugin names them at its log level INFO"
-        raise BackendError(f"the run showed no graph (exit status {outcome.status}); {hint}; {where}")
+        raise BackendError(f"the run showed no graph (exit status {status}); {hint}; {where}")
 
 
 def _await_others(cache: Cache, names: Names) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
+from nxtrain.launch.environment import Variable
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.tools.compile.cache import Cache
@@ -31,7 +34,7 @@ from nxtrain.tools.compile.manifest import (
     write_manifest,
 )
 from nxtrain.tools.compile.memory import host_memory
-from nxtrain.tools.compile.native_compile import precompile_native
+from nxtrain.tools.compile.native_compile import check_torchneuron, deviceless_mode, rehearsal, rehearse
 from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
@@ -53,8 +56,6 @@ def precompile(
     """Compile the graphs of a run and write its manifest.
 
     Args:
-        path: Configuration file.
-        overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
         first_node: Of several machines the name of one, where the others meet it.
         workers: Compilers at a time; None: as many as the memory holds.
@@ -67,44 +68,55 @@ def precompile(
     """
     loaded = load(path, overrides)
     config = loaded.config
-    _check_backend(loaded)
-    _check_nodes(loaded, first_node, dry_run)
-    if is_native(config):
-        precompile_native(path, overrides, nproc=nproc, first_node=first_node, dry_run=dry_run)
-        return
+    native = is_native(config)
+    _check(loaded, native=native, meets=bool(first_node) or dry_run)
+    num_ranks = ranks_per_node(config, nproc)
+    folder = Path("DIR")
+    if not dry_run:
+        folder = Path(tempfile.gettempdir()) / f"nxtrain-compile-{uuid.uuid4().hex}"
     # Whoever shows no graphs once shows none the next time, and many restarts would hide its message.
-    overrides = [*overrides, "recovery.max_restarts=0"]
-    command = render(path, overrides, nproc, os.environ, first_node=first_node or FIRST_NODE)
+    changes = ["recovery.max_restarts=0"]
+    mode: tuple[Variable, ...] = ()
+    why_no_mode = ""
+    if native:
+        changes = rehearsal(config, folder)
+        mode, why_no_mode = deviceless_mode(config)
+    command = render(path, [*overrides, *changes], nproc, os.environ, first_node=first_node or FIRST_NODE)
+    command = replace(command, variables=(*command.variables, *mode))
     memory = host_memory()
     num_workers = workers or memory.num_compilers
     if dry_run:
-        about = (*command.about, *_manifests(config, ranks_per_node(config, nproc)))
-        print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv), about=about))
+        argv = command.argv
+        if not native:
+            argv = tool_argv(TOOL, num_workers, folder, argv)
+        print(replace(command, argv=argv, about=(*command.about, *_manifests(config, num_ranks))))
         return
-    tool = _find_tool()
-    reason = str(memory)
-    if workers:
-        reason = "as --workers asks"
-    print_line(f"up to {num_workers} graphs at a time: {reason}")
+
     began = time.monotonic()
     env = {**os.environ, **command.env}
-    cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
-    compiled = compile_graphs(CompileJob(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
-    world = ranks_per_node(config, nproc) * config.cluster.nodes
-    build = build_of(resolve_config(loaded, world), world, env, next(iter(compiled.names)).compiler)
-    file = manifest_file(config, compiled.stages)
-    write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
-    graphs, new = f"{len(compiled.names)} graphs", len(compiled.seconds)
+    cache = Cache(cache_folder(config.compile, shared=native), grace_s=GRACE_S)
+    if native:
+        check_torchneuron(mode, why_no_mode)
+        compiled = rehearse(command.argv, env, cache)
+    else:
+        tool = _find_tool()
+        reason = str(memory)
+        if workers:
+            reason = "as --workers asks"
+        print_line(f"up to {num_workers} graphs at a time: {reason}")
+        if config.cluster.nodes > 1:
+            retries = 0  # of several nodes one alone has nobody to show failed graphs with
+        folder.mkdir(mode=0o700)
+        compiled = compile_graphs(CompileJob(tool, command.argv, env, cache, folder), num_workers, retries)
+    shutil.rmtree(folder, ignore_errors=True)
+
+    file = _write_manifest(loaded, num_ranks * config.cluster.nodes, env, compiled)
+    graphs, num_new = f"{len(compiled.names)} graphs", len(compiled.seconds)
     if compiled.stages:
         graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
-    print_line(f"all {graphs} are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
-
-
-def retries_of(config: RunConfig, wanted: int) -> int:
-    """Times that failed graphs are tried again: of several nodes one alone has nobody to show them with."""
-    if config.cluster.nodes > 1:
-        return 0
-    return wanted
+    print_line(
+        f"all {graphs} are in {cache}, {num_new} of them new, after {time.monotonic() - began:.0f} s; see {file}"
+    )
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
@@ -123,42 +135,50 @@ def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
     ]
 
 
+def _write_manifest(loaded: Loaded, world: int, env: Mapping[str, str], compiled: Compiled) -> Path:
+    config = loaded.config
+    build = build_of(resolve_config(loaded, world), world, env, next(iter(compiled.names)).compiler)
+    file = manifest_file(config, compiled.stages)
+    write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
+    return file
+
+
 def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
-    """The rows of the manifest; what was compiled before keeps the seconds that it had in it."""
-    before: dict[CacheKey, float | None] = {}
+    """Rows of the manifest; what was compiled before keeps the seconds that it had in the manifest's file."""
+    seconds: dict[CacheKey, float | None] = {}
     with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
-        before = {CacheKey(old.build.compiler, graph.module): graph.seconds for graph in old.graphs}
-    graphs = []
-    for key, name in compiled.names.items():
-        seconds = before.get(key)
-        if key in compiled.seconds:
-            seconds = round(compiled.seconds[key], 1)
-        graphs.append(CompiledGraph(name, key.module, seconds))
-    return tuple(graphs)
+        for key, graph in zip(old.keys, old.graphs, strict=True):
+            seconds[key] = graph.seconds
+    for key, time_s in compiled.seconds.items():
+        seconds[key] = time_s and round(time_s, 1)
+    return tuple(CompiledGraph(name, key.module, seconds.get(key)) for key, name in compiled.names.items())
 
 
-def _check_backend(loaded: Loaded) -> None:
-    name = loaded.config.backend.name
-    if not compiles_ahead(loaded.config) and name != "auto":
+def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
+    """Refuse a configuration whose graphs cannot be compiled beforehand.
+
+    Args:
+        native: The run uses TorchNeuron.
+        meets: Several machines know where to meet, or need not.
+    """
+    config, origins = loaded.config, loaded.origins
+    name, nodes = config.backend.name, config.cluster.nodes
+    problem = None
+    if not compiles_ahead(config) and name != "auto":
         reason = f"{name} compiles no graphs beforehand; Neuron devices do"
-        raise ConfigError(
-            [
-                Problem(
-                    "backend.name", reason, loaded.origins["backend.name"], "use backend.name=neuron or neuron-native"
-                )
-            ]
-        )
-
-
-def _check_nodes(loaded: Loaded, first_node: str, dry_run: bool) -> None:
-    nodes = loaded.config.cluster.nodes
-    if nodes > 1 and not first_node and not dry_run:
+        hint = "use backend.name=neuron or neuron-native"
+        problem = Problem("backend.name", reason, origins["backend.name"], hint)
+    elif nodes > 1 and not meets:
         reason = f"{nodes} machines show the graphs together, and have to meet"
-        hint = (
-            "on each of them at the same time: nxtrain compile CONFIG --first-node NAME, with the name of one of them"
-        )
-        raise ConfigError([Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint)])
+        command = "nxtrain compile CONFIG --first-node NAME"
+        hint = f"on each of them at the same time: {command}, with the name of one of them"
+        problem = Problem("cluster.nodes", reason, origins["cluster.nodes"], hint)
+    elif native and nodes > 1 and config.parallel.pp > 1:
+        reason = f"pp={config.parallel.pp} over {nodes} machines: TorchNeuron's files name no stage"
+        problem = Problem("parallel.pp", reason, hint="let the run compile at first use: compile.on_miss")
+    if problem is not None:
+        raise ConfigError([problem])
 
 
 def _find_tool() -> str:

@@ -27,7 +27,7 @@ class Report:
 
     Args:
         copied: Entries that are new at the destination.
-        size_bytes: Their bytes.
+        size_bytes: Bytes of the copied entries.
         present: Entries that were there already.
         busy: Entries that another process was adding.
         unusable: Entries that could not be copied, with the reason.
@@ -45,9 +45,9 @@ class Step:
     """Progress of a sync.
 
     Args:
-        key: The entry that was looked after last.
+        key: The entry that was copied last.
         num_done, num_total: Entries.
-        bytes_done, bytes_total: Their bytes.
+        bytes_done, bytes_total: Bytes of these entries.
     """
 
     key: CacheKey
@@ -74,9 +74,8 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
     """Copy every done entry that the target lacks.
 
     Args:
-        source: Where from.
-        target: Where to.
-        on_step: Called after each entry.
+        source: Cache with the entries.
+        target: Cache that gets them.
 
     Raises:
         ConfigError: Both are buckets, or the same folder.
@@ -111,9 +110,10 @@ def _check(source: CacheLocation, target: CacheLocation) -> None:
 
 
 def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:
-    if isinstance(target, Cache):
-        return target.store(key, lambda folder: source.fetch(key, folder))
-    assert isinstance(source, Cache)
-    with source.staging() as folder:
-        target.store(key, folder, source.fetch(key, folder))
-    return True
+    """Copy an entry by way of a folder next to the target, or next to the source if the target is a bucket."""
+    cache = target
+    if isinstance(target, Bucket):
+        cache = source
+    assert isinstance(cache, Cache)
+    with cache.staging() as folder:
+        return target.store(key, folder, source.fetch(key, folder))

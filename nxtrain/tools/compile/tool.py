@@ -17,7 +17,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -35,92 +34,84 @@ _STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
 _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuronxcc-[\w.+-]+)/(MODULE_[\w.+-]+)/model")
 
 
-@dataclass(frozen=True)
-class ToolOutcome:
-    """Outcome of one call.
-
-    Args:
-        status: The tool's exit status; negative if a signal ended it.
-        names: The graphs that its command needs, compiled before or not.
-        compiled: It came to compile, so that its command had succeeded.
-        seconds: What the compilation of graphs took, successful or not.
-        log: What its command printed.
-        stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
-    """
-
-    status: int
-    names: Names
-    compiled: bool
-    seconds: Mapping[CacheKey, float]
-    log: Path
-    stages: tuple[int, ...] = ()
-
-
 def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str]) -> tuple[str, ...]:
     """The tool's command line.
 
     Args:
-        tool: Its program.
-        num_workers: Compilers at a time.
         folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
             its working folder with everything in it when it starts.
-        command: What shows the graphs; it runs where this process does.
+        command: Command that shows the graphs; it runs where this process does.
     """
     options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
     return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
 
 
 def run_tool(
-    argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[Names], None], every_s: float = 2.0
-) -> ToolOutcome:
+    argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[], None], every_s: float = 2.0
+) -> int:
     """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
 
     Args:
-        argv: As `tool_argv` gives it.
-        env: All its variables.
-        folder: The same.
-        watch: Is told of the graphs that were met so far, again and again.
-        every_s: Seconds between.
+        argv: Command line, as `tool_argv` gives it.
+        folder: The folder of `tool_argv`.
+        watch: Called while the tool runs, and once at its end.
+        every_s: Seconds between two calls.
+
+    Returns: The tool's exit status; negative if a signal ended it.
     """
+    env = {**env, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}
     # Lines of a command that fails must not count as its graphs.
-    unwanted = {"NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE"}
-    env = {name: value for name, value in env.items() if name not in unwanted}
-    log = _Log(folder / "work")
+    env.pop("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", None)
     with _signals_raise():
-        process = subprocess.Popen(
-            argv, cwd=folder, env={**env, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}, start_new_session=True
-        )
+        process = subprocess.Popen(argv, cwd=folder, env=env, start_new_session=True)
         try:
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(every_s)
-                watch(log.names())
+                watch()
         finally:
             _end(process)
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{TOOL}_results_*.json")]
-    seconds: dict[CacheKey, float] = {}
-    for result in results:
-        for path, row in result["compilation_report"].items():
+    return process.returncode
+
+
+def log_file(folder: Path) -> Path:
+    """Log of the tool's command in the folder of a call; absent until the command prints."""
+    for path in (folder / "work").glob("trial_run_pid*_log.txt"):
+        return path
+    return folder / "work" / "trial_run_log.txt"
+
+
+def read_log(folder: Path) -> str:
+    """Text of the log so far."""
+    try:
+        return log_file(folder).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def compile_times(folder: Path) -> dict[CacheKey, float] | None:
+    """Seconds of each compilation, successful or not; None if the tool did not come to compile."""
+    seconds: dict[CacheKey, float] | None = None
+    for file in folder.glob(f"{TOOL}_results_*.json"):
+        seconds = seconds or {}
+        report = json.loads(file.read_text(encoding="utf-8"))["compilation_report"]
+        for path, row in report.items():
             key = parse_key("/".join(Path(path).parts[-3:-1]))
             if key is not None:
                 seconds[key] = float(row["compile_time"])
-    return ToolOutcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
+    return seconds
 
 
-def names_in(log: str, marker: str) -> Names:
-    """The graphs that a log shows, each named after what rank 0 was at when it was first met.
+def names_in(log: str) -> Names:
+    """The graphs that a log shows, each named after the work of rank 0 when the graph was first met.
 
     Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
-
-    Args:
-        log: What the tool's command printed.
-        marker: How the lines begin in which rank 0 names its work.
     """
     names: Names = {}
     work, numbers = "start", Counter[str]()
     for line in log.splitlines():
-        if marker in line:
-            work = line.partition(marker)[2].strip()
+        if EXTRACTING in line:
+            work = line.partition(EXTRACTING)[2].strip()
         for compiler, module in _GRAPH.findall(line):
             key = CacheKey(compiler, module)
             if key not in names:
@@ -135,32 +126,6 @@ def stages_in(log: str) -> tuple[int, ...]:
     if match is None:
         return ()
     return tuple(map(int, match[1].split(",")))
-
-
-class _Log:
-    """Log of the tool's command, read again only when it has grown."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._size = 0
-        self._text = ""
-        self._names = Names()
-
-    def path(self) -> Path:
-        return next(iter(self._folder.glob("trial_run_pid*_log.txt")), self._folder / "trial_run_log.txt")
-
-    def names(self) -> Names:
-        with suppress(FileNotFoundError):
-            path = self.path()
-            size = path.stat().st_size
-            if size != self._size:
-                self._size = size
-                self._text = path.read_text(encoding="utf-8", errors="replace")
-                self._names = names_in(self._text, EXTRACTING)
-        return dict(self._names)
-
-    def stages(self) -> tuple[int, ...]:
-        return stages_in(self._text)
 
 
 @contextmanager

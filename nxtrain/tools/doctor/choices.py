@@ -17,8 +17,6 @@ def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Ite
     """Check the choices of a run that is about to start.
 
     Args:
-        host: The machine to look at.
-        config: Configuration of the run.
         machine: Kind of machine; None: unknown.
     """
     backend: str = config.backend.name

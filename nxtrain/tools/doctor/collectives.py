@@ -38,8 +38,6 @@ class World:
     Args:
         first_node: Name of the machine of rank 0.
         port: Port of the rendezvous there.
-        rank: Rank of this machine.
-        size: Number of machines.
         names: Name of each machine by rank; empty: unknown.
     """
 
@@ -75,8 +73,6 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
     Args:
         first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
-        rank: Rank of this machine.
-        size: Number of machines.
         host: The machine to look at; None: this one.
 
     Raises:
@@ -98,7 +94,6 @@ def check_collectives(
     """Check the links within this machine, or with a world those between all machines.
 
     Args:
-        host: The machine to look at.
         machine: Kind of machine; None: unknown.
         world: Machines that run this check at the same time; None: this one alone.
         limit_s: Seconds that ranks wait for one another.

@@ -40,7 +40,6 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
     """Check accelerators and EFA.
 
     Args:
-        host: The machine to look at.
         machine: Kind of machine, whose devices are expected; None: unknown, so that nothing is expected.
         needs_all: A run is about to start, so that nobody may hold a device.
     """

@@ -33,7 +33,6 @@ def examine(
 
     Args:
         path: Configuration of a run that is about to start here; None: the machine is checked for any run.
-        overrides: `dotted.key=value` each.
         collectives: Test the links, too, which starts processes that import torch.
         world: Machines that test their links together; None: this one alone.
         host: The machine to look at; None: this one.

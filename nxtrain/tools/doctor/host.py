@@ -155,8 +155,6 @@ def check_port(host: Host, port: int, *, needs_all: bool) -> Finding:
     """Check that nothing listens on the port of the rendezvous.
 
     Args:
-        host: The machine to look at.
-        port: Number of the port.
         needs_all: A run is about to start; otherwise the port may be that of a run.
 
     Source: https://docs.kernel.org/networking/proc_net_tcp.html: the local address is the second field, and the state

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,11 @@ from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
+from nxtrain.tools.compile.compiler_processes import naming
 from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
-from nxtrain.tools.compile.lock_owners import naming, this_process
-from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
-from nxtrain.tools.compile.miss_watch import Watch, watch_misses
+from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, write_manifest
+from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
+from nxtrain.tools.compile.module_folders import OURS, ModuleFolders
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
@@ -48,8 +48,10 @@ class Told:
         self.misses.append((of, len(compilers)))
 
 
-def watch(root: Path, told: Told, run: int, patience_s: float = 100.0) -> Watch:
-    return Watch(root, {key(1)}, run, told, patience_s)
+def watch(root: Path, told: Told, run: int, patience_s: float = 100.0) -> MissWatch:
+    layout = ModuleFolders(root)
+    layout.patience_s = patience_s
+    return MissWatch(layout, {key(1)}, run, told)
 
 
 def test_what_the_run_compiles_is_told_once_unless_it_is_known(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_locks_of_others_and_what_is_not_being_compiled_are_not_told(tmp_path: P
     told = Told()
     add_locked(tmp_path, key(2))  # before the run
     guard_ = watch(tmp_path, told, stranger, patience_s=0.0)
-    add_locked(tmp_path, key(3), str(this_process()))  # ours, such as a sync
+    add_locked(tmp_path, key(3), OURS)  # ours, such as a sync
     add_pending(tmp_path, key(4))
     add_done(tmp_path, key(5))  # fetched from elsewhere
     for _ in range(3):
@@ -239,14 +241,6 @@ def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict
 def test_runs_on_other_devices_are_left_alone(tmp_path: Path, backend: str) -> None:
     with watch_misses(run(tmp_path, "compile.on_miss=stop", f"backend.name={backend}"), {}):
         assert not (tmp_path / "cache").exists()
-
-
-def test_a_miss_names_the_compiler_that_the_graph_has(tmp_path: Path) -> None:
-    compiled(tmp_path)
-    manifest = read_manifest(tmp_path / "manifest.json")
-    build = replace(manifest.build, compiler="")
-    other = key(1)._replace(compiler="neuronxcc-2.24.0+1")
-    assert f"compiler: compiled {COMPILER}, needed neuronxcc-2.24.0+1" in miss_watch._miss(manifest, build, other)
 
 
 def add_locked_again(lock: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.tools.compile.memory import GIB, Memory, host_memory, num_killed
+from nxtrain.tools.compile.memory import GIB, Memory, host_memory
 
 TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -49,9 +49,3 @@ def test_a_container_of_cgroup_v1_finds_its_own_limit_at_the_root(tmp_path: Path
 
 def test_no_limit_of_cgroup_v1_is_a_huge_number(tmp_path: Path) -> None:
     assert node(tmp_path, "4:memory:/\n", memory__memory_limit_in_bytes=str((1 << 63) - 4096)).size_bytes == TOTAL
-
-
-def test_the_kernel_tells_how_many_it_has_killed(tmp_path: Path) -> None:
-    assert num_killed(tmp_path) == 0
-    (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 3\ndrop_slab 1\n", encoding="ascii")
-    assert num_killed(tmp_path) == 3

@@ -7,7 +7,7 @@ import random
 import string
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,11 @@ from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch, native_compile
 from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.compile_key import native_build_of
+from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import Seal, hash_file
+from nxtrain.tools.compile.entry_hashes import hash_file
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
-from nxtrain.tools.compile.miss_watch import NeffWatch, watch_misses
+from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
 from nxtrain.tools.compile.sync import CacheLocation, sync
 from tests.support.caches import compile_now, key
 
@@ -151,7 +151,7 @@ def _made(folder: Path) -> Path:
 def test_a_watch_tells_of_each_new_file_once(tmp_path: Path) -> None:
     add(tmp_path, 1)
     told: list[CacheKey] = []
-    watch = NeffWatch(Cache(tmp_path), {neff(2)}, lambda found, _: told.append(found))
+    watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: told.append(key))
     for number in (2, 3):
         add(tmp_path, number)
     watch.look()
@@ -168,7 +168,7 @@ def native_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     overrides += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
     plan = resolve_config(load(TINY, overrides), 1)
     write_manifest(
-        GraphManifest("tiny", native_build_of(plan, 1, {}), (CompiledGraph("graph 1", neff(1).module, None),)),
+        GraphManifest("tiny", build_of(plan, 1, {}, "neff"), (CompiledGraph("graph 1", neff(1).module, None),)),
         tmp_path / "manifest.json",
     )
     return plan
@@ -204,7 +204,7 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
         add(cache, number)
     started: list[list[str]] = []
 
-    def rehearse(argv: list[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+    def rehearse(argv: Sequence[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
         started.append([*argv])
         (cache / "neff" / neff(2).module).read_bytes()
         os.utime(cache / "neff" / neff(2).module)  # as a mount with access times notes the read
@@ -260,7 +260,7 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
 ) -> None:
     started: list[Mapping[str, str]] = []
 
-    def rehearse(argv: list[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+    def rehearse(argv: Sequence[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
         started.append(env)
         add(tmp_path / "cache", 3)
         return subprocess.CompletedProcess(argv, 0)
@@ -296,11 +296,11 @@ def test_states_are_those_of_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None:
-    def fill(folder: Path) -> Seal:
-        name = Path(neff(1).module).name
+    cache = Cache(tmp_path)
+    name = Path(neff(1).module).name
+    with cache.staging() as folder:
         (folder / name).write_text("copied", encoding="utf-8")
         add(tmp_path, 1, "compiled")
-        return {name: hash_file(folder / name)}
-
-    assert not Cache(tmp_path).store(neff(1), fill)
+        assert not cache.store(neff(1), folder, {name: hash_file(folder / name)})
+        assert not cache.layout("neff").publish(folder, neff(1), {}), "compiled after the check"
     assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"

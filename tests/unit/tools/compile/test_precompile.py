@@ -12,11 +12,10 @@ import pytest
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk
 from nxtrain.cli import main as cli
-from nxtrain.config.load import load
 from nxtrain.tools.compile import precompile
 from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
-from nxtrain.tools.compile.parallel_compile import Compiled
+from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob
 from tests.support.caches import COMPILER, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
@@ -129,10 +128,29 @@ def test_an_old_manifest_that_nobody_can_read_is_replaced(tmp_path: Path, text: 
     assert precompile._graphs(compiled, file) == (CompiledGraph("step 1 #1", key(1).module, 7.0),)
 
 
-def test_on_several_nodes_nothing_is_tried_again_by_one_alone() -> None:
-    config = load(TINY, ["cluster.nodes=2"]).config
-    assert precompile.retries_of(config, 3) == 0
-    assert precompile.retries_of(load(TINY).config, 3) == 3
+@pytest.mark.parametrize(("nodes", "retries"), [(1, 3), (2, 0)])
+def test_on_several_nodes_nothing_is_tried_again_by_one_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, retries: int
+) -> None:
+    given: list[int] = []
+
+    def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
+        given.append(retries)
+        return Compiled({key(1): "step 1 #1"}, {})
+
+    monkeypatch.setattr(precompile, "compile_graphs", compile_graphs)
+    monkeypatch.setattr(precompile, "_find_tool", lambda: "tool")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cluster = (
+        "cluster.instance=trn1.32xlarge",
+        f"cluster.nodes={nodes}",
+        f"parallel.dp={nodes}",
+        "train.micro_batch=1",
+    )
+    paths = (f"compile.manifest={tmp_path}/a.json", f"compile.cache_dir={tmp_path}/cache")
+    args = (str(TINY), "backend.name=neuron", *cluster, *paths, "--first-node=node7", "--retries=3")
+    assert main(monkeypatch, *args) == 0
+    assert given == [retries]
 
 
 def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:

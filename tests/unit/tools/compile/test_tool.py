@@ -18,7 +18,7 @@ def test_graphs_are_found_wherever_they_stand_in_a_log() -> None:
         "Extracting graphs (/a b/c/neuronxcc-2.1+0/MODULE_3+2/model.hlo.pb) for\n"
         "New graph list from script: /a b/c/neuronxcc-2.1+0/MODULE_9+2/model.hlo_module.pb\n"
     )
-    assert {key.module: name for key, name in names_in(log, "extracting:").items()} == {
+    assert {key.module: name for key, name in names_in(log).items()} == {
         "MODULE_1+2": "start #1",
         "MODULE_3+2": "step 1 #1",
         "MODULE_4+2": "step 1 #2",

@@ -1,0 +1,203 @@
+"""Graphs of PyTorch/XLA in a cache: one folder for each, with the locks of the compiler.
+
+The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/` with `model.hlo_module.pb` (the graph),
+`compile_flags.json`, `model.neff` and an empty `model.done` on success, `model.log` on failure, and a file ending in
+`.lock` while it works. The seal is next to these files. It belongs to one compilation, identified by the time of
+`model.done`, which the compiler writes last.
+
+The compiler's locks are empty files that a killed process leaves there, and then every later run waits for them without
+end ("Another process must be compiling MODULE_..."). A process that works under such a lock is recognised by its
+command line, where the compiler names the entry. nxtrain locks an entry only while it holds the cache's mutex, so that
+whoever holds the mutex may break nxtrain's own locks.
+
+Source: AWS Neuron documentation, "Neuron Persistent Cache"; Hugging Face optimum-neuron, `optimum/neuron/cache`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from nxtrain.common.io.atomic import replace_text, sync_folder
+from nxtrain.tools.compile.compiler_processes import booted_s, naming
+from nxtrain.tools.compile.entries import (
+    DONE,
+    LOCK,
+    LOG,
+    NEFF,
+    SEAL,
+    CacheKey,
+    Entry,
+    EntryState,
+    is_content,
+    parse_key,
+)
+from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
+from nxtrain.tools.compile.layout import Layout
+
+OURS = "nxtrain"
+"""Text of nxtrain's own locks; the compiler's are empty."""
+
+GRACE_S = 300.0
+"""Seconds since the last write to an entry for which the compiler's lock is believed: the compiler may be about to
+start, or have ended just now."""
+
+
+class ModuleFolders(Layout):
+    """The folders of PyTorch/XLA in a cache.
+
+    Args:
+        root: Folder of the `neuronxcc-<version>/` folders.
+        grace_s: Seconds since the last write to an entry for which a lock without a process counts as live.
+    """
+
+    patience_s = 15.0
+    """Seconds for which a lock is given the time to show its compiler."""
+
+    def __init__(self, root: Path, grace_s: float = GRACE_S) -> None:
+        super().__init__(root)
+        self._grace_s = grace_s
+
+    def scan(self, root: Path) -> Iterator[Entry]:
+        for folder, key in _folders(root):
+            entry = self.look(folder, key)
+            if entry is not None:
+                yield entry
+
+    def look(self, path: Path, key: CacheKey) -> Entry | None:
+        try:
+            state, detail = self._state(path)
+            stats = {file.name: file.stat() for file in path.iterdir()}
+            used_s = path.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if NEFF in stats:
+            used_s = max(used_s, stats[NEFF].st_atime)
+        return Entry(key, path, state, sum(stat.st_size for stat in stats.values()), used_s, detail)
+
+    def files(self, key: CacheKey) -> list[Path]:
+        folder = self.path(key)
+        _done_ns(folder)
+        return sorted(path for path in folder.iterdir() if is_content(path.name) and path.is_file())
+
+    def read_seal(self, key: CacheKey) -> Seal | None:
+        folder = self.path(key)
+        done_ns = _done_ns(folder)
+        try:
+            record = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+            if record["done_ns"] == done_ns:
+                return from_json(record["files"])
+        except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def write_seal(self, key: CacheKey, seal: Seal) -> None:
+        _write_seal(self.path(key), seal)
+
+    def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
+        _write_seal(staged, seal)
+        sync_folder(staged)
+        target = self.path(key)
+        try:
+            staged.rename(target)
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:  # the compiler has begun it just now
+                return False
+            raise
+        sync_folder(target.parent)
+        return True
+
+    def move(self, path: Path, key: CacheKey, target: Path) -> bool:
+        """Move a folder, locked as the compiler does, so that the compiler waits."""
+        self.unlock(path)
+        if _locks(path):
+            return False
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with (path / LOCK).open("x", encoding="utf-8") as file:
+                file.write(OURS)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        path.rename(target)
+        (target / LOCK).unlink()
+        return True
+
+    def unlock(self, path: Path) -> None:
+        for lock in _locks(path):
+            if not self._is_live(lock):
+                lock.unlink(missing_ok=True)
+
+    def disown(self, path: Path) -> None:
+        for lock in _locks(path):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(lock, os.O_WRONLY | os.O_TRUNC)  # creates no lock that was released meanwhile
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(OURS)
+
+    def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
+        """Graphs under a lock of the compiler, each with the identity of the lock."""
+        for folder, key in _folders(self.root):
+            if (folder / DONE).exists():
+                continue
+            for lock in _locks(folder):
+                with suppress(FileNotFoundError):
+                    stat = lock.stat()
+                    if not stat.st_size:
+                        yield key, (stat.st_ino, stat.st_mtime_ns)
+
+    def _state(self, folder: Path) -> tuple[EntryState, str]:
+        lock_files = _locks(folder)
+        for lock in lock_files:
+            if self._is_live(lock):
+                return EntryState.LOCKED, f"{lock.name} is held"
+        if lock_files:
+            return EntryState.STALE, f"whoever made {lock_files[0].name} is gone"
+        neff, log = folder / NEFF, folder / LOG
+        if (folder / DONE).exists():
+            if neff.exists() and neff.stat().st_size > 0:
+                return EntryState.DONE, ""
+            return EntryState.FAILED, f"marked done, but {NEFF} is missing or empty"
+        if log.exists() and not neff.exists():
+            with log.open(encoding="utf-8", errors="replace") as file:
+                return EntryState.FAILED, file.readline().strip()
+        return EntryState.PENDING, ""
+
+    def _is_live(self, lock: Path) -> bool:
+        """True if a compiler works under a lock, or was about to until a moment ago."""
+        folder = lock.parent
+        try:
+            stat = lock.stat()
+            if stat.st_size or stat.st_mtime < booted_s():
+                return False
+            written_s = max([stat.st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
+        except FileNotFoundError:
+            return True  # whoever took a file away just now was at work
+        return time.time() - written_s < self._grace_s or any(naming(folder.name))
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, CacheKey]]:
+    for folder in sorted(root.glob("neuronxcc-*/MODULE_*")):
+        key = parse_key(f"{folder.parent.name}/{folder.name}")
+        if key is not None:
+            yield folder, key
+
+
+def _locks(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.lock"))
+
+
+def _write_seal(folder: Path, seal: Seal) -> None:
+    used = folder.stat()
+    record = {"done_ns": _done_ns(folder), "files": to_json(seal)}
+    replace_text(folder / SEAL, json.dumps(record, indent=1), durable=False, shared=True)
+    os.utime(folder, ns=(used.st_atime_ns, used.st_mtime_ns))
+
+
+def _done_ns(folder: Path) -> int:
+    """Time of `model.done`; raises FileNotFoundError without one."""
+    return (folder / DONE).stat().st_mtime_ns

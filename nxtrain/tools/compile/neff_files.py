@@ -1,0 +1,96 @@
+"""TorchNeuron's graphs in a cache: one file for each, `neff/<ab>/<cd>/<hash>.neff`, named by a hash of its input.
+
+TorchNeuron writes a file under another name and renames it, so a file is whole, on network file systems too. Its locks
+are elsewhere and end with their process. AWS's pages name the folder's variable, not the layout below, so every `.neff`
+file below the folder counts, however deep.
+
+Source: torch/reference/env-vars.html and torch/compile/about-torch-compile.html in
+https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+from nxtrain.common.io.atomic import replace_text, sync_folder
+from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, parse_key
+from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
+from nxtrain.tools.compile.layout import Layout
+
+
+class NeffFiles(Layout):
+    """The files of TorchNeuron in a cache.
+
+    Args:
+        seals: Folder with the hashes of the files.
+    """
+
+    def __init__(self, root: Path, seals: Path) -> None:
+        super().__init__(root)
+        self._seals = seals
+
+    def scan(self, root: Path) -> Iterator[Entry]:
+        base = root / NEFF_FOLDER
+        for file in sorted(base.rglob("*.neff")):
+            key = parse_key(f"{NEFF_FOLDER}/{file.relative_to(base).as_posix()}")
+            if key is None:
+                continue
+            entry = self.look(file, key)
+            if entry is not None:
+                yield entry
+
+    def look(self, path: Path, key: CacheKey) -> Entry | None:
+        try:
+            stat = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        state, detail = EntryState.DONE, ""
+        if not stat.st_size:
+            state, detail = EntryState.FAILED, "the file is empty"
+        return Entry(key, path, state, stat.st_size, max(stat.st_mtime, stat.st_atime), detail)
+
+    def files(self, key: CacheKey) -> list[Path]:
+        return [self.path(key)]
+
+    def read_seal(self, key: CacheKey) -> Seal | None:
+        try:
+            return from_json(json.loads(self._seal(key).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+
+    def write_seal(self, key: CacheKey, seal: Seal) -> None:
+        path = self._seal(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(to_json(seal)), durable=False, shared=True)
+
+    def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
+        path = self.path(key)
+        try:
+            path.hardlink_to(staged / path.name)
+        except FileExistsError:  # a rank has compiled it just now
+            return False
+        self.write_seal(key, seal)
+        sync_folder(path.parent)
+        return True
+
+    def move(self, path: Path, key: CacheKey, target: Path) -> bool:
+        """Move a file; a process that reads the file keeps what it has open."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path == self.path(key):
+            self._seal(key).unlink(missing_ok=True)
+        try:
+            path.rename(target)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
+        """Files that are there: a file appears when its compilation has ended."""
+        for entry in self.scan(self.root):
+            if entry.state is EntryState.DONE:
+                yield entry.key, None
+
+    def _seal(self, key: CacheKey) -> Path:
+        return self._seals / f"{key.module}.json"
