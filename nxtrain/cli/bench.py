@@ -110,21 +110,6 @@ def bench_collectives(
     bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
 
 
-@bench.command("startup", epilog="Example: nxtrain bench startup --first-step configs/tiny_cpu.toml")
-def bench_startup(
-    first_step: Annotated[
-        Path | None,
-        typer.Option(help="Configuration whose first step is measured, too.", parser=local_path, metavar="CONFIG"),
-    ] = None,
-    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
-    from nxtrain.tools.bench.startup import bench_startup
-
-    bench_startup(config=first_step, rounds=rounds, as_json=as_json)
-
-
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
 def bench_data(
     mib: Annotated[int, integer(help="MiB of token ids, two bytes each.")] = 64,
@@ -142,25 +127,6 @@ def bench_data(
 
     sizes = {"mib": mib, "text_mib": text_mib, "file_mib": file_mib, "seq_len": seq_len}
     bench_data(sizes, rounds=rounds, as_json=as_json)
-
-
-@bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")
-def bench_growth(
-    curves: Annotated[
-        str,
-        typer.Option(help="Commas between seq_len, layers, accumulation, start, checkpoint, world; by default all."),
-    ] = "",
-    points: Annotated[int, integer(0, MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
-    rounds: Annotated[int, integer(help="Times that each curve is measured.")] = 3,
-    chart: Annotated[
-        Path | None, typer.Option(help="SVG file to draw the exponents into.", parser=local_path, metavar="FILE.svg")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
-    from nxtrain.tools.bench.growth import bench_growth
-
-    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json, chart=chart)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")

@@ -98,7 +98,6 @@ def ours(
     *,
     compiled: bool = False,
     parallel: Mapping[str, Any] | None = None,
-    micro_batches: int = 1,
 ) -> tuple[Step, TrainState]:
     """nxtrain's own step, as `nxtrain train` runs it, and its state.
 
@@ -107,7 +106,6 @@ def ours(
         backend: Device, and ranks.
         compiled: compile.torch_compile.
         parallel: Table [parallel].
-        micro_batches: Micro-batches of a step without a pipeline.
     """
     from nxtrain.common.family import find_family
     from nxtrain.config.check import Resolved
@@ -118,6 +116,7 @@ def ours(
     degrees = dict(parallel or {})
     sequences = work.batch * backend.world
     per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
+    micro_batches = 1
     if degrees.get("pp", 1) > 1:
         micro_batches = math.gcd(per_replica, PIPELINED)
     micro_batch = per_replica // micro_batches
