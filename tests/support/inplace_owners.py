@@ -50,6 +50,9 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/training.py": {
         "_append_held_out: marked[-1] |=": "fresh: `astype` right above copies",
     },
+    "nxtrain/tools/eval/generate.py": {
+        "Stops.add: self._held +=": "host: text",
+    },
     "nxtrain/tools/eval/scorer.py": {
         "Scorer._totals: left[owner] -=": "host: list of this very function",
     },
@@ -155,12 +158,12 @@ OWNERS: dict[str, dict[str, str]] = {
         "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
         "ids_sides: streaming.MDSWriter(out=local)": "host: name of a folder",
     },
-    "nxtrain/tools/bench/lazy.py": {
+    "nxtrain/tools/bench/xla.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },
-    "nxtrain/tools/bench/collectives_rank.py": {
+    "nxtrain/tools/bench/collectives.py": {
         "_operation.<lambda>: comm.all_reduce(whole)": "state: buffer of this benchmark",
         "_operation.<lambda>: spare.copy_": "state: buffer of this benchmark",
     },
@@ -172,7 +175,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/tools/bench/pipeline_rank.py": {
         "step.Counted.start_send: sent_bytes +=": "host: number",
     },
-    "nxtrain/tools/bench/peers.py": {
+    "nxtrain/tools/bench/training.py": {
         "transformers_step.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),

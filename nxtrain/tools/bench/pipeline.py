@@ -13,10 +13,10 @@ can sleep in all of them at once, but not compute.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import mean
 from typing import Any, Literal, TypeAlias
 
@@ -25,19 +25,16 @@ from rich.table import Table
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.process.document import write_document
-from nxtrain.common.process.progress import Progress
 from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
+from nxtrain.tools.bench.harness import num_cores, start_ranks, table, take_turns, turn_at_once
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import BenchWorker, num_cores, rank_environments
 
 Work: TypeAlias = Literal["sleep", "blocks"]
 
 MIB = 1 << 20
-
-RANK_PROGRAM = "nxtrain.tools.bench.pipeline_rank"
 
 BACKWARD = 2
 """Ratio of a backward's sleep to a forward's, as for matrix products."""
@@ -110,11 +107,10 @@ class PipelineTurn:
     sent_bytes: tuple[int, ...]
 
     @staticmethod
-    def read(lines: Sequence[str]) -> PipelineTurn:
-        """From what the processes print, by rank."""
+    def read(answers: Sequence[Mapping[str, Any]]) -> PipelineTurn:
+        """From the answers of the processes, by rank."""
         spans, sent_bytes = [], []
-        for rank, line in enumerate(lines):
-            answer = json.loads(line)
+        for rank, answer in enumerate(answers):
             for kind, chunk, micro, start_s, end_s in answer["actions"]:
                 spans.append(Span(rank, Action(kind, chunk, micro), start_s, end_s))
             sent_bytes.append(answer["sent_bytes"])
@@ -163,23 +159,16 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]
     Raises:
         BackendError: A process ended; its output contains the reason.
     """
-    turns: list[list[PipelineTurn]] = [[] for _ in works]
-    with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        pipelines = []
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:
-            job = json.dumps(asdict(work))
-            workers = []
-            for rank, env in enumerate(rank_environments(work.pp)):
-                worker = BenchWorker(RANK_PROGRAM, str(rank), job, env)
-                workers.append(stack.enter_context(worker))
-            pipelines.append(workers)
-        for number in range(rounds + 1):
-            progress.show(number, f"round {number} of {rounds}")
-            for workers, of_one in zip(pipelines, turns, strict=True):
-                for worker in workers:
-                    worker.begin()
-                of_one.append(PipelineTurn.read([worker.end() for worker in workers]))
-    return [of_one[1:] for of_one in turns]
+            ranks = start_ranks(stack, "pipeline_rank", work.schedule, asdict(work), work.pp)
+            sides[work.schedule] = partial(turn_at_once, ranks)
+        measured = take_turns(sides, rounds)
+    turns = []
+    for work in works:
+        turns.append([PipelineTurn.read(answers) for answers in measured[work.schedule]])
+    return turns
 
 
 def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
@@ -264,26 +253,18 @@ def _table(work: StageWork, result: dict[str, Any]) -> Table:
 
     title = f"{work.schedule}, pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
     title += f"{cell([pipeline['bubble'] for pipeline in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
-    table = Table(title=title, title_style="bold")
-    for head in ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent"):
-        table.add_column(head, justify="right")
+    rows = []
     for rank in range(work.pp):
         busy_ms = [1e3 * pipeline["busy_s"][rank] for pipeline in shown]
         idle_ms = [1e3 * pipeline["step_s"] - busy for pipeline, busy in zip(shown, busy_ms, strict=True)]
         in_flight = [pipeline["forwards_in_flight"][rank] for pipeline in shown]
         held_mib = [pipeline["held_bytes"][rank] / MIB for pipeline in shown]
         sent_mib = [pipeline["sent_bytes"][rank] / MIB for pipeline in shown]
-        table.add_row(
-            str(rank),
-            cell(busy_ms, ".1f"),
-            cell(idle_ms, ".1f"),
-            cell(in_flight, "d"),
-            cell(held_mib, ".3g"),
-            cell(sent_mib, ".3g"),
-        )
+        times = (cell(busy_ms, ".1f"), cell(idle_ms, ".1f"))
+        rows.append((str(rank), *times, cell(in_flight, "d"), cell(held_mib, ".3g"), cell(sent_mib, ".3g")))
     caption = "held: the most at once of what stages send each other"
     if "bubbles" in result:
         bubbles = " ".join(f"{bubble:.1%}" for bubble in result["bubbles"])
         caption += f"; expected / measured, in the shortest step of {len(result['bubbles'])} with bubbles {bubbles}"
-    table.caption = caption
-    return table
+    heads = ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent")
+    return table(title, heads, rows, caption)

@@ -1,14 +1,9 @@
-"""A process of `nxtrain bench pipeline`: one rank, a step for each line on standard input.
-
-python -m nxtrain.tools.bench.pipeline_rank RANK WORK
-"""
+"""A rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep or compute."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -29,24 +24,25 @@ from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import own_output
 from nxtrain.train.build import build_model, parts_of
 
 PATIENCE_S = 60.0
 
 
-def main(work: StageWork) -> None:
-    """Serve turns until standard input ends; each prints what was done when."""
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Turn of a rank, in a worker's process: what was done when."""
+    work = StageWork(**job)
     torch.set_num_threads(1)
-    with own_output() as answers:  # gloo prints its connections on standard output
-        backend = open_backend("cpu", PATIENCE_S)
-        mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
-        backend.lay_out(mesh)
-        turn = step(work, backend, mesh)
-        for _ in sys.stdin:
-            backend.collectives.barrier()
-            print(json.dumps(turn()), file=answers, flush=True)
-        backend.close()
+    backend = open_backend("cpu", PATIENCE_S)
+    mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
+    backend.lay_out(mesh)
+    run = step(work, backend, mesh)
+
+    def turn() -> dict[str, Any]:
+        backend.collectives.barrier()
+        return run()
+
+    return {"": turn}
 
 
 def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
@@ -169,7 +165,3 @@ class _Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(CausalLM, self._model).run(self._part, x)
-
-
-if __name__ == "__main__":
-    main(StageWork(**json.loads(sys.argv[2])))
