@@ -193,7 +193,7 @@ def _measured() -> list[tuple[str, list[Span]]]:
     from nxtrain.plan.pipeline import computations, figures
     from nxtrain.tools.bench.pipeline import StageWork, fastest, measure
 
-    works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
+    works = [StageWork(4, 1, order, 8, FORWARD_S, 32) for order in ("1f1b", "zero_bubble")]
     steps = []
     for work, turns in zip(works, measure(works, rounds=5), strict=True):
         spans = fastest(work, turns).spans

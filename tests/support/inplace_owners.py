@@ -154,10 +154,6 @@ OWNERS: dict[str, dict[str, str]] = {
         "FilledState.copy: self._into[key].copy_": "state: buffer of this object",
         "FilledState.torch_load: self._into[key].copy_": "state: buffer of this object",
     },
-    "nxtrain/tools/bench/data_peers.py": {
-        "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
-        "ids_sides: streaming.MDSWriter(out=local)": "host: name of a folder",
-    },
     "nxtrain/tools/bench/xla.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"

@@ -20,12 +20,11 @@ def test_the_loader_is_measured_beside_numpy() -> None:
     found = json.loads(done.stdout)
     ids = {row["name"]: row["value"] for row in found["rows"]}
     loader = ids.pop("loader")
-    assert list(ids) == ["numpy", *({"mosaicml-streaming"} - found["absent"].keys())]
+    assert list(ids) == ["numpy"]
     assert min(loader, *ids.values()) > 0
     assert found["ratios"] == {name: pytest.approx(loader / value) for name, value in ids.items()}
     text = {row["name"]: row for row in found["text"]["rows"]}
-    peers = [name for name in ("datasets.map", "torchtitan") if name not in found["absent"]]
-    assert list(text) == ["concat", "best_fit", "best_fit in a worker", *peers]
+    assert list(text) == ["concat", "best_fit", "best_fit in a worker"]
     assert found["text"]["ratios"].keys() == found["text"]["inside"].keys() == text.keys()
     assert all(0 < inside < 1 for inside in found["text"]["inside"].values())
     for name, row in text.items():  # sums of times follow the machine's speed, and are near

@@ -1,7 +1,7 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
 The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
-random rows out of the same file. Other loaders are measured next to ours in the same rounds, where they are installed.
+random rows out of the same file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.data_peers import absent, ids_sides
 from nxtrain.tools.bench.data_streams import measure_streams
 from nxtrain.tools.bench.data_wait import MOST_WAITING
 
@@ -43,7 +42,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
     seq_len = sizes["seq_len"]
     ids = summarize(measure(sizes["mib"], seq_len, rounds))
     streams = measure_streams(text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds)
-    result = {"machine": harness.machine(), **sizes, "rounds": rounds, **ids, **streams, "absent": absent()}
+    result = {"machine": harness.machine(), **sizes, "rounds": rounds, **ids, **streams}
     if as_json:
         write_document(result)
     else:
@@ -58,7 +57,6 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
         with Progress("writing random ids"):
             rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
             np.save(file, rows)
-            peers = ids_sides(rows, Path(folder))
             del rows
         loader = _loader(file, seq_len)
         ids = np.load(file, mmap_mode="r")
@@ -75,7 +73,7 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
                 num_targets += batch[:, 1:].size
             return num_targets
 
-        sides = {name: partial(_rate, act) for name, act in {LOADER: load, NUMPY: copy, **peers}.items()}
+        sides = {LOADER: partial(_rate, load), NUMPY: partial(_rate, copy)}
         return harness.take_turns(sides, rounds, label="reading ids, ")
 
 
@@ -100,19 +98,15 @@ def _loader(file: Path, seq_len: int) -> Loader:
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and the ratios of the loader to the others inside each round."""
-    ratios = {}
-    for name, rates in measured.items():
-        if name != LOADER:
-            ratios[name] = harness.median_ratio(measured[LOADER], rates)
-    return {"rows": [harness.row(name, "tokens/s", rates) for name, rates in measured.items()], "ratios": ratios}
+    """Medians over rounds, and the ratio of the loader to numpy inside each round."""
+    rows = [harness.row(name, "tokens/s", rates) for name, rates in measured.items()]
+    return {"rows": rows, "ratios": {NUMPY: harness.median_ratio(measured[LOADER], measured[NUMPY])}}
 
 
 def _show(result: Mapping[str, Any]) -> None:
     text = result["text"]
     start = result["start"]
     wait = result["wait"]
-    missing = [f"without {name}, which is not installed: {way_out}" for name, way_out in result["absent"].items()]
     ids_table = harness.table(
         f"{result['mib']} MiB of token ids, rows of {result['seq_len']}",
         ("", "million tokens per CPU second"),
@@ -139,4 +133,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"
     )
-    harness.show(*missing, ids_table, text_table, *waits, opened, machine=result["machine"])
+    harness.show(ids_table, text_table, *waits, opened, machine=result["machine"])

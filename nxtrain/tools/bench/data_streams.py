@@ -27,8 +27,7 @@ from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
-from nxtrain.tools.bench.data_peers import text_sides
-from nxtrain.tools.bench.data_turns import TextTurn, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_turns import packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import measure_wait
 from nxtrain.tools.bench.harness import BenchWorker
 
@@ -43,7 +42,7 @@ _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of each way to pack and of peers, next to the bare tokenizer on the same documents.
+    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents.
 
     Args:
         mib: MiB of text.
@@ -62,8 +61,6 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         BEST_FIT: packing_turns(fitted, number),
         WORKER: packing_turns(fitted, number, lambda name: None),
     }
-    for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
-        sides[name] = [TextTurn(side, tokenizer.tokenizer)]
     return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
 
 

@@ -4,8 +4,6 @@ A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a
 gets the same group at once, before or after the turn's own call in alternation. A group takes some 50 ms. So neither
 the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
 count as well: they were tokenized.
-
-A turn of a peer is the whole corpus. The bare tokenizer gets each of the peer's groups in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from statistics import geometric_mean, median
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
@@ -25,8 +23,6 @@ from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.tools.bench import harness
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -66,20 +62,11 @@ class WatchedTokenizer:
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
         """Encode texts by the tokenizer."""
-        encode = partial(self.tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
-        return self._counted(partial(encode, texts), texts)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Encode a text by the tokenizer."""
-        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
-        return self._counted(partial(encode, text), [text])
-
-    def _counted(self, encode: Callable[[], Result], texts: list[str]) -> Result:
         bare_s = 0.0
         if self.bare_first:
             bare_s = self._encode_bare(texts)
         began = time.process_time()
-        encoded = encode()
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         inside_s = time.process_time() - began
         if not self.bare_first:
             bare_s = self._encode_bare(texts)

@@ -1,4 +1,4 @@
-"""A rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep or compute."""
+"""A rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from torch import Tensor, nn
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.common.family import CausalLM, find_family
+from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.stages import StagePart
-from nxtrain.config.check import Resolved
-from nxtrain.config.schema import RunConfig
 from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.train.build import build_model, parts_of
 
 PATIENCE_S = 60.0
 
@@ -51,12 +48,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
     parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
-    chunks: dict[str, nn.Module] = {}
-    for stage in stages:
-        if work.work == "sleep":
-            chunks[str(stage)] = _Sleeper(work.forward_s)
-        else:
-            chunks[str(stage)] = _Blocks(work, backend, stage)
+    chunks = {str(stage): _Sleeper(work.forward_s) for stage in stages}
     actions: list[tuple[str, int, int, float, float]] = []
     sent_bytes = 0
 
@@ -98,7 +90,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 class _Chunks(nn.Module):
     """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
 
-    def __init__(self, chunks: dict[str, nn.Module], blank: Tensor) -> None:
+    def __init__(self, chunks: Mapping[str, nn.Module], blank: Tensor) -> None:
         super().__init__()
         self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
@@ -146,22 +138,3 @@ class _Sleep(torch.autograd.Function):
 def _sleep(seconds: float) -> Tensor:
     time.sleep(seconds)
     return torch.zeros(())
-
-
-class _Blocks(nn.Module):
-    """Blocks of our Llama: a stage in the middle of a pipeline with one more at each end."""
-
-    def __init__(self, work: StageWork, backend: Backend, stage: int) -> None:
-        super().__init__()
-        num_stages = work.pp * work.virtual_pp + 2
-        cuts = [work.layers * cut for cut in range(1, num_stages)]
-        tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
-        family = find_family("llama")
-        shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
-        plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
-        mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
-        self._model = build_model(plan, backend, mesh, init="draw")
-        (self._part,) = parts_of(plan, mesh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(CausalLM, self._model).run(self._part, x)

@@ -85,7 +85,7 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
     torch.set_num_threads(work.threads)
     backend = open_backend(work.backend, PATIENCE_S)
     step, state = ours(work, backend, parallel=LAYOUTS.get(layout))
-    turn = timed(step, work.steps, clocks_of(backend), backend)
+    turn = timed(step, work.steps, clocks_of(backend), backend, warm_up_steps=1)
 
     def turn_with_waits() -> dict[str, Any]:
         backend.collectives.barrier()

@@ -225,7 +225,7 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
     return turn
 
 
-def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None) -> Turn:
+def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_up_steps: int = WARM_UP_STEPS) -> Turn:
     """A turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
 
     The first turn warms up, for which a lazy device and some compilers need a second and a third step.
@@ -235,7 +235,7 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None) -> Tu
     def turn() -> dict[str, Any]:
         number = steps
         if not first_s:
-            number = max(steps, WARM_UP_STEPS)
+            number = max(steps, warm_up_steps)
         step_s = []
         with clocks.measure() as seconds:
             for _ in range(number):
