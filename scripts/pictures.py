@@ -2,18 +2,19 @@
 
 `python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` the profiles of RUN. `pipeline`
 measures four processes that sleep, as `nxtrain bench pipeline` does, under 1F1B and under zero_bubble. Each writes one
-SVG file, by hand, without a drawing library.
+SVG file.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.common.io import jsonl
+from nxtrain.tools import svg
 
 if TYPE_CHECKING:
     from nxtrain.parallel.simulate import Span
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
-INK = "#24292f"
-GRID = "#d0d7de"
-PAPER = "#ffffff"
+LEFT = 56
+"""Width of the labels on the left."""
+RIGHT = WIDTH - 24
 FORWARD_S = 0.2
 """Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
@@ -43,18 +44,18 @@ def main() -> None:
     if options.picture == "overlap":
         from nxtrain.tools.bench.overlap import read_profiles
 
-        svg = overlaps(read_profiles(options.run))
+        drawn = overlaps(read_profiles(options.run))
     elif options.picture == "loss":
         records = jsonl.read(options.run / "metrics.jsonl")
         if not records:
             parser.error(f"{options.run} has no metrics.jsonl with records")
-        svg = loss_curve(records)
+        drawn = loss_curve(records)
     else:
-        svg = pipelines(_measured())
+        drawn = pipelines(_measured())
     out = options.out or IMAGES / f"{options.picture}.svg"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(svg, encoding="utf-8")
-    print(f"{out}: {len(svg)} bytes")
+    out.write_text(drawn, encoding="utf-8")
+    print(f"{out}: {len(drawn)} bytes")
 
 
 def loss_curve(records: Sequence[dict[str, float]]) -> str:
@@ -63,7 +64,6 @@ def loss_curve(records: Sequence[dict[str, float]]) -> str:
     Args:
         records: Lines of metrics.jsonl, with `step`, `loss` and, after an evaluation, `val_loss`.
     """
-    left = 56
     top = 40
     height = 220
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]
@@ -73,29 +73,24 @@ def loss_curve(records: Sequence[dict[str, float]]) -> str:
     last = max(step for step, _ in train)
 
     def position(step: float, value: float) -> tuple[float, float]:
-        x = left + (WIDTH - left - 24) * step / last
-        return x, top + height * (high - value) / (high - low)
+        return LEFT + (RIGHT - LEFT) * step / last, top + height * (high - value) / (high - low)
 
-    parts = [_text(left, 22, "loss (nats per token)", weight="bold")]
+    parts = [svg.text(LEFT, 22, "loss (nats per token)", weight="bold")]
     for value in range(low, high + 1):
         x, y = position(0, value)
-        parts += [_line(x, y, WIDTH - 24, y), _text(left - 8, y + 4, str(value), anchor="end")]
+        parts += [svg.line(x, y, RIGHT, y), svg.text(LEFT - 8, y + 4, str(value), anchor="end")]
     for quarter in range(5):
         step = round(last * quarter / 4)
-        parts.append(_text(position(step, low)[0], top + height + 18, str(step), anchor="middle"))
-    parts.append(_text(WIDTH - 24, top + height + 36, "step", anchor="end"))
-    points = []
-    for at, loss in train:
-        x, y = position(at, loss)
-        points.append(f"{x:.1f},{y:.1f}")
-    parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLORS["forward"]}" stroke-width="2"/>')
+        x, y = position(step, low)
+        parts.append(svg.text(x, y + 18, str(step), anchor="middle"))
+    parts.append(svg.text(RIGHT, top + height + 36, "step", anchor="end"))
+    parts.append(svg.curve((position(step, loss) for step, loss in train), COLORS["forward"]))
     names = [("training", COLORS["forward"])]
     if held_out:
         names.append(("held-out text", COLORS["backward"]))
-    for at, loss in held_out:
-        x, y = position(at, loss)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS["backward"]}"/>')
-    return _svg(top + height + 48, [*parts, *_legend(names, 22)])
+    for step, loss in held_out:
+        parts.append(svg.dot(*position(step, loss), COLORS["backward"]))
+    return svg.picture(WIDTH, top + height + 48, [*parts, *svg.legend(names, RIGHT, 22)])
 
 
 def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
@@ -104,41 +99,41 @@ def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
     Args:
         steps: Title and computations of each.
     """
-    left = 56
     row = 26
     gap = 34
-    begin_s, lengths_s = [], []
+    begins_s = []
+    lengths_s = []
     kinds = set()
     for _, spans in steps:
-        begin_s.append(min(span.start_s for span in spans))
-        lengths_s.append(max(span.end_s for span in spans) - begin_s[-1])
+        begins_s.append(min(span.start_s for span in spans))
+        lengths_s.append(max(span.end_s for span in spans) - begins_s[-1])
         kinds |= {span.action.kind for span in spans}
-    scale = (WIDTH - left - 8) / max(lengths_s)
-    parts, y = list[str](), 30.0
-    for (title, spans), begin in zip(steps, begin_s, strict=True):
-        parts.append(_text(left, y + gap - 14, title, weight="bold"))
+    scale = (WIDTH - LEFT - 8) / max(lengths_s)
+    parts = []
+    y = 30
+    for (title, spans), begin_s in zip(steps, begins_s, strict=True):
+        parts.append(svg.text(LEFT, y + gap - 14, title, weight="bold"))
         y += gap
         ranks = 1 + max(span.rank for span in spans)
-        parts += [_text(left - 8, y + rank * row + 16, f"rank {rank}", anchor="end") for rank in range(ranks)]
+        parts += [svg.text(LEFT - 8, y + rank * row + 16, f"rank {rank}", anchor="end") for rank in range(ranks)]
         for kind, color in COLORS.items():
-            boxes, labels = list[str](), list[str]()
+            boxes = []
+            labels = []
             for span in spans:
                 if span.action.kind != kind:
                     continue
-                x, above = left + (span.start_s - begin) * scale, y + span.rank * row
+                x = LEFT + (span.start_s - begin_s) * scale
+                top = y + span.rank * row
                 width = (span.end_s - span.start_s) * scale
-                boxes.append(f"M{x:.1f} {above:.0f}h{width - 0.5:.1f}v22h-{width - 0.5:.1f}z")
-                labels.append(f'<text x="{x + width / 2:.1f}" y="{above + 15:.0f}">{span.action.micro}</text>')
+                boxes.append((x, top, width - 0.5, 22))
+                micro = str(span.action.micro)
+                labels.append(svg.text(x + width / 2, top + 15, micro, anchor="middle", size=11, color=svg.PAPER))
             if boxes:
-                parts.append(f'<path d="{"".join(boxes)}" fill="{color}"/>')
-                parts.append(f'<g fill="{PAPER}" font-size="11" text-anchor="middle">{"".join(labels)}</g>')
+                parts += [svg.boxes(boxes, color), *labels]
         y += ranks * row
-    legend = [
-        (name, COLORS[kind])
-        for kind, name in (("forward", "forward"), ("backward", "backward"), ("weight", "weight gradients"))
-        if kind in kinds
-    ]
-    return _svg(round(y) + 12, [*_legend(legend, 18), *parts])
+    names = {"forward": "forward", "backward": "backward", "weight": "weight gradients"}
+    legend = [(name, COLORS[kind]) for kind, name in names.items() if kind in kinds]
+    return svg.picture(WIDTH, y + 12, [*svg.legend(legend, RIGHT, 18), *parts])
 
 
 def overlaps(profiles: Sequence[Profile]) -> str:
@@ -147,42 +142,38 @@ def overlaps(profiles: Sequence[Profile]) -> str:
     Args:
         profiles: One of each rank.
     """
-    left = 56
     height = 22
     lane = 8
     gap = 40
     drawn = []
     for profile in profiles:
-        drawn += [when for _, when in profile.sections]
-    begin_s, end_s = min(when.begin_s for when in drawn), max(when.end_s for when in drawn)
-    scale = (WIDTH - left - 8) / (end_s - begin_s)
+        drawn += [interval for _, interval in profile.sections]
+    begin_s, end_s = min(interval.begin_s for interval in drawn), max(interval.end_s for interval in drawn)
+    scale = (WIDTH - LEFT - 8) / (end_s - begin_s)
 
-    def boxes(intervals: Iterable[tuple[Interval, float]], tall: int, color: str) -> str:
-        rectangles = []
-        for when, y in intervals:
-            x = left + (when.begin_s - begin_s) * scale
-            width = max(0.5, (when.end_s - when.begin_s) * scale - 0.5)
-            rectangles.append(f"M{x:.1f} {y:.0f}h{width:.1f}v{tall}h-{width:.1f}z")
-        return f'<path d="{"".join(rectangles)}" fill="{color}"/>'
+    def box(interval: Interval, y: float, tall: int) -> tuple[float, float, float, float]:
+        width = max(0.5, (interval.end_s - interval.begin_s) * scale - 0.5)
+        return LEFT + (interval.begin_s - begin_s) * scale, y, width, tall
 
-    parts, y = list[str](), 30.0
+    parts = []
+    y = 30
     for profile in profiles:
         title = (
             f"rank {profile.rank}: {len(profile.sums)} sums start in the backward pass, which computes products "
             f"for {profile.overlap:.0%} of their time"
         )
-        parts.append(_text(left, y + gap - 14, title))
+        parts.append(svg.text(LEFT, y + gap - 14, title))
         y += gap
         for name, color in SECTION_COLORS.items():
-            parts.append(boxes(((when, y) for section, when in profile.sections if section == name), height, color))
+            sections = [interval for section, interval in profile.sections if section == name]
+            parts.append(svg.boxes([box(interval, y, height) for interval in sections], color))
         y += height + 3
         lanes = _lanes(profile.sums)
-        parts.append(boxes(((when, y + lane * number) for when, number in lanes), lane - 1, SUM_COLOR))
+        parts.append(svg.boxes([box(interval, y + lane * number, lane - 1) for interval, number in lanes], SUM_COLOR))
         y += lane * (1 + max(number for _, number in lanes))
-    milliseconds = 1e3 * (end_s - begin_s)
-    parts.append(_text(left, y + 22, f"0 to {milliseconds:.0f} ms"))
+    parts.append(svg.text(LEFT, y + 22, f"0 to {1e3 * (end_s - begin_s):.0f} ms"))
     legend = [*SECTION_COLORS.items(), ("sum of gradients", SUM_COLOR)]
-    return _svg(round(y) + 32, [*_legend(legend, 18), *parts])
+    return svg.picture(WIDTH, y + 32, [*svg.legend(legend, RIGHT, 18), *parts])
 
 
 def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
@@ -202,7 +193,7 @@ def _measured() -> list[tuple[str, list[Span]]]:
     from nxtrain.plan.pipeline import computations, figures
     from nxtrain.tools.bench.pipeline import StageWork, fastest, measure
 
-    works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
+    works = [StageWork(4, 1, order, 8, FORWARD_S, 32) for order in ("1f1b", "zero_bubble")]
     steps = []
     for work, turns in zip(works, measure(works, rounds=5), strict=True):
         spans = fastest(work, turns).spans
@@ -211,35 +202,6 @@ def _measured() -> list[tuple[str, list[Span]]]:
         title = f"{name}: {1e3 * result.step_s:.0f} ms, of which ranks wait {result.bubble:.0%}"
         steps.append((title, computations(spans)))
     return steps
-
-
-def _svg(height: int, parts: Iterable[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="13">'
-    )
-    return "\n".join([head, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *parts, "</svg>", ""])
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
-    style = f'fill="{INK}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{text}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{GRID}"/>'
-
-
-def _legend(names: Sequence[tuple[str, str]], y: float) -> list[str]:
-    """Names with their colors, right-aligned in the first line."""
-    parts, x = list[str](), WIDTH - 24.0
-    for name, color in reversed(names):
-        x -= 7.2 * len(name)
-        parts.append(_text(x, y, name))
-        x -= 18
-        parts.append(f'<rect x="{x:.1f}" y="{y - 11:.1f}" width="12" height="12" fill="{color}"/>')
-        x -= 16
-    return parts
 
 
 if __name__ == "__main__":

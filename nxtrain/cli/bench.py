@@ -32,8 +32,8 @@ def bench_train(
         ),
     ] = "",
     threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
-    steps: Annotated[int, integer(help="Steps in each round.")] = 3,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
+    steps: Annotated[int, integer(help="Steps in each round.")] = 2,
     batch: Annotated[int, integer(help="Sequences per step.")] = 4,
     seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
@@ -67,8 +67,8 @@ def bench_train(
 @bench.command("scaling", epilog="Example: nxtrain bench scaling --layouts tp2,zero1 --batch 2")
 def bench_scaling(
     layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
-    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 5,
-    steps: Annotated[int, integer(help="Steps in each round.")] = 2,
+    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 3,
+    steps: Annotated[int, integer(help="Steps in each round.")] = 1,
     batch: Annotated[int, integer(help="Sequences per step and rank.")] = 4,
     seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
@@ -110,28 +110,13 @@ def bench_collectives(
     bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
 
 
-@bench.command("startup", epilog="Example: nxtrain bench startup --first-step configs/tiny_cpu.toml")
-def bench_startup(
-    first_step: Annotated[
-        Path | None,
-        typer.Option(help="Configuration whose first step is measured, too.", parser=local_path, metavar="CONFIG"),
-    ] = None,
-    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
-    from nxtrain.tools.bench.startup import bench_startup
-
-    bench_startup(config=first_step, rounds=rounds, as_json=as_json)
-
-
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
 def bench_data(
     mib: Annotated[int, integer(help="MiB of token ids, two bytes each.")] = 64,
     text_mib: Annotated[int, integer(1, 10, help="MiB of text to tokenize and pack, at most 10.")] = 4,
     file_mib: Annotated[int, integer(help="MiB of the sparse corpus to open.")] = 10240,
     seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 1024,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows.
@@ -142,25 +127,6 @@ def bench_data(
 
     sizes = {"mib": mib, "text_mib": text_mib, "file_mib": file_mib, "seq_len": seq_len}
     bench_data(sizes, rounds=rounds, as_json=as_json)
-
-
-@bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")
-def bench_growth(
-    curves: Annotated[
-        str,
-        typer.Option(help="Commas between seq_len, layers, accumulation, start, checkpoint, world; by default all."),
-    ] = "",
-    points: Annotated[int, integer(0, MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
-    rounds: Annotated[int, integer(help="Times that each curve is measured.")] = 3,
-    chart: Annotated[
-        Path | None, typer.Option(help="SVG file to draw the exponents into.", parser=local_path, metavar="FILE.svg")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
-    from nxtrain.tools.bench.growth import bench_growth
-
-    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json, chart=chart)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
@@ -202,15 +168,10 @@ def bench_pipeline(
         typer.Option(help="As parallel.schedule; zero_bubble is measured in turn with 1f1b, and compared."),
     ] = "1f1b",
     micro: Annotated[int, integer(help="Micro-batches per step.")] = 8,
-    work: Annotated[
-        Literal["sleep", "blocks"],
-        typer.Option(help="What a chunk does: sleep, or compute blocks of a Llama, which wants a core per rank."),
-    ] = "sleep",
     forward_ms: Annotated[
         float,
-        number(0.1, 1e9, help="Forward of a chunk that sleeps; its backward takes twice as long."),
+        number(0.1, 1e9, help="Forward of a chunk, which sleeps; its backward takes twice as long."),
     ] = 50.0,
-    layers: Annotated[int, integer(help="Blocks of a chunk that computes them.")] = 1,
     seq_len: Annotated[int, integer(help="Tokens of a micro-batch, which is one sequence.")] = 32,
     rounds: Annotated[int, integer(help="Steps; the shortest counts.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
@@ -224,7 +185,7 @@ def bench_pipeline(
     """
     from nxtrain.tools.bench.pipeline import StageWork, bench_pipeline
 
-    stages = StageWork(pp, virtual_pp, schedule, micro, work, forward_ms / 1e3, layers, seq_len)
+    stages = StageWork(pp, virtual_pp, schedule, micro, forward_ms / 1e3, seq_len)
     bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
 
 
@@ -234,7 +195,7 @@ def bench_checkpoint(
     folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.", parser=local_path)] = Path(
         "."
     ),
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
     check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
     as_json: AsJson = False,
 ) -> None:

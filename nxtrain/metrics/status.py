@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from nxtrain.common.text import short
 from nxtrain.metrics.meters import Clock, Pace
 
 KINDS_S = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
@@ -90,15 +91,6 @@ def fitting(texts: Iterable[str], columns: int) -> str:
             break
         text += f"  {detail}"
     return text
-
-
-def short(count: float) -> str:
-    """Number with three significant digits: 987, 12.3k, 4.56M."""
-    for unit in ("", "k", "M"):
-        if count < 999.5:  # noqa: PLR2004 - what rounds to 1000 takes the next unit
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}G"
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.common.text import duration
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Prediction
 from nxtrain.plan.search import Found
@@ -18,8 +19,6 @@ from nxtrain.plan.search import Found
 GIB = 1 << 30
 WIDTH = 118
 """Columns where the output is no terminal."""
-
-DURATIONS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
 
 
 def console() -> Console:
@@ -169,11 +168,3 @@ def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
         error = f"{predicted / traced - 1:+.1%}" if traced else ""
         table.add_row(name, f"{predicted / GIB:.3f}", f"{traced / GIB:.3f}", error)
     console().print(table)
-
-
-def duration(seconds: float) -> str:
-    """Text of a duration in the largest unit that it fills."""
-    for size, unit in DURATIONS:
-        if seconds >= size:
-            return f"{seconds / size:,.4g} {unit}"
-    return f"{seconds * 1e6:,.4g} us"

@@ -19,9 +19,8 @@ from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
 from nxtrain.tools.bench.overlap import read_profiles
-from nxtrain.tools.bench.peers import batch
 from nxtrain.tools.bench.train import SHAPE, Workload
-from nxtrain.tools.bench.worker import ours
+from nxtrain.tools.bench.training import batch, ours
 from nxtrain.train import build
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler

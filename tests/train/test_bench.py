@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.family import find_family
-from nxtrain.tools.bench import optim, worker
+from nxtrain.tools.bench import optim, training
 from nxtrain.tools.bench.breakdown import KINDS, OUTSIDE, UPDATE, break_down
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.peers import transformers_step
 from nxtrain.tools.bench.train import SHAPE, Workload
+from nxtrain.tools.bench.training import transformers_step
 from tests.support.commands import command as forked_command
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
@@ -69,7 +69,7 @@ def counted(turn: Any) -> dict[str, int]:
 def test_both_sides_of_bench_train_compute_the_products_that_the_formula_counts(precision: str) -> None:
     work = Workload(1, BATCH, SEQ_LEN, precision, {**SMALL, "max_position_embeddings": SEQ_LEN})
     products, attention = flops(SMALL, BATCH * SEQ_LEN, SEQ_LEN)
-    step, _ = worker.ours(work, CpuBackend())
+    step, _ = training.ours(work, CpuBackend())
     ours, peer = (
         counted(step),
         counted(transformers_step(work, Clocks(torch.device("cpu")), fused=True, compiled=False)),
@@ -123,14 +123,14 @@ def test_the_parts_of_a_step_add_up_to_it_and_hide_nothing() -> None:
     """Time outside of operations is a kind: a step that also sleeps has that much more of it."""
     backend, slept_s = CpuBackend(), 0.2
     work = Workload(1, BATCH, SEQ_LEN, "bf16", {**SMALL, "max_position_embeddings": SEQ_LEN})
-    step, state = worker.ours(work, backend)
+    step, state = training.ours(work, backend)
     step()
 
     def slow_step() -> float:
         time.sleep(slept_s)
         return step()
 
-    found = worker.parts(slow_step, state, backend)()
+    found = training.parts(slow_step, state, backend)()
     kinds = found["kinds"]
     assert sum(kind["s"] for kind in kinds.values()) == pytest.approx(found["step_s"], rel=0.05)
     assert kinds[OUTSIDE]["s"] > slept_s
@@ -149,21 +149,21 @@ def test_waiting_for_other_ranks_is_a_kind_wherever_it_happens() -> None:
         with record_function(UPDATE), WAIT_CLOCK:
             time.sleep(waited_s)
 
-    with worker.waits_marked():
+    with training.waits_marked():
         kinds = break_down(step)["kinds"]
     assert kinds["waiting"]["s"] > 0.99 * waited_s
     assert kinds["optimizer"]["s"] < 0.5 * waited_s
-    assert WaitClock.__enter__.__module__ == WaitClock.__module__  # the marks are gone
+    assert WAIT_CLOCK.note is None  # the marks are gone
 
 
 def test_peers_get_our_allocator_settings_unless_these_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(worker, "keep_heap", lambda: calls.append("kept"))
+    monkeypatch.setattr(training, "keep_heap", lambda: calls.append("kept"))
     work = Workload(1, 1, 8, "fp32", {**SMALL, "max_position_embeddings": 8})
     for name in ("transformers", "gemm"):
-        worker.turns(name, work)
+        training.turns(name, asdict(work))
     assert calls == ["kept", "kept"]
-    worker.turns("transformers", replace(work, stock_allocator=True))
+    training.turns("transformers", asdict(replace(work, stock_allocator=True)))
     assert calls == ["kept", "kept"]
 
 

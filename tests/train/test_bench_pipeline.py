@@ -67,17 +67,6 @@ def test_equal_stages_leave_the_bubbles_of_their_formulas_and_split_backwards_ar
     assert measured["sent_bytes"] == plain["sent_bytes"]
 
 
-def test_stages_compute_blocks_too(tmp_path: Path) -> None:
-    """Times are not compared, since ranks may share cores."""
-    found = bench(tmp_path, "--pp", "2", "--micro", "2", "--work", "blocks", "--rounds", "1")
-    measured = found["measured"]
-    assert measured["forwards_in_flight"] == [2, 1]
-    assert measured["sent_bytes"] == [2 * HIDDEN_BYTES] * 2
-    assert 0 < measured["bubble"] < 1
-    assert all(0 < busy_s < measured["step_s"] for busy_s in measured["busy_s"])
-    assert sum(found["expected"]["busy_s"]) == pytest.approx(sum(measured["busy_s"]))
-
-
 def test_a_picture_costs_no_run() -> None:
     code, out, errors = outcome("bench", "pipeline", "--pp", "2", "--micro", "2", "--dry-run")
     assert (code, errors) == (0, "")

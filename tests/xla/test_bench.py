@@ -23,9 +23,9 @@ def counted(side: str, file: Path) -> None:
     """Write the counters of PyTorch/XLA over one step that is not the first."""
     from torch_xla.debug import metrics
 
-    from nxtrain.tools.bench import lazy
+    from nxtrain.tools.bench import xla
 
-    turn = getattr(lazy, side)(LazyWorkload(layers=2, micro_batches=MICRO_BATCHES, steps=1))
+    turn = getattr(xla, side)(LazyWorkload(layers=2, micro_batches=MICRO_BATCHES, steps=1))
     for _ in range(3):
         turn()
     metrics.clear_all()

@@ -11,14 +11,13 @@ from rich.live import Live
 from rich.text import Text
 
 from nxtrain.common.process.console import PipeSafeConsole, standard_error
+from nxtrain.common.text import duration
 
 LINE_EVERY_S = 10.0
 """Seconds until the first plain line, and between two."""
 
 REDRAW_S = 1.0
 """Seconds until a live line appears, and between two states of it; a measurement next to it must not notice."""
-
-_MINUTE_S, _MOST_SECONDS = 60, 120
 
 
 class Progress:
@@ -96,8 +95,3 @@ class Progress:
                 live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
                 if self._ended.wait(self._every_s):
                     return
-
-
-def duration(seconds: float) -> str:
-    """Seconds, or minutes if there are many, for people."""
-    return f"{seconds:.0f} s" if seconds < _MOST_SECONDS else f"{seconds / _MINUTE_S:.0f} min"

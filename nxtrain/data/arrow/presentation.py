@@ -13,6 +13,7 @@ from rich.table import Table
 
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.signals import Signals
+from nxtrain.common.text import size
 from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher
 from nxtrain.data.arrow.work import Counts
 
@@ -107,16 +108,6 @@ def _rows(counts: Counts) -> str:
     if num_skipped:
         text += f", {num_skipped:,} rows skipped"
     return text
-
-
-def size(num_bytes: int) -> str:
-    """Number of bytes with a binary unit."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:  # noqa: PLR2004 - the step between two units
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _checksums(statistics: dict[str, Any]) -> str:

@@ -12,14 +12,13 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
@@ -32,9 +31,8 @@ from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io.checksummed_file import BLOCK_BYTES
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.document import write_document
-from nxtrain.common.process.progress import Progress
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
-from nxtrain.tools.bench.turns import median_ratio
+from nxtrain.tools.bench import harness
 
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
@@ -90,7 +88,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
     if as_json:
         write_document({"mib": mib, "rounds": rounds, "results": result, "missed": missed})
     else:
-        Console().print(_table(result, mib, rounds))
+        _show(result, mib, rounds)
     return not (check and missed)
 
 
@@ -99,7 +97,7 @@ def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dic
     result = {}
     for name, turns in seconds.items():
         floor = seconds[FLOORS.get(name, name)]
-        result[name] = {"gib_per_s": mib / 1024 / median(turns), "share": median_ratio(floor, turns)}
+        result[name] = {"gib_per_s": mib / 1024 / median(turns), "share": harness.median_ratio(floor, turns)}
     return result
 
 
@@ -107,7 +105,7 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each in every round, by name."""
     state = FilledState(folder, mib)
     turns: dict[str, Callable[[], object]] = {
-        COPY: state.copy,
+        COPY: state.copy,  # begins a round: deletes what the last one wrote
         STALL: state.stage,
         DISK_WRITE: state.write_raw,
         SAVE: state.save,
@@ -119,18 +117,8 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
         TORCH_LOAD: state.torch_load,
         DCP_LOAD: state.dcp_load,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in turns}
-    with Progress("starting", (rounds + 1) * len(turns)) as progress:
-        for number in range(rounds + 1):
-            state.clear()
-            for done, (name, act) in enumerate(turns.items(), number * len(turns)):
-                progress.show(done, f"round {number} of {rounds}: {name}")
-                state.forget()
-                began = time.perf_counter()
-                act()
-                if number:  # the first round maps memory
-                    seconds[name].append(time.perf_counter() - began)
-    return seconds
+    # The first round maps memory, and does not count.
+    return harness.take_turns({name: partial(state.seconds, act) for name, act in turns.items()}, rounds)
 
 
 class FilledState:
@@ -170,6 +158,15 @@ class FilledState:
                 shutil.rmtree(file)
             else:
                 file.unlink()
+
+    def seconds(self, act: Callable[[], object]) -> float:
+        """Time one turn, which finds a cold disk and, at the begin of a round, an empty folder."""
+        if act == self.copy:
+            self.clear()
+        self.forget()
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
 
     def forget(self) -> None:
         """Let the page cache forget every file, so that reading finds a cold disk."""
@@ -233,34 +230,27 @@ class FilledState:
 
     def dcp_save(self) -> None:
         """All of it with torch's own writer, which waits for the disk as well."""
-        _quietly(lambda: dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True)
 
     def dcp_load(self) -> None:
         """The same with torch's own reader."""
-        into: dict[str, Tensor] = self._into
-        _quietly(lambda: dcp.load(into, checkpoint_id=self._folder / "dcp", no_dist=True))
+        into: dict[str, Any] = self._into
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(into, checkpoint_id=self._folder / "dcp", no_dist=True)
 
 
-def _quietly(act: Callable[[], object]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        act()
-
-
-def _table(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Table:
-    table = Table(title=f"a checkpoint of {mib} MiB", title_style="bold")
-    for column, justify in (
-        ("", "left"),
-        ("GiB/s", "right"),
-        ("share of", "left"),
-        ("", "right"),
-        ("at least", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for name, row in result.items():
-        floor = FLOORS.get(name, "")
-        share = f"{row['share']:.2f}" if floor else ""
-        target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
-        table.add_row(name, f"{row['gib_per_s']:.2f}", floor, share, target)
-    table.caption = f"medians over {rounds} rounds, in turns"
-    return table
+def _show(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> None:
+    rows = []
+    for name, figures in result.items():
+        cells = [name, f"{figures['gib_per_s']:.2f}"]
+        if name in FLOORS:
+            cells += [FLOORS[name], f"{figures['share']:.2f}"]
+        if name in TARGETS:
+            cells.append(f"{TARGETS[name]:.2f}")
+        rows.append(cells)
+    heads = ("", "GiB/s", "share of", "share", "at least")
+    caption = f"medians over {rounds} rounds, in turns"
+    harness.show(harness.table(f"a checkpoint of {mib} MiB", heads, rows, caption, left=("share of",)))

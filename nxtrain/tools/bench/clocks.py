@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Clock = Literal["wall", "cpu", "device"]
 
 
 class Clocks:
@@ -45,18 +42,3 @@ class Clocks:
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
-
-
-def ratio_clock(device_type: str, threads: int, found: set[str]) -> Clock:
-    """Clock that ratios are taken by: the device's, CPU time of one thread, else wall.
-
-    CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
-
-    Args:
-        device_type: Type of the device.
-        threads: Threads of each process.
-        found: Clocks that every measurement has.
-    """
-    if "device" in found:
-        return "device"
-    return "cpu" if device_type == "cpu" and threads == 1 else "wall"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import torch
+from torch import Tensor
 
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.process.document import write_document
-from nxtrain.common.process.progress import Progress
-from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
+from nxtrain.tools.bench import harness
+from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -26,6 +29,8 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 TURN_BYTES = 64 << 20
 MOST_REPEATS = 50
 LEAST_REPEATS = 2
+
+PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -63,27 +68,64 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
     if bad or not job.sizes_kib:
         reason = f"{', '.join(map(str, bad)) or 'no size'}: sizes are KiB that {job.ranks} ranks can share"
         raise ConfigError([Problem("--sizes-kib", reason, hint="use 4,64,1024,16384")])
-    result = {"machine": machine(), **asdict(job), "rounds": rounds, **summarize(measure(job, rounds))}
+    with ExitStack() as stack:
+        workers = start_ranks(stack, "collectives", "rank", asdict(job), job.ranks)
+        measured = take_turns({"collectives": lambda: turn_at_once(workers)}, rounds)["collectives"]
+    result = {"machine": harness.machine(), **asdict(job), "rounds": rounds, **summarize(measured)}
     if as_json:
         write_document(result)
     else:
         _show(result)
 
 
-def measure(job: CollectivesJob, rounds: int) -> list[list[Any]]:
-    """Seconds of each rank in each round, by operation, size and clock."""
-    turns = []
-    with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        workers = []
-        for rank, env in enumerate(rank_environments(job.ranks)):
-            worker = BenchWorker("nxtrain.tools.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env)
-            workers.append(stack.enter_context(worker))
-        for number in range(rounds + 1):
-            progress.show(number, f"round {number} of {rounds}")
-            for worker in workers:
-                worker.begin()
-            turns.append([json.loads(worker.end()) for worker in workers])
-    return turns[1:]
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Turn of a rank, in a worker's process: mean seconds of each operation at each size, by clock."""
+    work = CollectivesJob(**job)
+    torch.set_num_threads(1)
+    backend = open_backend("cpu", PATIENCE_S)
+    mesh = Mesh.build(work.ranks, backend.rank, pp=work.ranks)
+    backend.lay_out(mesh)
+
+    def turn() -> dict[str, Any]:
+        means: dict[str, Any] = {}
+        for op in OPERATIONS:
+            means[op] = {str(kib): _mean_s(op, kib, work.repeats(kib), backend, mesh.pp) for kib in work.sizes_kib}
+        return means
+
+    return {"": turn}
+
+
+def _mean_s(op: str, kib: int, repeats: int, backend: Backend, axis: Axis) -> dict[str, float]:
+    # Rows, so that they can be cut between the ranks; an operation may overwrite its input, which stays finite.
+    whole = torch.zeros(axis.size, kib * KIB // (2 * axis.size), dtype=torch.bfloat16)
+    act = _operation(op, whole, backend, axis)
+    act()
+    backend.collectives.barrier()
+    with Clocks(backend.device).measure() as seconds:
+        for _ in range(repeats):
+            act()
+    return {clock: elapsed / repeats for clock, elapsed in seconds.items()}
+
+
+def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable[[], object]:
+    comm, spare = backend.collectives, torch.empty_like(whole)
+    mine = whole[:1].clone()
+
+    def send() -> None:
+        """One way along a ring of pairs: even positions send to the next, which receive."""
+        if axis.rank % 2 == 0:
+            comm.start_send(whole, axis, axis.rank + 1).wait()
+        else:
+            comm.start_receive(whole, axis, axis.rank - 1).wait()
+
+    acts: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(whole, axis),
+        "all_gather": lambda: comm.all_gather(mine, axis),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole, axis),
+        "send": send,
+        "copy": lambda: spare.copy_(whole),
+    }
+    return acts[op]
 
 
 def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -100,18 +142,8 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
                 wall.append(max(rank[op][kib]["wall"] for rank in ranks))
                 cpu.append(sum(rank[op][kib]["cpu"] for rank in ranks))
             speeds = [int(kib) * KIB / GIB / seconds for seconds in wall]
-            rows.append(
-                {
-                    "name": f"{op}/{kib}",
-                    "op": op,
-                    "kib": int(kib),
-                    "value": median(speeds),
-                    "unit": "GiB/s",
-                    "rounds": speeds,
-                    "wall_s": median(wall),
-                    "cpu_s": median(cpu),
-                }
-            )
+            times = {"wall_s": median(wall), "cpu_s": median(cpu)}
+            rows.append(harness.row(f"{op}/{kib}", "GiB/s", speeds, op=op, kib=int(kib), **times))
     least = min(row["kib"] for row in rows)
     floor = {row["kib"]: row["rounds"] for row in rows if row["op"] == "copy"}
     return {
@@ -122,18 +154,14 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(machine_line(result["machine"]), markup=False)
-    table = Table(title=f"{result['ranks']} ranks, bfloat16", title_style="bold")
-    table.add_column("")
-    for head in ("KiB", "GiB/s", "of a copy", "ms", "CPU ms, all ranks"):
-        table.add_column(head, justify="right")
+    rows = []
     for row in result["rows"]:
         share = f"{result['ratios'][row['name']]:.1%}" if row["name"] in result["ratios"] else ""
         times = (f"{1e3 * row['wall_s']:.3f}", f"{1e3 * row['cpu_s']:.3f}")
-        table.add_row(row["op"], str(row["kib"]), f"{row['value']:.2f}", share, *times)
-    table.caption = (
+        rows.append((row["op"], str(row["kib"]), f"{row['value']:.2f}", share, *times))
+    caption = (
         "GiB/s of the whole tensor by the slowest rank's wall time; ms of the least size are the latency; "
         f"medians over {result['rounds']} rounds"
     )
-    console.print(table)
+    heads = ("", "KiB", "GiB/s", "of a copy", "ms", "CPU ms, all ranks")
+    harness.show(harness.table(f"{result['ranks']} ranks, bfloat16", heads, rows, caption), machine=result["machine"])

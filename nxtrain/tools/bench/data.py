@@ -1,32 +1,29 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
 The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
-random rows out of the same file. Other loaders are measured next to ours in the same rounds, where they are installed.
+random rows out of the same file.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
-from nxtrain.tools.bench.data_peers import Side, absent, ids_sides
+from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.data_streams import measure_streams
 from nxtrain.tools.bench.data_wait import MOST_WAITING
-from nxtrain.tools.bench.turns import machine, machine_line, median_ratio
 
 LOADER, NUMPY = "loader", "numpy"
 
@@ -45,7 +42,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
     seq_len = sizes["seq_len"]
     ids = summarize(measure(sizes["mib"], seq_len, rounds))
     streams = measure_streams(text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds)
-    result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams, "absent": absent()}
+    result = {"machine": harness.machine(), **sizes, "rounds": rounds, **ids, **streams}
     if as_json:
         write_document(result)
     else:
@@ -55,12 +52,12 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
 def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
     """Tokens per CPU second of each side in every round."""
     num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
-    with tempfile.TemporaryDirectory() as folder, Progress("writing random ids") as progress:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.npy"
-        rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
-        np.save(file, rows)
-        peers = ids_sides(rows, Path(folder))
-        del rows
+        with Progress("writing random ids"):
+            rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
+            np.save(file, rows)
+            del rows
         loader = _loader(file, seq_len)
         ids = np.load(file, mmap_mode="r")
         draw = np.random.default_rng(1)
@@ -70,18 +67,21 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
             return sum(loader.batch(step).targets.size for step in range(steps))
 
         def copy() -> int:
-            batches = (ids[draw.integers(0, num_rows, BATCH)].astype(np.int64) for _ in range(steps))
-            return sum(batch[:, 1:].size for batch in batches)
+            num_targets = 0
+            for _ in range(steps):
+                batch = ids[draw.integers(0, num_rows, BATCH)].astype(np.int64)
+                num_targets += batch[:, 1:].size
+            return num_targets
 
-        sides: dict[str, Side] = {LOADER: load, NUMPY: copy, **peers}
-        rates: dict[str, list[float]] = {name: [] for name in sides}
-        progress.total = (rounds + 1) * len(sides)
-        for done, (number, name) in enumerate(product(range(rounds + 1), sides)):
-            progress.show(done, f"reading ids, round {number} of {rounds}: {name}")
-            began = time.process_time()
-            tokens = sides[name]()
-            rates[name].append(tokens / (time.process_time() - began))
-    return {name: turns[1:] for name, turns in rates.items()}
+        sides = {LOADER: partial(_rate, load), NUMPY: partial(_rate, copy)}
+        return harness.take_turns(sides, rounds, label="reading ids, ")
+
+
+def _rate(act: Callable[[], int]) -> float:
+    """Tokens per CPU second of one turn."""
+    began = time.process_time()
+    tokens = act()
+    return tokens / (time.process_time() - began)
 
 
 def _loader(file: Path, seq_len: int) -> Loader:
@@ -98,51 +98,39 @@ def _loader(file: Path, seq_len: int) -> Loader:
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and the ratios of the loader to the others inside each round."""
-    return {
-        "rows": [
-            {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": list(rates)}
-            for name, rates in measured.items()
-        ],
-        "ratios": {name: median_ratio(measured[LOADER], measured[name]) for name in measured if name != LOADER},
-    }
+    """Medians over rounds, and the ratio of the loader to numpy inside each round."""
+    rows = [harness.row(name, "tokens/s", rates) for name, rates in measured.items()]
+    return {"rows": rows, "ratios": {NUMPY: harness.median_ratio(measured[LOADER], measured[NUMPY])}}
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(machine_line(result["machine"]), markup=False)
-    for name, way_out in result["absent"].items():
-        console.print(f"without {name}, which is not installed: {way_out}", markup=False)
-    table = Table(title=f"{result['mib']} MiB of token ids, rows of {result['seq_len']}", title_style="bold")
-    table.add_column("")
-    table.add_column("million tokens per CPU second", justify="right")
-    for row in result["rows"]:
-        table.add_row(row["name"], f"{row['value'] / 1e6:.1f}")
-    table.caption = (
-        f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds"
-    )
-    console.print(table)
     text = result["text"]
     start = result["start"]
     wait = result["wait"]
-    table = Table(title=f"{result['text_mib']} MiB of text, {text['documents']:,} documents", title_style="bold")
-    table.add_column("")
-    for name in ("million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"):
-        table.add_column(name, justify="right")
+    ids_table = harness.table(
+        f"{result['mib']} MiB of token ids, rows of {result['seq_len']}",
+        ("", "million tokens per CPU second"),
+        [(row["name"], f"{row['value'] / 1e6:.1f}") for row in result["rows"]],
+        f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds",
+    )
+    rows = []
     for row in text["rows"]:
         name = row["name"]
         speeds = f"{row['value'] / 1e6:.2f}", f"{median(row['bare']) / 1e6:.2f}", f"{text['ratios'][name]:.2f}"
-        table.add_row(name, *speeds, f"{text['inside'][name]:.1%}")
-    table.caption = "the bare tokenizer gets each text that a side tokenizes, right before or behind the side"
-    console.print(table)
-    listed = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
-    console.print(
-        f"wait for data in steps at {wait['tokens_per_s']:,} tokens/s with {wait['workers']} workers: {listed}"
+        rows.append((name, *speeds, f"{text['inside'][name]:.1%}"))
+    text_table = harness.table(
+        f"{result['text_mib']} MiB of text, {text['documents']:,} documents",
+        ("", "million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"),
+        rows,
+        "the bare tokenizer gets each text that a side tokenizes, right before or after the side",
     )
+    shares = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
+    waits = [f"wait for data in steps at {wait['tokens_per_s']:,} tokens/s with {wait['workers']} workers: {shares}"]
     for name, rate_of in wait["kept"].items():
         rates = ", ".join(f"{rate:,.0f} with {workers}" for workers, rate in rate_of.items())
-        console.print(f"most tokens/s of {name} at a wait below {MOST_WAITING:.0%}, by workers: {rates}")
-    console.print(
+        waits.append(f"most tokens/s of {name} at a wait below {MOST_WAITING:.0%}, by workers: {rates}")
+    opened = (
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"
     )
+    harness.show(ids_table, text_table, *waits, opened, machine=result["machine"])

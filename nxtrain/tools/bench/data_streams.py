@@ -7,18 +7,16 @@ The file of the start has holes in place of its documents, so that a disk need n
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from nxtrain.common.errors import BackendError
 from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
@@ -29,9 +27,9 @@ from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
-from nxtrain.tools.bench.data_peers import text_sides
-from nxtrain.tools.bench.data_turns import TextTurn, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_turns import packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import measure_wait
+from nxtrain.tools.bench.harness import BenchWorker
 
 CONCAT = "concat"
 BEST_FIT = "best_fit"
@@ -44,7 +42,7 @@ _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of each way to pack and of peers, next to the bare tokenizer on the same documents.
+    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents.
 
     Args:
         mib: MiB of text.
@@ -63,8 +61,6 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         BEST_FIT: packing_turns(fitted, number),
         WORKER: packing_turns(fitted, number, lambda name: None),
     }
-    for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
-        sides[name] = [TextTurn(side, tokenizer.tokenizer)]
     return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
 
 
@@ -99,13 +95,10 @@ def measure_start(mib: int, folder: Path) -> dict[str, float]:
     """
     path = folder / "large.arrow"
     num_documents = write_sparse(path, mib << 20)
-    argv = [sys.executable, "-m", "nxtrain.tools.bench.data_streams", str(path)]
     began = time.perf_counter()
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
-    wall_s = time.perf_counter() - began
-    if done.returncode:
-        raise BackendError(f"the start on {path} ended with exit code {done.returncode}; see its lines above")
-    measured: dict[str, float] = json.loads(done.stdout)
+    with BenchWorker("data_streams", "opening", {"path": str(path)}, os.environ) as worker:
+        measured = worker.turn()
+        wall_s = time.perf_counter() - began
     return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **measured}
 
 
@@ -137,13 +130,18 @@ def write_sparse(path: Path, num_bytes: int) -> int:
     return len(array) * len(blocks)
 
 
-def main(path: Path) -> None:
-    """Open a corpus, read one document, and print the CPU seconds and the memory of this process."""
-    corpus = PreparedCorpus(path)
-    assert len(corpus.content(len(corpus) - 1)) == _DOCUMENT_BYTES
-    # The peak of getrusage includes that of the parent before the program was loaded.
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    print(json.dumps({"cpu_s": time.process_time(), "rss_mib": int(peak.split()[1]) / 1024}))
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, float]]]:
+    """Turn that opens a corpus and reads one document: CPU seconds and memory of this process."""
+
+    def turn() -> dict[str, float]:
+        corpus = PreparedCorpus(Path(job["path"]))
+        assert len(corpus.content(len(corpus) - 1)) == _DOCUMENT_BYTES
+        # The peak of getrusage includes that of the parent before the program was loaded.
+        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        peak = next(line for line in status if line.startswith("VmHWM:"))
+        return {"cpu_s": time.process_time(), "rss_mib": int(peak.split()[1]) / 1024}
+
+    return {"": turn}
 
 
 def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
@@ -170,7 +168,3 @@ def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
         return CorpusLanes((path,), (PreparedCorpus(path).identity,), None, *options, "concat", seq_len)
 
     return {"text": lanes("text.arrow", tokenizer.path), "ids": lanes("ids.arrow", None)}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -4,8 +4,6 @@ A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a
 gets the same group at once, before or after the turn's own call in alternation. A group takes some 50 ms. So neither
 the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
 count as well: they were tokenized.
-
-A turn of a peer is the whole corpus. The bare tokenizer gets each of the peer's groups in the same way.
 """
 
 from __future__ import annotations
@@ -14,19 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, count
 from statistics import geometric_mean, median
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
-from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
-
-Result = TypeVar("Result")
+from nxtrain.tools.bench import harness
 
 
 @dataclass
@@ -66,20 +62,11 @@ class WatchedTokenizer:
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
         """Encode texts by the tokenizer."""
-        encode = partial(self.tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
-        return self._counted(partial(encode, texts), texts)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Encode a text by the tokenizer."""
-        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
-        return self._counted(partial(encode, text), [text])
-
-    def _counted(self, encode: Callable[[], Result], texts: list[str]) -> Result:
         bare_s = 0.0
         if self.bare_first:
             bare_s = self._encode_bare(texts)
         began = time.process_time()
-        encoded = encode()
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         inside_s = time.process_time() - began
         if not self.bare_first:
             bare_s = self._encode_bare(texts)
@@ -160,26 +147,33 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
         next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """
-    times: dict[str, list[list[TextTime]]] = {name: [] for name in sides}
-    with Progress("starting", (rounds + 1) * len(sides)) as progress:
-        for done, (number, name) in enumerate(product(range(rounds + 1), sides)):
-            progress.show(done, f"tokenizing, round {number} of {rounds}: {name}")
-            times[name].append([turn.take((number + index) % 2 == 1) for index, turn in enumerate(sides[name])])
+    takers = {name: _taker(turns) for name, turns in sides.items()}
+    times = harness.take_turns(takers, rounds, label="tokenizing, ")
     result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
     for name, taken in times.items():
         tokens = sum(spent.tokens for spent in taken[0])
         rates, bare_rates = [], []
         counted: list[TextTime] = []
-        for turns in taken[1:]:
+        for turns in taken:
             rates.append(tokens / sum(spent.own_s for spent in turns))
             bare_rates.append(tokens / sum(spent.bare_s for spent in turns))
             counted += turns
         result["tokens"][name] = tokens
-        row = {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": rates, "bare": bare_rates}
-        result["rows"].append(row)
+        result["rows"].append(harness.row(name, "tokens/s", rates, bare=bare_rates))
         result["inside"][name] = median(spent.inside_s / spent.own_s for spent in counted)
         result["ratios"][name] = speed_ratio(counted)
     return result
+
+
+def _taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
+    """Takes all turns of a side in each round; the order of both tokenizers alternates from round to round."""
+    rounds = count()
+
+    def take() -> list[TextTime]:
+        number = next(rounds)
+        return [turn.take(bare_first=(number + index) % 2 == 1) for index, turn in enumerate(turns)]
+
+    return take
 
 
 def speed_ratio(turns: Sequence[TextTime]) -> float:

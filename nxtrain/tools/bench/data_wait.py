@@ -17,7 +17,7 @@ from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.tools.bench.turns import num_cores
+from nxtrain.tools.bench.harness import num_cores
 
 TOKENS_PER_S = 1_000_000
 """Speed of a node that the loader serves."""
@@ -51,19 +51,21 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
         reached[name] = {}
         for workers in numbers:
             with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
-                at = {rate: partial(share_waiting, batches, source.seq_len / rate) for rate in _rates()}
-                first = at[TOKENS_PER_S]()
+                first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
+                reached[name][workers] = 0.0
+                if workers == numbers[-1]:
+                    shares[name] = first
+                if first < MOST_WAITING:
+                    reached[name][workers] = TOKENS_PER_S
+                    continue
                 # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
                 most = 1.25 * (1 - first) * TOKENS_PER_S
-                below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
-                reached[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
-            if workers == numbers[-1]:
-                shares[name] = first
+                for part in LADDER[1:]:
+                    rate = part * TOKENS_PER_S
+                    if rate <= most and share_waiting(batches, source.seq_len / rate) < MOST_WAITING:
+                        reached[name][workers] = rate
+                        break
     return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": reached}
-
-
-def _rates() -> list[float]:
-    return [part * TOKENS_PER_S for part in LADDER]
 
 
 @contextmanager

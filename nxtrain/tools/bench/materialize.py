@@ -5,22 +5,25 @@ The work runs in a process of its own, so that its peak of resident memory is th
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from nxtrain.backends import open_backend
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.family import find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
-from nxtrain.config.schema import ParallelConfig
+from nxtrain.common.sharding import ParamTable
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import ParallelConfig, RunConfig
 from nxtrain.config.stages import stages
+from nxtrain.nn.init import draw
+from nxtrain.tools.bench import harness
+from nxtrain.train.build import build_meta, fill_model, parts_of
 
 FAMILY = "llama"
 SEQ_LEN = 2048
@@ -67,11 +70,15 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
         stage = pp // 2
     target = BuildTarget(preset, tp, pp, stage)
     _check(target)
-    result = judge({**asdict(target), "rank": target.rank, **_measure(target)})
+    with (
+        Progress("making the shard"),
+        harness.BenchWorker("materialize", f"stage {stage}", asdict(target), os.environ) as worker,
+    ):
+        result = judge({**asdict(target), "rank": target.rank, **worker.turn()})
     if as_json:
         write_document(result)
     else:
-        Console().print(_table(result))
+        _show(result)
     if not result["within"]:
         raise BackendError(
             f"the peak of {result['peak_bytes']:,} bytes exceeds {result['bound_bytes']:,}, "
@@ -104,38 +111,54 @@ def _check(target: BuildTarget) -> None:
         raise ConfigError(f"--stage {target.stage} is none of the {target.pp} stages; use 0 to {target.pp - 1}")
 
 
-def _measure(target: BuildTarget) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "nxtrain.tools.bench.stage", json.dumps(asdict(target))]
-    with Progress("making the shard"):
-        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise BackendError(f"the process that was measured ended with exit code {done.returncode}; see its lines above")
-    measured: dict[str, Any] = json.loads(done.stdout)
-    return measured
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Turn that makes the shard, in a worker's process."""
+    return {"": lambda: make_shard(BuildTarget(**job))}
 
 
-def _table(result: Mapping[str, Any]) -> Table:
+def make_shard(target: BuildTarget) -> dict[str, Any]:
+    """Make a shard as a run makes it; the mesh is data, so no other rank need exist."""
+    tables = {
+        "parallel": {"tp": target.tp, "pp": target.pp},
+        "train": {"seq_len": SEQ_LEN},
+        "precision": {"params": "bf16", "update": "fp32_master"},
+    }
+    family = find_family(FAMILY)
+    plan = Resolved(RunConfig.model_validate(tables), family, family.preset(target.preset))
+    backend = open_backend("cpu")
+    mesh = Mesh.build(target.tp * target.pp, target.rank, tp=target.tp, pp=target.pp)
+    before_bytes = backend.peak_memory_bytes()
+    start = time.perf_counter()
+    model = build_meta(plan, backend, mesh)
+    (part,) = parts_of(plan, mesh)
+    built = time.perf_counter()
+    fill_model(plan, model, backend, mesh, draw(ParamTable.of(model), mesh.tp, plan.config.run.seed))
+    filled = time.perf_counter()
+    return {
+        "blocks": [part.blocks[0], part.blocks[-1]],
+        "num_params": plan.dimensions.num_params,
+        "shard_params": sum(parameter.numel() for parameter in model.parameters()),
+        "shard_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "before_bytes": before_bytes,
+        "peak_bytes": backend.peak_memory_bytes(),
+        "meta_s": built - start,
+        "fill_s": filled - built,
+    }
+
+
+def _show(result: Mapping[str, Any]) -> None:
     first, last = result["blocks"]
-    table = Table(
-        title=f"{result['preset']}, {result['num_params']:,} parameters, tp {result['tp']} x pp {result['pp']}",
-        title_style="bold",
-        show_header=False,
-    )
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_row(f"shard of rank {result['rank']}: stage {result['stage']}, blocks {first} to {last}", "")
-    table.add_row("  parameters", f"{result['shard_params']:,}")
-    for name in ("shard", "before", "peak", "bound"):
-        table.add_row(f"  {_LABELS[name]}", f"{result[f'{name}_bytes'] / (1 << 20):,.0f} MiB")
-    table.add_row("build without storage", f"{result['meta_s']:.2f} s")
-    table.add_row("draw the weights", f"{result['fill_s']:.2f} s")
-    table.caption = "the peak is within the bound" if result["within"] else "the peak exceeds the bound"
-    return table
-
-
-_LABELS = {
-    "shard": "bytes in bf16",
-    "before": "resident before it is built",
-    "peak": "peak resident",
-    "bound": f"bound, {SHARE} x shard + {SLACK_BYTES >> 30} GiB",
-}
+    sizes = {
+        "bytes in bf16": result["shard_bytes"],
+        "resident before it is built": result["before_bytes"],
+        "peak resident": result["peak_bytes"],
+        f"bound, {SHARE} x shard + {SLACK_BYTES >> 30} GiB": result["bound_bytes"],
+    }
+    rows = [(f"shard of rank {result['rank']}: stage {result['stage']}, blocks {first} to {last}", "")]
+    rows.append(("  parameters", f"{result['shard_params']:,}"))
+    rows += [(f"  {name}", f"{num_bytes / (1 << 20):,.0f} MiB") for name, num_bytes in sizes.items()]
+    rows.append(("build without storage", f"{result['meta_s']:.2f} s"))
+    rows.append(("draw the weights", f"{result['fill_s']:.2f} s"))
+    title = f"{result['preset']}, {result['num_params']:,} parameters, tp {result['tp']} x pp {result['pp']}"
+    caption = "the peak is within the bound" if result["within"] else "the peak exceeds the bound"
+    harness.show(harness.table(title, ("", ""), rows, caption))

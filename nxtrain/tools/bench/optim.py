@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
@@ -23,14 +22,13 @@ from nxtrain.backends.base import Backend
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.document import write_document
-from nxtrain.common.process.progress import Progress
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig, RunConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.precision import DTYPES, Precision, Update
+from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import median_ratio
 from nxtrain.train.build import build_meta
 
 PEER = "torch.optim.AdamW(fused=True)"
@@ -85,26 +83,25 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     layout = _layout(backend, layers)
     num_params = layout.table.num_params()
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
-    updates = {PEER: _torchs(grads)}
+    updates: dict[str, Callable[[], object]] = {PEER: _torchs(grads)}
     bytes_per_param = {PEER: 12.0}
-    names = [PEER, *(case.name for case in CASES)]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with Progress("making the states", (WARMUP_ROUNDS + rounds) * len(seconds)) as progress:
-        for case in CASES:
-            updates[case.name], held = _ours(case, layout, backend, grads)
-            bytes_per_param[case.name] = held / num_params
-        for done, (turn, name) in enumerate(product(range(WARMUP_ROUNDS + rounds), updates)):
-            progress.show(done, f"round {turn} of {WARMUP_ROUNDS + rounds}: {name}")
-            begin = time.process_time()
-            updates[name]()
-            if turn >= WARMUP_ROUNDS:
-                seconds[name].append(time.process_time() - begin)
-    result = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
-    rules = summarize(seconds, num_params, bytes_per_param)
+    for case in CASES:
+        updates[case.name], held = _ours(case, layout, backend, grads)
+        bytes_per_param[case.name] = held / num_params
+    sides = {name: partial(_cpu_s, update) for name, update in updates.items()}
+    seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
+    result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
+    result["rules"] = summarize(seconds, num_params, bytes_per_param)
     if as_json:
-        write_document({**result, "rules": rules})
+        write_document(result)
     else:
-        Console().print(_table(rules, num_params, torch.get_num_threads(), rounds))
+        _show(result)
+
+
+def _cpu_s(update: Callable[[], object]) -> float:
+    began = time.process_time()
+    update()
+    return time.process_time() - began
 
 
 def summarize(
@@ -121,7 +118,7 @@ def summarize(
     for name, turns in seconds.items():
         rules[name] = {
             "ns_per_param": median(turns) / num_params * 1e9,
-            "ratio": median_ratio(turns, seconds[PEER]),
+            "ratio": harness.median_ratio(turns, seconds[PEER]),
             "bytes_per_param": bytes_per_param[name],
         }
     return rules
@@ -161,12 +158,11 @@ def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
-def _table(rules: Mapping[str, Mapping[str, Any]], num_params: int, threads: int, rounds: int) -> Table:
-    table = Table(title=f"one update of {num_params:,} parameters", title_style="bold")
-    table.add_column("rule")
-    for column in ("ns per parameter", "x torch fused", "bytes per parameter"):
-        table.add_column(column, justify="right")
-    for name, rule in rules.items():
-        table.add_row(name, f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
-    table.caption = f"processor time of {threads} threads, medians over {rounds} rounds"
-    return table
+def _show(result: Mapping[str, Any]) -> None:
+    rows = []
+    for name, rule in result["rules"].items():
+        figures = (f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
+        rows.append((name, *figures))
+    heads = ("rule", "ns per parameter", "x torch fused", "bytes per parameter")
+    caption = f"processor time of {result['threads']} threads, medians over {result['rounds']} rounds"
+    harness.show(harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption))

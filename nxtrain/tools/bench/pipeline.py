@@ -7,37 +7,30 @@ only make a step longer.
 
 ZB-H1 is measured in turn with 1F1B, a round of the one after a round of the other.
 
-What stages do is to sleep, unless they are told to compute blocks of a Llama: a machine with fewer cores than stages
-can sleep in all of them at once, but not compute.
+Stages sleep: a machine with fewer cores than stages can sleep in all of them at once, but not compute.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from statistics import mean
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.process.document import write_document
-from nxtrain.common.process.progress import Progress
 from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
+from nxtrain.tools.bench.harness import num_cores, start_ranks, table, take_turns, turn_at_once
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import BenchWorker, num_cores, rank_environments
-
-Work: TypeAlias = Literal["sleep", "blocks"]
 
 MIB = 1 << 20
-
-RANK_PROGRAM = "nxtrain.tools.bench.pipeline_rank"
 
 BACKWARD = 2
 """Ratio of a backward's sleep to a forward's, as for matrix products."""
@@ -52,9 +45,7 @@ class StageWork:
         virtual_pp: Chunks of each.
         schedule: Order of the computations.
         micro: Micro-batches of a step.
-        work: Work of a chunk: sleep, or compute blocks.
         forward_s: Sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that.
-        layers: Number of blocks of a chunk that computes.
         seq_len: Tokens of a micro-batch; by their hidden states, what is sent.
     """
 
@@ -62,9 +53,7 @@ class StageWork:
     virtual_pp: int
     schedule: Order
     micro: int
-    work: Work
     forward_s: float
-    layers: int
     seq_len: int
 
     @property
@@ -72,22 +61,22 @@ class StageWork:
         """Size of the float32 hidden states that one stage sends to the next."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
-    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0, weight_s: float = 0.0) -> PipelineCosts:
-        """The pipeline as planned; times other than those of sleep must be given."""
+    def expected(self) -> PipelineCosts:
+        """The pipeline as planned."""
         num_stages = self.pp * self.virtual_pp
-        slept_s = BACKWARD * self.forward_s
+        backward_s = BACKWARD * self.forward_s
         weights_s: list[float] = []
         postponed_bytes: list[int] = []
         if self.schedule == "zero_bubble":
-            slept_s /= 2
-            weights_s = [weight_s or slept_s] * num_stages
+            backward_s /= 2
+            weights_s = [backward_s] * num_stages
             postponed_bytes = [0] * num_stages
         return PipelineCosts(
             pp_size=self.pp,
             virtual_pp=self.virtual_pp,
             num_micro=self.micro,
-            forward_s=[forward_s or self.forward_s] * num_stages,
-            backward_s=[backward_s or slept_s] * num_stages,
+            forward_s=[self.forward_s] * num_stages,
+            backward_s=[backward_s] * num_stages,
             kept_bytes=[self.boundary_bytes * (stage > 0) for stage in range(num_stages)],
             order=self.schedule,
             weight_s=weights_s,
@@ -110,19 +99,14 @@ class PipelineTurn:
     sent_bytes: tuple[int, ...]
 
     @staticmethod
-    def read(lines: Sequence[str]) -> PipelineTurn:
-        """From what the processes print, by rank."""
+    def read(answers: Sequence[Mapping[str, Any]]) -> PipelineTurn:
+        """From the answers of the processes, by rank."""
         spans, sent_bytes = [], []
-        for rank, line in enumerate(lines):
-            answer = json.loads(line)
+        for rank, answer in enumerate(answers):
             for kind, chunk, micro, start_s, end_s in answer["actions"]:
                 spans.append(Span(rank, Action(kind, chunk, micro), start_s, end_s))
             sent_bytes.append(answer["sent_bytes"])
         return PipelineTurn(tuple(spans), tuple(sent_bytes))
-
-    def mean_s(self, kind: str) -> float:
-        """Of the forwards, of the backwards, or of their weight parts."""
-        return mean([span.end_s - span.start_s for span in self.spans if span.action.kind == kind] or [0.0])
 
 
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
@@ -163,23 +147,16 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]
     Raises:
         BackendError: A process ended; its output contains the reason.
     """
-    turns: list[list[PipelineTurn]] = [[] for _ in works]
-    with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
-        pipelines = []
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:
-            job = json.dumps(asdict(work))
-            workers = []
-            for rank, env in enumerate(rank_environments(work.pp)):
-                worker = BenchWorker(RANK_PROGRAM, str(rank), job, env)
-                workers.append(stack.enter_context(worker))
-            pipelines.append(workers)
-        for number in range(rounds + 1):
-            progress.show(number, f"round {number} of {rounds}")
-            for workers, of_one in zip(pipelines, turns, strict=True):
-                for worker in workers:
-                    worker.begin()
-                of_one.append(PipelineTurn.read([worker.end() for worker in workers]))
-    return [of_one[1:] for of_one in turns]
+            ranks = start_ranks(stack, "pipeline_rank", work.schedule, asdict(work), work.pp)
+            sides[work.schedule] = partial(turn_at_once, ranks)
+        measured = take_turns(sides, rounds)
+    turns = []
+    for work in works:
+        turns.append([PipelineTurn.read(answers) for answers in measured[work.schedule]])
+    return turns
 
 
 def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
@@ -191,14 +168,14 @@ def summarize(work: StageWork, turns: Sequence[PipelineTurn]) -> dict[str, Any]:
     """Expected figures and, if there are turns, the measured figures of the fastest turn.
 
     Args:
-        work: Workload; for blocks, the expected times are the means of the measured times.
+        work: Workload.
         turns: Turns of all rounds.
     """
-    best = fastest(work, turns) if turns else None
-    plan = _plan(work, best)
+    plan = work.expected()
     expected = figures(plan)
     result: dict[str, Any] = {"ideal_bubble": expected.ideal_bubble, "expected": _of(expected)}
-    if best is not None:
+    if turns:
+        best = fastest(work, turns)
         result["measured"] = _of(figures(plan, best.spans)) | {"sent_bytes": list(best.sent_bytes)}
         result["bubbles"] = [figures(plan, turn.spans).bubble for turn in turns]
         result["cores"] = num_cores()
@@ -217,34 +194,21 @@ def _of(pipeline: PipelineFigures) -> dict[str, Any]:
     }
 
 
-def _plan(work: StageWork, best: PipelineTurn | None) -> PipelineCosts:
-    if best is None or work.work == "sleep":
-        return work.expected()
-    return work.expected(*(best.mean_s(kind) for kind in ("forward", "backward", "weight")))
-
-
 def _show(
     work: StageWork, turns: Sequence[PipelineTurn], result: dict[str, Any], others: Sequence[dict[str, Any]]
 ) -> None:
-    best = fastest(work, turns) if turns else None
-    plan = _plan(work, best)
+    plan = work.expected()
     console = Console(highlight=False, soft_wrap=True)
     width = console.width if console.is_terminal else 120
     pictures = {"expected": timeline(plan, width=width)}
-    if best:
-        pictures["measured"] = timeline(plan, best.spans, width)
+    if turns:
+        pictures["measured"] = timeline(plan, fastest(work, turns).spans, width)
     for name, picture in pictures.items():
         console.print(f"{name}:", style="bold")
         console.print(f"{picture}\n", markup=False)
     console.print(_table(work, result))
     for other in others:
         console.print(_comparison(result, other))
-    if best and work.work == "blocks" and result["cores"] < work.pp:
-        console.print(
-            f"{work.pp} ranks share {result['cores']} cores, so they wait for these and not for each other: this "
-            "bubble says nothing of the schedule; use --work sleep, or as many cores as ranks",
-            style="yellow",
-        )
 
 
 def _comparison(result: dict[str, Any], other: dict[str, Any]) -> str:
@@ -264,26 +228,18 @@ def _table(work: StageWork, result: dict[str, Any]) -> Table:
 
     title = f"{work.schedule}, pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
     title += f"{cell([pipeline['bubble'] for pipeline in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
-    table = Table(title=title, title_style="bold")
-    for head in ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent"):
-        table.add_column(head, justify="right")
+    rows = []
     for rank in range(work.pp):
         busy_ms = [1e3 * pipeline["busy_s"][rank] for pipeline in shown]
         idle_ms = [1e3 * pipeline["step_s"] - busy for pipeline, busy in zip(shown, busy_ms, strict=True)]
         in_flight = [pipeline["forwards_in_flight"][rank] for pipeline in shown]
         held_mib = [pipeline["held_bytes"][rank] / MIB for pipeline in shown]
         sent_mib = [pipeline["sent_bytes"][rank] / MIB for pipeline in shown]
-        table.add_row(
-            str(rank),
-            cell(busy_ms, ".1f"),
-            cell(idle_ms, ".1f"),
-            cell(in_flight, "d"),
-            cell(held_mib, ".3g"),
-            cell(sent_mib, ".3g"),
-        )
+        times = (cell(busy_ms, ".1f"), cell(idle_ms, ".1f"))
+        rows.append((str(rank), *times, cell(in_flight, "d"), cell(held_mib, ".3g"), cell(sent_mib, ".3g")))
     caption = "held: the most at once of what stages send each other"
     if "bubbles" in result:
         bubbles = " ".join(f"{bubble:.1%}" for bubble in result["bubbles"])
         caption += f"; expected / measured, in the shortest step of {len(result['bubbles'])} with bubbles {bubbles}"
-    table.caption = caption
-    return table
+    heads = ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent")
+    return table(title, heads, rows, caption)

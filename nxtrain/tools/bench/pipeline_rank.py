@@ -1,14 +1,9 @@
-"""A process of `nxtrain bench pipeline`: one rank, a step for each line on standard input.
-
-python -m nxtrain.tools.bench.pipeline_rank RANK WORK
-"""
+"""A rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -18,35 +13,33 @@ from torch import Tensor, nn
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.common.family import CausalLM, find_family
+from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.stages import StagePart
-from nxtrain.config.check import Resolved
-from nxtrain.config.schema import RunConfig
 from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
 from nxtrain.tools.bench.train import SHAPE
-from nxtrain.tools.bench.turns import own_output
-from nxtrain.train.build import build_model, parts_of
 
 PATIENCE_S = 60.0
 
 
-def main(work: StageWork) -> None:
-    """Serve turns until standard input ends; each prints what was done when."""
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Turn of a rank, in a worker's process: what was done when."""
+    work = StageWork(**job)
     torch.set_num_threads(1)
-    with own_output() as answers:  # gloo prints its connections on standard output
-        backend = open_backend("cpu", PATIENCE_S)
-        mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
-        backend.lay_out(mesh)
-        turn = step(work, backend, mesh)
-        for _ in sys.stdin:
-            backend.collectives.barrier()
-            print(json.dumps(turn()), file=answers, flush=True)
-        backend.close()
+    backend = open_backend("cpu", PATIENCE_S)
+    mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
+    backend.lay_out(mesh)
+    run = step(work, backend, mesh)
+
+    def turn() -> dict[str, Any]:
+        backend.collectives.barrier()
+        return run()
+
+    return {"": turn}
 
 
 def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
@@ -55,12 +48,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
     parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
-    chunks: dict[str, nn.Module] = {}
-    for stage in stages:
-        if work.work == "sleep":
-            chunks[str(stage)] = _Sleeper(work.forward_s)
-        else:
-            chunks[str(stage)] = _Blocks(work, backend, stage)
+    chunks = {str(stage): _Sleeper(work.forward_s) for stage in stages}
     actions: list[tuple[str, int, int, float, float]] = []
     sent_bytes = 0
 
@@ -102,7 +90,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 class _Chunks(nn.Module):
     """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
 
-    def __init__(self, chunks: dict[str, nn.Module], blank: Tensor) -> None:
+    def __init__(self, chunks: Mapping[str, nn.Module], blank: Tensor) -> None:
         super().__init__()
         self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
@@ -150,26 +138,3 @@ class _Sleep(torch.autograd.Function):
 def _sleep(seconds: float) -> Tensor:
     time.sleep(seconds)
     return torch.zeros(())
-
-
-class _Blocks(nn.Module):
-    """Blocks of our Llama: a stage in the middle of a pipeline with one more at each end."""
-
-    def __init__(self, work: StageWork, backend: Backend, stage: int) -> None:
-        super().__init__()
-        num_stages = work.pp * work.virtual_pp + 2
-        cuts = [work.layers * cut for cut in range(1, num_stages)]
-        tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
-        family = find_family("llama")
-        shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
-        plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
-        mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
-        self._model = build_model(plan, backend, mesh, init="draw")
-        (self._part,) = parts_of(plan, mesh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(CausalLM, self._model).run(self._part, x)
-
-
-if __name__ == "__main__":
-    main(StageWork(**json.loads(sys.argv[2])))

@@ -6,25 +6,20 @@ Each rank is a process of one thread. Two ranks train on twice the sequences of 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import product
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
-from nxtrain.tools.bench.chart import check_chart, draw, spread
-from nxtrain.tools.bench.train import Workload
-from nxtrain.tools.bench.turns import BenchWorker, machine, machine_line, median_ratio, rank_environments
+from nxtrain.tools.bench import harness
+from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.train import BREAKDOWN, Workload
 
 ALONE = "alone"
 ONE = "one"
@@ -57,61 +52,67 @@ def bench_scaling(
         ConfigError: There is no such layout, or the chart cannot be written.
     """
     check_chart(chart)
-    unknown = [name for name in layouts if name not in LAYOUTS]
-    if unknown:
-        hint = f"known: {', '.join(LAYOUTS)}"
-        raise ConfigError([Problem("--layouts", f"there is no layout {name!r}", hint=hint) for name in unknown])
+    harness.refuse_unknown("--layouts", "layout", layouts, LAYOUTS)
     names = list(layouts or LAYOUTS)
     measured, parts = measure(work, names, rounds)
     result = {
-        "machine": machine(),
+        "machine": harness.machine(),
         **asdict(work),
         "rounds": rounds,
         **summarize(measured, work.steps * work.batch * work.seq_len),
         "breakdown": parts,
     }
     if chart is not None:
-        of = {row["name"]: row["rounds"] for row in result["rows"]}
-        bars = {}
+        speeds = {row["name"]: row["rounds"] for row in result["rows"]}
+        bars = []
         for name in names:
-            bars[name] = spread([ours / two for ours, two in zip(of[name], of[TWO], strict=True)])
-        draw(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
+            bars.append(Bar(name, [ours / two for ours, two in zip(speeds[name], speeds[TWO], strict=True)]))
+        write_chart(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
     if as_json:
         write_document(result)
     else:
         _show(result)
 
 
+def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Turns of a rank of a layout by request, in a worker's process; each has the seconds of waiting for the other."""
+    import torch
+
+    from nxtrain.backends import open_backend
+    from nxtrain.tools.bench.training import PATIENCE_S, clocks_of, ours, parts, timed
+
+    work = Workload(**job)
+    torch.set_num_threads(work.threads)
+    backend = open_backend(work.backend, PATIENCE_S)
+    step, state = ours(work, backend, parallel=LAYOUTS.get(layout))
+    turn = timed(step, work.steps, clocks_of(backend), backend, warm_up_steps=1)
+
+    def turn_with_waits() -> dict[str, Any]:
+        backend.collectives.barrier()
+        before = backend.waited_s()
+        measured = turn()
+        return {**measured, "waited": backend.waited_s() - before}
+
+    return {"": turn_with_waits, BREAKDOWN: parts(step, state, backend)}
+
+
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[list[dict[str, Any]]]], dict[str, Any]]:
-    """Turns of the processes of each measurement, without the warm-up; and the parts of a step of rank 0."""
-    job = json.dumps(asdict(work))
-    module = "nxtrain.tools.bench.scaling_rank"
-    # A round has a turn of each layout, of one rank and of two; the parts of a step take about as long.
-    total = (rounds + 1) * (len(names) + 2) + len(names)
-    with ExitStack() as stack, Progress("starting", total) as progress:
-
-        def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[BenchWorker]:
-            return [stack.enter_context(BenchWorker(module, name, job, env)) for env in environments]
-
-        alone = start(ALONE, rank_environments(1) * RANKS)
-        groups = {ONE: alone[:1], TWO: alone, **{name: start(name, rank_environments(RANKS)) for name in names}}
-        measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
-        for done, (number, name) in enumerate(product(range(rounds + 1), groups)):
-            progress.show(done, f"round {number} of {rounds}: {name}")
-            measured[name].append(_at_once(groups[name]))
+    """Turns of the processes of each measurement; and the parts of a step of rank 0 of each layout."""
+    job = asdict(work)
+    with ExitStack() as stack:
+        alone = start_ranks(stack, "scaling", ALONE, job, copies=RANKS)
+        groups = {ONE: alone[:1], TWO: alone}
+        for name in names:
+            groups[name] = start_ranks(stack, "scaling", name, job, RANKS)
+        measured = take_turns({name: partial(turn_at_once, group) for name, group in groups.items()}, rounds)
         parts = {}
-        for done, name in enumerate(names, total - len(names)):
-            progress.show(done, f"parts of a step: {name}")
-            parts[name] = _at_once(groups[name], "breakdown")[0]
-    return {name: turns[1:] for name, turns in measured.items()}, parts
-
-
-def _at_once(workers: Sequence[BenchWorker], request: str = "") -> list[dict[str, Any]]:
-    for worker in workers:
-        worker.begin(request)
-    return [json.loads(worker.end()) for worker in workers]
+        with Progress("parts of a step", len(names)) as progress:
+            for done, name in enumerate(names):
+                progress.show(done, f"parts of a step: {name}")
+                parts[name] = turn_at_once(groups[name], BREAKDOWN)[0]
+    return measured, parts
 
 
 def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tokens: int) -> dict[str, Any]:
@@ -136,16 +137,8 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
                 wall[name].append(RANKS * tokens / max(one["wall"] for one in processes))
             cpu[name].append(sum(one["cpu"] for one in processes) / (len(processes) * tokens))
             waited.append(max(one["waited"] / one["wall"] for one in processes))
-        rows.append(
-            {
-                "name": name,
-                "value": median(wall[name]),
-                "unit": "tokens/s",
-                "rounds": wall[name],
-                "cpu_s_per_token": {"value": median(cpu[name]), "rounds": cpu[name]},
-                "waited": median(waited),
-            }
-        )
+        cpu_s = {"value": median(cpu[name]), "rounds": cpu[name]}
+        rows.append(harness.row(name, "tokens/s", wall[name], cpu_s_per_token=cpu_s, waited=median(waited)))
     layouts = [name for name in measured if name not in (ONE, TWO)]
     return {
         "rows": rows,
@@ -156,25 +149,21 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(machine_line(result["machine"]), markup=False)
-    table = Table(title="two ranks of one thread each", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for head in ("tokens/s", "over one", "efficiency", "by CPU", "waiting", "comm."):
-        table.add_column(head, justify="right")
+    rows = []
     for row in result["rows"]:
         name = row["name"]
         cells = [name.replace("_", " "), f"{row['value']:.0f}"]
         if name in result["over_one"]:
             cells.append(f"{result['over_one'][name]:.2f}")
         if name in result["ratios"]:
-            cells += [f"{result['ratios'][name]:.1%}", f"{result['cpu_ratios'][name]:.1%}", f"{row['waited']:.1%}"]
-        if name in result["breakdown"]:
-            cells.append(f"{result['breakdown'][name]['kinds']['communication']['share']:.1%}")
-        table.add_row(*cells)
-    table.caption = (
+            communication = result["breakdown"][name]["kinds"]["communication"]["share"]
+            shares = (result["ratios"][name], result["cpu_ratios"][name], row["waited"], communication)
+            cells += [f"{share:.1%}" for share in shares]
+        rows.append(cells)
+    caption = (
         "over one: tokens/s over those of one rank; efficiency: over those of two independent runs at once; by CPU: "
         "CPU seconds per token of these over its own; waiting: of wall time, the rank that waits most; comm.: "
         f"communication, of the profiled step; medians over {result['rounds']} rounds"
     )
-    console.print(table)
+    heads = ("", "tokens/s", "over one", "efficiency", "by CPU", "waiting", "comm.")
+    harness.show(harness.table("two ranks of one thread each", heads, rows, caption), machine=result["machine"])

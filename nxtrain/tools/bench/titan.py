@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.peers import CLIP, LR, batch, hf_config
 from nxtrain.tools.bench.train import Workload
+from nxtrain.tools.bench.training import CLIP, LR, batch, hf_config
 
 
 def titan_step(work: Workload, clocks: Clocks) -> Callable[[], float]:

@@ -5,8 +5,8 @@ Every candidate gets the same shapes, data, clipping and precision, and the same
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -14,20 +14,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.errors import BackendError, ConfigError, Problem
+from rich.table import Table
+
+from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
-from nxtrain.tools.bench.turns import (
-    BenchWorker,
-    environment,
-    machine,
-    median_ratio,
-    num_cores,
-    started,
-    take_all_turns,
-)
+from nxtrain.tools.bench import harness
+from nxtrain.tools.bench.breakdown import KINDS
+from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.harness import BenchWorker, take_turns
 
 SHAPE = {
     "vocab_size": 32000,
@@ -45,6 +42,11 @@ PEER = "transformers"
 PEER_COMPILED = "transformers_compiled"
 TITAN = "torchtitan"
 PEAK = "gemm"
+
+BREAKDOWN = "breakdown"
+"""Request for the parts of a step."""
+
+CLOCKS = {"device": "the device's clock", "cpu": "CPU time", "wall": "wall time"}
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,12 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
         BackendError: The backend cannot run here, or a package of a chosen candidate is not installed.
         ConfigError: There is no such candidate, or the chart cannot be written.
     """
-    from nxtrain.tools.bench.chart import check_chart, draw_ratios
-    from nxtrain.tools.bench.train_tables import show
-
     check_chart(chart)
     names, left_out = choose_candidates(candidates, work.backend)
     check_backend(work.backend)
     measured, parts = measure(work, names, rounds)
     result = {
-        "machine": machine(),
+        "machine": harness.machine(),
         **asdict(work),
         "rounds": rounds,
         "left_out": left_out,
@@ -132,11 +131,17 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
         "breakdown": parts,
     }
     if chart is not None:
-        draw_ratios(chart, result)
+        bars = []
+        for ours, ratios in result["ratios_of"].items():
+            for peer, ratio in ratios.items():
+                if peer not in result["ratios_of"]:
+                    bars.append(Bar(f"{ours} / {peer}", ratio["rounds"]))
+        title = f"nxtrain bench train: speed over peers ({result['clock']} time, 1.0 = equal)"
+        write_chart(chart, bars, title, result["machine"], f"; {work.precision}, {work.threads} threads")
     if as_json:
         write_document(result)
     else:
-        show(result)
+        _show(result)
 
 
 def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
@@ -146,10 +151,7 @@ def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], d
         ConfigError: A wanted candidate does not exist.
         BackendError: A wanted candidate cannot run here.
     """
-    unknown = [name for name in wanted if name not in CANDIDATES]
-    if unknown:
-        hint = f"known: {', '.join(CANDIDATES)}"
-        raise ConfigError([Problem("--candidates", f"there is no candidate {name!r}", hint=hint) for name in unknown])
+    harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
     for name in wanted or CANDIDATES:
         candidate = CANDIDATES[name]
@@ -184,122 +186,174 @@ def workload(  # 8 arguments: one for each option
     Raises:
         ConfigError: No such preset.
     """
-    shape = shape_of(preset, seq_len)
-    return Workload(steps, batch, seq_len, precision, shape, preset, threads or num_cores(), backend, stock)
+    shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
+    if preset:
+        shape = find_family("llama").preset(preset).model_dump(mode="json")
+    return Workload(steps, batch, seq_len, precision, shape, preset, threads or harness.num_cores(), backend, stock)
 
 
-def shape_of(preset: str, seq_len: int) -> dict[str, Any]:
-    """The model under Hugging Face's names.
-
-    Raises:
-        ConfigError: No such preset.
-    """
-    if not preset:
-        return {**SHAPE, "max_position_embeddings": seq_len}
-    return find_family("llama").preset(preset).model_dump(mode="json")
-
-
-def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Turns of each candidate and of the peak, the first of which warms up; and the parts of nxtrain's own steps."""
-    env, job = environment(work.threads, work.backend), json.dumps(asdict(work))
-    all_names = (*names, PEAK)
-    with started({name: BenchWorker("nxtrain.tools.bench.worker", name, job, env) for name in all_names}) as workers:
-        measured = take_all_turns(workers, rounds)
+def measure(
+    work: Workload, names: Sequence[str], rounds: int
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+    """Turns of each candidate and of the peak, and the parts of nxtrain's own steps."""
+    env = harness.environment(work.threads, work.backend)
+    with ExitStack() as stack:
+        workers = {}
+        for name in (*names, PEAK):
+            workers[name] = stack.enter_context(BenchWorker("training", name, asdict(work), env))
+        measured = take_turns({name: worker.turn for name, worker in workers.items()}, rounds)
         parts = {}
         with Progress("parts of a step"):
             for name in names:
                 if name in (OURS, COMPILED) and work.backend not in ON_XLA:
-                    parts[name] = workers[name].turn("breakdown")
-    for name, breakdown in parts.items():
-        breakdown["unprofiled_step_s"] = median(_steps_s(measured[name][1:]))
+                    parts[name] = workers[name].turn(BREAKDOWN)
+                    parts[name]["unprofiled_step_s"] = _step_s(measured[name])
     return measured, parts
 
 
-def _steps_s(turns: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of each step of some turns."""
-    return list(chain.from_iterable(turn["step_s"] for turn in turns))
+def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
+    """Median seconds of a step."""
+    steps_s: list[float] = []
+    for turn in turns:
+        steps_s += turn["step_s"]
+    return median(steps_s)
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
     """Medians over rounds, ratios inside each round, and MFU by the peak of the same round.
 
     Args:
-        measured: Turns of each candidate: seconds by clock; of the peak, FLOPs per second by clock. The first turn
-            warms up, and has the compilation.
+        measured: Turns of each candidate: seconds by clock; of the peak, FLOPs per second by clock.
         work: Workload.
     """
-    from nxtrain.tools.bench.clocks import ratio_clock
-
     family = find_family("llama")
     flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
-    tokens = work.steps * work.batch * work.seq_len
     names = [name for name in measured if name != PEAK]
-    peaks = measured[PEAK][1:]
-    common_clocks = set.intersection(*(set(turn) for turn in peaks))
-    clocks = [clock for clock in ("device", "cpu", "wall") if clock in common_clocks]
     device = measured[names[0]][0]["device"]
-    clock = ratio_clock(device, work.threads, set(clocks))
-    peak_rounds = [turn[clock] for turn in peaks]
-    rates: dict[str, dict[str, list[float]]] = {}
-    rows = []
-    for name in names:
-        turns = measured[name]
-        rates[name] = {}
-        for one in clocks:
-            rates[name][one] = [tokens / turn[one] for turn in turns[1:]]
-        rows.append(_row(name, turns, rates[name], peak_rounds, clock, flops))
-    speeds = {name: rates[name][clock] for name in names}
+    clocks = [clock for clock in CLOCKS if all(clock in turn for turn in measured[PEAK])]
+    clock = ratio_clock(device, work.threads, clocks)
+    peaks = [turn[clock] for turn in measured[PEAK]]
+    rows = {name: _row(name, measured[name], work, clocks, clock) for name in names}
+    for row in rows.values():
+        row["mfu"] = median(rate * flops / peak for rate, peak in zip(row["rounds"], peaks, strict=True))
+        row["mfu_of_maker"] = None
+        if row["maker_flops"]:
+            row["mfu_of_maker"] = row["value"] * flops / row["maker_flops"]
     ours = [name for name in names if name in (OURS, COMPILED)]
-    best = max(ours, key=lambda name: median(speeds[name]), default="")
-    ratios_of = {}
+    best = max(ours, key=lambda name: rows[name]["value"], default="")
+    ratios_of: dict[str, dict[str, Any]] = {}
     for name in ours:
-        ratios_of[name] = {peer: _ratio(speeds[name], speeds[peer]) for peer in names if peer != name}
-    ratios = {peer: ratio["value"] for peer, ratio in ratios_of.get(best, {}).items() if peer not in ours}
-    peak_row = {"name": PEAK, "value": median(peak_rounds), "unit": "FLOP/s", "rounds": peak_rounds}
+        ratios_of[name] = {}
+        for peer in names:
+            if peer != name:
+                speeds = zip(rows[name]["rounds"], rows[peer]["rounds"], strict=True)
+                ratios = [a / b for a, b in speeds]
+                ratios_of[name][peer] = {"value": median(ratios), "rounds": ratios}
+    best_ratios = {peer: ratio["value"] for peer, ratio in ratios_of.get(best, {}).items() if peer not in ours}
     return {
         "clock": clock,
         "device": device,
-        "rows": [*rows, peak_row],
+        "rows": [*rows.values(), harness.row(PEAK, "FLOP/s", peaks)],
         "ours": best,
-        "ratios": ratios,
+        "ratios": best_ratios,
         "ratios_of": ratios_of,
-        "ratio": ratios.get(PEER),
+        "ratio": best_ratios.get(PEER),
         "flops_per_token": flops,
         "mfu_formula": MFU_FORMULA,
-        "peak_flops": median(peak_rounds),
-        **{row["name"]: {"tokens_per_s": row["value"], "mfu": row["mfu"]} for row in rows},
+        "peak_flops": median(peaks),
+        **{name: {"tokens_per_s": row["value"], "mfu": row["mfu"]} for name, row in rows.items()},
     }
+
+
+def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
+    """Clock that ratios are taken by: the device's, CPU time of one thread, else wall.
+
+    CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
+
+    Args:
+        device_type: Type of the device.
+        threads: Threads of each process.
+        clocks: Clocks that every measurement has.
+    """
+    if "device" in clocks:
+        return "device"
+    if device_type == "cpu" and threads == 1:
+        return "cpu"
+    return "wall"
 
 
 def _row(
-    name: str,
-    turns: Sequence[Mapping[str, Any]],
-    rates: Mapping[str, Sequence[float]],
-    peaks: Sequence[float],
-    clock: str,
-    flops: int,
+    name: str, turns: Sequence[Mapping[str, Any]], work: Workload, clocks: Sequence[str], clock: str
 ) -> dict[str, Any]:
-    first, *rest = turns
-    mfu_of_maker = None
-    if first["maker_flops"]:
-        mfu_of_maker = median(rates[clock]) * flops / first["maker_flops"]
-    row = {
-        "name": name,
-        "text": CANDIDATES[name].text,
-        "value": median(rates[clock]),
-        "unit": "tokens/s",
-        "rounds": rates[clock],
-        "by_clock": {one: {"value": median(rounds), "rounds": rounds} for one, rounds in rates.items()},
-        "mfu": median(rate * flops / peak for rate, peak in zip(rates[clock], peaks, strict=True)),
-        "mfu_of_maker": mfu_of_maker,
-        "first_step_s": first["step_s"][0],
-        "loss": rest[-1]["loss"],
-        "notes": list(first["notes"]),
-    }
+    """Speed of a candidate by each clock."""
+    tokens = work.steps * work.batch * work.seq_len
+    by_clock = {}
+    for one in clocks:
+        rates = [tokens / turn[one] for turn in turns]
+        by_clock[one] = {"value": median(rates), "rounds": rates}
+    last = turns[-1]
+    more = {key: last[key] for key in ("maker_flops", "first_step_s", "loss", "notes")}
     if CANDIDATES[name].compiled:
-        row["compile_s"] = max(0.0, first["step_s"][0] - median(_steps_s(rest)))
-    return row
+        more["compile_s"] = max(0.0, last["first_step_s"] - _step_s(turns))
+    return harness.row(
+        name, "tokens/s", by_clock[clock]["rounds"], text=CANDIDATES[name].text, by_clock=by_clock, **more
+    )
 
 
-def _ratio(ours: Sequence[float], peer: Sequence[float]) -> dict[str, Any]:
-    return {"value": median_ratio(ours, peer), "rounds": [a / b for a, b in zip(ours, peer, strict=True)]}
+def _show(result: Mapping[str, Any]) -> None:
+    """Print speeds, ratios and the parts of nxtrain's own steps."""
+    lines = [f"left out {name}: {reason}" for name, reason in result["left_out"].items()]
+    notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
+    lines += dict.fromkeys(notes)
+    candidates = [row for row in result["rows"] if row["name"] != PEAK]
+    tables = [_speeds(result, candidates)]
+    peers = [row["name"] for row in candidates if row["name"] not in result["ratios_of"]]
+    if peers:
+        tables.append(_ratios(result, peers))
+    tables += [_parts(name, parts) for name, parts in result["breakdown"].items()]
+    harness.show(*lines, *tables, machine=result["machine"])
+
+
+def _speeds(result: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> Table:
+    clocks = candidates[0]["by_clock"]
+    rows = []
+    for row in candidates:
+        speeds = [f"{row['by_clock'][clock]['value']:.0f}" for clock in clocks]
+        mfu = f"{row['mfu']:.1%}"
+        if row["mfu_of_maker"] is not None:
+            mfu += f" ({row['mfu_of_maker']:.1%} of the maker's)"
+        compiled = f"{row['compile_s']:.1f}" if "compile_s" in row else ""
+        rows.append([row["text"], *speeds, mfu, compiled, f"{row['loss']:.3f}"])
+    caption = (
+        f"MFU of the GEMM peak, {result['peak_flops'] / 1e9:.0f} GFLOP/s in the same rounds, by "
+        f"{CLOCKS[result['clock']]}: {result['mfu_formula']}; medians over {result['rounds']} rounds"
+    )
+    title = f"tokens/s, {result['precision']}, {result['threads']} threads"
+    heads = ["candidate", *(CLOCKS[clock] for clock in clocks), "MFU", "compile s", "loss"]
+    return harness.table(title, heads, rows, caption)
+
+
+def _ratios(result: Mapping[str, Any], peers: Sequence[str]) -> Table:
+    rows = []
+    for peer in peers:
+        cells = [peer]
+        for ratios in result["ratios_of"].values():
+            rounds = ratios[peer]["rounds"]
+            cells.append(f"{ratios[peer]['value']:.2f}  ({min(rounds):.2f} to {max(rounds):.2f})")
+        rows.append(cells)
+    title = f"ratios of {CLOCKS[result['clock']]}"
+    caption = "medians of the ratios inside each round, and their range"
+    return harness.table(title, ["over", *result["ratios_of"]], rows, caption)
+
+
+def _parts(name: str, parts: Mapping[str, Any]) -> Table:
+    rows = []
+    for kind, part in parts["kinds"].items():
+        rows.append((kind, f"{1e3 * part['s']:.1f}", f"{part['share']:.1%}", f"{part['calls']:.0f}", KINDS[kind]))
+    rows.append(("sum", f"{1e3 * parts['sum_s']:.1f}", f"{parts['sum_s'] / parts['step_s']:.1%} of the step", "", ""))
+    caption = (
+        f"wall time; the profiled step took {1e3 * parts['step_s']:.1f} ms, "
+        f"and the median of the others {1e3 * parts['unprofiled_step_s']:.1f} ms"
+    )
+    heads = ("kind", "ms", "share", "operations", "content")
+    return harness.table(f"one step of {name}, profiled", heads, rows, caption, left=("content",))

@@ -5,25 +5,37 @@ The model is narrow, so its computation takes almost no time, and deep, since th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import count
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import torch
+from torch import Tensor
 
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.common.errors import BackendError
+from nxtrain.common.family import find_family
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.document import write_document
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.train import OURS, PEER
-from nxtrain.tools.bench.turns import BenchWorker, environment, started, take_turns
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.step import DeviceBatch, train_step
 
 TRACE = "trace"
 WORLD, TP = 4096, 8
 """The world that a rank is traced in."""
+
+LR, CLIP = 1e-4, 1.0
 
 
 @dataclass(frozen=True)
@@ -75,15 +87,16 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
                 f"bench xla needs {package}, which is not installed: pip install 'nxtrain[xla]' transformers"
             )
     work = LazyWorkload(layers, micro_batches, steps)
-    env, job = trace_environment(environment(1)), json.dumps(asdict(work))
-    with started(
-        {name: BenchWorker("nxtrain.tools.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}
-    ) as workers:
-        result = summarize(take_turns(workers, rounds))
+    env = trace_environment(harness.environment(1))
+    with ExitStack() as stack:
+        sides: dict[str, Callable[[], float]] = {}
+        for name in (OURS, PEER, TRACE):
+            sides[name] = stack.enter_context(harness.BenchWorker("xla", name, asdict(work), env)).turn
+        result = summarize(harness.take_turns(sides, rounds))
     if as_json:
         write_document({**asdict(work), "rounds": rounds, **result})
     else:
-        Console().print(_table(result, work))
+        _show(result, work)
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -101,15 +114,107 @@ def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def _table(result: Mapping[str, Any], work: LazyWorkload) -> Table:
-    title = f"{work.layers} layers, {work.micro_batches} micro-batches per step"
-    table = Table(title=title, title_style="bold")
-    table.add_column("")
-    table.add_column("host ms per step", justify="right")
-    for name in (OURS, PEER):
-        table.add_row(name, f"{result[name]['host_ms_per_step']:.1f}")
-    table.caption = (
+def _show(result: Mapping[str, Any], work: LazyWorkload) -> None:
+    rows = [(name, f"{result[name]['host_ms_per_step']:.1f}") for name in (OURS, PEER)]
+    caption = (
         f"transformers takes {result['ratio']:.2f} x as long; one rank of {WORLD} is traced in "
         f"{result['trace_s_per_rank']:.2f} s; medians over {len(result['ratios'])} rounds"
     )
-    return table
+    title = f"{work.layers} layers, {work.micro_batches} micro-batches per step"
+    harness.show(harness.table(title, ("", "host ms per step"), rows, caption))
+
+
+def turns(name: str, job: Mapping[str, Any]) -> dict[str, Callable[[], float]]:
+    """Turn of an implementation, in a worker's process: seconds."""
+    sides = {OURS: ours, PEER: peer, TRACE: trace_a_rank}
+    return {"": sides[name](LazyWorkload(**job))}
+
+
+def ours(work: LazyWorkload) -> Callable[[], float]:
+    """nxtrain's own step, as `nxtrain train` runs it: seconds per step."""
+    plan = _plan(work)
+    backend = open_backend("xla")
+    mesh = Mesh.build(1, 0)
+    state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
+    rows = _rows(work)
+
+    def step() -> Tensor:
+        batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], backend.put)
+        loss = train_step(state, batch, LR).loss
+        backend.step_boundary()
+        return loss
+
+    return _timed(step, backend, work.steps)
+
+
+def peer(work: LazyWorkload) -> Callable[[], float]:
+    """transformers' model as PyTorch/XLA's documentation trains one: a cut per micro-batch, torch's AdamW."""
+    import transformers
+
+    backend = open_backend("xla")
+    config = transformers.LlamaConfig(**work.shape, attn_implementation="sdpa", use_cache=False)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(backend.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    rows = _rows(work)
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=backend.device)
+        for row in rows:
+            inputs, targets = backend.put(row[:, :-1]), backend.put(row[:, 1:].contiguous())
+            loss = model(input_ids=inputs, labels=targets, shift_labels=targets).loss
+            loss.backward()
+            total = total + loss.detach()
+            if len(rows) > 1:
+                backend.step_boundary()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.step_boundary()
+        return total
+
+    return _timed(step, backend, work.steps)
+
+
+def trace_a_rank(work: LazyWorkload) -> Callable[[], float]:
+    """Time the trace that `nxtrain graphs` makes of one rank, in seconds."""
+    from nxtrain.tools.trace.trace import trace
+
+    plan = _plan(work, parallel={"tp": TP, "sequence_parallel": True})
+    ranks = count()
+
+    def turn() -> float:
+        traced = trace(plan, WORLD, [next(ranks)], steps=2, hlo=None)
+        seconds: float = traced["seconds"][0]
+        return seconds
+
+    return turn
+
+
+def _plan(work: LazyWorkload, **tables: dict[str, Any]) -> Resolved:
+    dp = WORLD // TP if tables else 1
+    batches = {"seq_len": work.seq_len, "global_batch": work.micro_batches * dp, "micro_batch": 1}
+    family = find_family("llama")
+    config = RunConfig.model_validate({"train": batches, "optim": {"clip": CLIP}, **tables})
+    return Resolved(config, family, family.config_type.model_validate(work.shape))
+
+
+def _rows(work: LazyWorkload) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    shape = (work.micro_batches, 1, work.seq_len + 1)
+    return torch.randint(0, work.shape["vocab_size"], shape, generator=generator)
+
+
+def _timed(step: Callable[[], Tensor], backend: Backend, steps: int) -> Callable[[], float]:
+    """Seconds per step until it is handed over; what it computes is waited for in between."""
+
+    def turn() -> float:
+        total = 0.0
+        for _ in range(steps):
+            begin = time.perf_counter()
+            loss = step()
+            total += time.perf_counter() - begin
+            backend.fetch({"loss": loss})
+        return total / steps
+
+    return turn

@@ -21,6 +21,7 @@ from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.io.s3 import SCHEME
 from nxtrain.common.process.document import write_document
+from nxtrain.common.text import size
 from nxtrain.config.bounds import quoted
 from nxtrain.config.cache_dir import LOCKS, cache_folder
 from nxtrain.config.load import load
@@ -74,7 +75,7 @@ def ls(where: str | None, as_json: bool) -> None:
     for entry in entries:
         state = f"[{_COLORS[entry.state]}]{entry.state.value}"
         name = entry.key.compiler.removeprefix("neuronxcc-")
-        row = (name, entry.key.module, _size(entry.size_bytes), _age(now_s - entry.used_s), entry.detail)
+        row = (name, entry.key.module, size(entry.size_bytes), _age(now_s - entry.used_s), entry.detail)
         table.add_row(state, *map(escape, row))
     width = None
     if not sys.stdout.isatty():  # the reader of a file or a pipe has no width to fit
@@ -83,7 +84,7 @@ def ls(where: str | None, as_json: bool) -> None:
     words = [f"{counts[state]} {state.value}" for state in EntryState if counts[state]]
     if quarantined:
         words.append(f"{len(quarantined)} in quarantine")
-    print(f"{', '.join(words) or 'empty'}; {_size(size_bytes)}")
+    print(f"{', '.join(words) or 'empty'}; {size(size_bytes)}")
     ways = [f"--{state.value}" for state in (EntryState.FAILED, EntryState.STALE) if counts[state]]
     if ways:
         print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
@@ -145,12 +146,12 @@ def sync_places(source: str, target: str) -> None:
     task = bar.add_task("comparing", total=None)
 
     def show(step: Step) -> None:
-        words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
+        words = f"{size(step.bytes_done)} of {size(step.bytes_total)}  {step.key.module}"
         bar.update(task, completed=step.num_done, total=step.num_total, description=words)
 
     with _explained(target_cache), bar:
         report = sync(source_cache, target_cache, on_step=show)
-    words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
+    words = [f"{len(report.copied)} copied ({size(report.size_bytes)})", f"{len(report.present)} there already"]
     if report.busy:
         words.append(f"{len(report.busy)} left to those who work on them")
     print(", ".join(words))
@@ -189,7 +190,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
         if max_gib is not None:
             _tell("removed", cache.evict(int(max_gib * _GIB)))
         entries, quarantined = cache.entries(), cache.quarantined()
-    print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+    print(f"{cache} holds {size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
 
 
 def _location(text: str) -> CacheLocation:
@@ -273,18 +274,6 @@ def _row(entry: Entry) -> dict[str, Any]:
 def _tell(what: str, keys: Sequence[CacheKey]) -> None:
     for key in keys:
         print(f"{key}  {what}")
-
-
-def _size(size_bytes: int) -> str:
-    step = 1024
-    if size_bytes < step:
-        return f"{size_bytes} B"
-    size = size_bytes / step
-    for unit in ("KiB", "MiB"):
-        if size < step:
-            return f"{size:.1f} {unit}"
-        size /= step
-    return f"{size:.1f} GiB"
 
 
 def _age(seconds: float) -> str:

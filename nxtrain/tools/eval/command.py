@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
@@ -23,16 +23,24 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
-from nxtrain.tools.eval.offline import offline_task
+from nxtrain.tools.eval.offline import offline_task, texts_of
 from nxtrain.tools.eval.record import Record
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.suites import Choice, choose_tasks
 from nxtrain.tools.eval.task import Metrics, Task
-from nxtrain.tools.eval.texts import texts_of
 from nxtrain.tools.eval.trained import Trained
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
+DEFAULT_LIMIT = 200
+"""Requests of a local task."""
+
+MAX_LIMIT = 1_000_000
+"""Most requests of a local task, all of which are in memory; most tasks could go on without end."""
+
+WAIT_S = 86_400.0
+"""Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
+
+PROGRESS_S = 10.0
+"""Seconds between two lines of progress of a task."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,13 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """Content of `--json`."""
-        tasks = {name: dict(metrics) for name, metrics in self.tasks.items()}
-        found = {"checkpoint": str(self.model.place), "step": self.model.step, "tokens": self.model.tokens}
-        return {**found, "texts": self.texts, "tasks": tasks}
+        return {
+            "checkpoint": str(self.model.place),
+            "step": self.model.step,
+            "tokens": self.model.tokens,
+            "texts": self.texts,
+            "tasks": {name: dict(metrics) for name, metrics in self.tasks.items()},
+        }
 
 
 def evaluate(address: str, options: Options, note: Callable[[str], None] = lambda line: None) -> list[Evaluation]:
@@ -91,12 +103,13 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
-    leads = Placement.read().is_leader
-    with progress.Progress("reading the names of tasks", console=standard_error(quiet=not leads)):
-        chosen, registry = choose_tasks(options.tasks, options.folder)
-    if any(choice.is_local for choice in chosen) and options.limit > MAX_LIMIT:
+    with progress.Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
+        choices, registry = choose_tasks(options.tasks, options.folder)
+    if any(choice.is_local for choice in choices) and options.limit > MAX_LIMIT:
         raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
-    places = _kept(address) if options.every else [address]
+    addresses = [address]
+    if options.every:
+        addresses = _kept(address)
     backend = open_backend(choose("auto")[0])
     try:
         if backend.world % options.tp:
@@ -106,19 +119,92 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
             )
         ranks = Ranks(Mesh.build(backend.world, backend.rank, tp=options.tp), backend.host_group)
         backend.lay_out(ranks.mesh)
-        say = note if ranks.is_leader else lambda line: None
         waiting = Ranks(ranks.mesh, backend.background_group(WAIT_S) or ranks.group)
-        evaluator = _Evaluator(backend, ranks, waiting, chosen, registry, options, say)
-        return [evaluator.evaluate(Trained.find(place)) for place in places]
+        if not ranks.is_leader:
+            note = _say_nothing
+        evaluations = []
+        for one in addresses:
+            model = Trained.find(one)
+            run = _run_of(model)
+            texts, tasks = _tasks(model, run, choices, registry, options, note)
+            results = _evaluate(model, run, tasks, backend, ranks, waiting, note)
+            evaluations.append(Evaluation(model, results, texts))
+        return evaluations
     finally:
         backend.close()
 
 
-WAIT_S = 86_400.0
-"""Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
+def _say_nothing(line: str) -> None:
+    """Print nothing, on ranks that do not lead."""
 
-PROGRESS_S = 10.0
-"""Seconds between two lines of progress of a task."""
+
+def _tasks(
+    model: Trained,
+    run: Path | None,
+    choices: Sequence[Choice],
+    registry: Any,
+    options: Options,
+    note: Callable[[str], None],
+) -> tuple[str, list[Task | HarnessTask]]:
+    """Origin of the texts of local tasks, and the tasks with their requests."""
+    origin, texts = "", list[str]()
+    if any(choice.is_local for choice in choices):
+        origin, texts = texts_of(run, model.tokenizer, model.ends)
+    tasks: list[Task | HarnessTask] = []
+    for choice in choices:
+        if not choice.is_local:
+            numbers = (choice.num_shots, options.limit, options.seed)
+            tasks.append(HarnessTask(choice.name, *numbers, registry, definition_of(choice.name, options.folder)))
+            continue
+        task = offline_task(choice.name, texts, options.seed, options.limit or DEFAULT_LIMIT)
+        if task.requests:
+            tasks.append(task)
+        else:
+            note(f"{choice.name} is left out: the {origin} is too short for a request")
+    return origin, tasks
+
+
+def _evaluate(
+    model: Trained,
+    run: Path | None,
+    tasks: Sequence[Task | HarnessTask],
+    backend: Backend,
+    ranks: Ranks,
+    waiting: Ranks,
+    note: Callable[[str], None],
+) -> dict[str, Metrics]:
+    """Metrics of the tasks of a checkpoint; those that the run folder has a result of do not run again."""
+    record = ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
+    results: dict[str, Metrics] = {}
+    scorer: Scorer | None = None
+    for task in tasks:
+        metrics = record.find(model, task.name, task.identity)
+        if metrics is None:
+            note(f"{model.place}: {task.name}")
+            if scorer is None:
+                console = standard_error(quiet=not ranks.is_leader)
+                with progress.Progress(f"reading the weights of {model.place}", console=console):
+                    scorer = Scorer(model, backend, ranks)
+            scorer.tell = EvalProgress(note, task.name)
+            metrics = _run(task, scorer, waiting, run)
+            add = partial(record.add, model, task.name, task.identity, metrics)
+            ranks.on_leader(add, f"cannot record the result in {run}")
+        results[task.name] = metrics
+    return results
+
+
+def _run(task: Task | HarnessTask, scorer: Scorer, waiting: Ranks, run: Path | None) -> Metrics:
+    if isinstance(task, HarnessTask):
+        answers = run / EVALUATION_CACHE_DIR if run else None
+        return lead(scorer, waiting, lambda led: task.run(led, answers))
+    pairs = []
+    for request in task.requests:
+        pairs += [(request.context, choice) for choice in request.choices]
+    scores = iter(scorer.likelihoods(pairs))
+    likelihoods = []
+    for request in task.requests:
+        likelihoods.append([next(scores).nats for _ in request.choices])
+    return task.measure(likelihoods)
 
 
 class EvalProgress:
@@ -131,7 +217,8 @@ class EvalProgress:
     """
 
     def __init__(self, note: Callable[[str], None], task: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._note, self._task, self._clock, self._since_s = note, task, clock, clock()
+        self._note, self._task, self._clock = note, task, clock
+        self._since_s = clock()
 
     def __call__(self, done: int, number: int) -> None:
         """Print a line if the last one is long ago.
@@ -145,90 +232,20 @@ class EvalProgress:
             self._note(f"{self._task}: {done:,} of {number:,} rows of this rank")
 
 
-@dataclass(frozen=True)
-class _Evaluator:
-    """Evaluates one checkpoint after the other on open devices."""
-
-    backend: Backend
-    ranks: Ranks
-    waiting: Ranks
-    chosen: Sequence[Choice]
-    registry: TaskManager | None
-    options: Options
-    note: Callable[[str], None]
-
-    def evaluate(self, model: Trained) -> Evaluation:
-        """Run the tasks of a checkpoint that its run folder has no result of."""
-        run = _run_of(model)
-        record = self.ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
-        origin, tasks = self._tasks(model, run)
-        found: dict[str, Metrics] = {}
-        scorer: Scorer | None = None
-        for task in tasks:
-            done = record.find(model, task.name, task.identity)
-            if done is None:
-                self.note(f"{model.place}: {task.name}")
-                scorer = scorer or self._open(model)
-                scorer.tell = EvalProgress(self.note, task.name)
-                done = self._run(task, scorer, run)
-                self.ranks.on_leader(
-                    partial(record.add, model, task.name, task.identity, done), f"cannot record the result in {run}"
-                )
-            found[task.name] = done
-        return Evaluation(model, found, origin)
-
-    def _open(self, model: Trained) -> Scorer:
-        console = standard_error(quiet=not self.ranks.is_leader)
-        with progress.Progress(f"reading the weights of {model.place}", console=console):
-            return Scorer(model, self.backend, self.ranks)
-
-    def _tasks(self, model: Trained, run: Path | None) -> tuple[str, list[Task | HarnessTask]]:
-        """Tasks with their requests, and the origin of the texts of local ones."""
-        local = [choice for choice in self.chosen if choice.is_local]
-        origin, texts = texts_of(run, model.tokenizer, model.ends) if local else ("", [])
-        tasks: list[Task | HarnessTask] = []
-        for choice in self.chosen:
-            if not choice.is_local:
-                assert self.registry is not None
-                numbers = (choice.num_shots, self.options.limit, self.options.seed)
-                definition = definition_of(choice.name, self.options.folder)
-                tasks.append(HarnessTask(choice.name, *numbers, self.registry, definition))
-                continue
-            task = offline_task(choice.name, texts, self.options.seed, self.options.limit or DEFAULT_LIMIT)
-            if task.requests:
-                tasks.append(task)
-            else:
-                self.note(f"{choice.name} is left out: the {origin} is too short for a request")
-        return origin, tasks
-
-    def _run(self, task: Task | HarnessTask, scorer: Scorer, run: Path | None) -> Metrics:
-        if isinstance(task, HarnessTask):
-            answers = run / EVALUATION_CACHE_DIR if run else None
-            return lead(scorer, self.waiting, lambda led: task.run(led, answers))
-        pairs = [(request.context, choice) for request in task.requests for choice in request.choices]
-        flat = iter(scorer.likelihoods(pairs))
-        return task.measure([[next(flat).nats for _ in request.choices] for request in task.requests])
-
-
-DEFAULT_LIMIT = 200
-"""Requests of a local task."""
-
-MAX_LIMIT = 1_000_000
-"""Most requests of a local task, all of which are in memory; most tasks could go on without end."""
-
-
 def _kept(address: str) -> list[str]:
     """Every complete checkpoint of a run folder, a `checkpoints` folder or a mirror, oldest first."""
     place = place_of(address)
+    kept = []
     if isinstance(place, Path):
-        found = directory.list_checkpoints(place) or directory.list_checkpoints(place / CHECKPOINTS_DIR)
-        listed = [str(path) for path in found]
+        paths = directory.list_checkpoints(place) or directory.list_checkpoints(place / CHECKPOINTS_DIR)
+        kept = [str(path) for path in paths]
     else:
-        mirrors = [Mirror(open_store(folder)) for folder in (place, place / CHECKPOINTS_DIR)]
-        listed = [str(mirror.place(step)) for mirror in mirrors for step in mirror.steps()]
-    if not listed:
+        for folder in (place, place / CHECKPOINTS_DIR):
+            mirror = Mirror(open_store(folder))
+            kept += [str(mirror.place(step)) for step in mirror.steps()]
+    if not kept:
         raise ConfigError(f"{address} keeps no checkpoints; --all takes a run folder or a mirror")
-    return listed
+    return kept
 
 
 def _run_of(model: Trained) -> Path | None:
@@ -236,20 +253,28 @@ def _run_of(model: Trained) -> Path | None:
     if model.is_hf or not isinstance(model.place, Path):
         return None
     folder = model.place.resolve().parent.parent
-    return folder if (folder / CONFIG_FILE).is_file() else None
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    return None
 
 
-def table(found: Sequence[Evaluation]) -> str:
+def table(evaluations: Sequence[Evaluation]) -> str:
     """Results for people: a line for each task of each checkpoint."""
     lines = []
-    for each in found:
-        step = f", step {each.model.step:,}" if each.model.step else ""
-        texts = f"; texts: {each.texts}" if each.texts else ""
-        lines.append(f"{each.model.place}{step}{texts}")
-        for name, metrics in each.tasks.items():
+    for evaluation in evaluations:
+        head = str(evaluation.model.place)
+        if evaluation.model.step:
+            head += f", step {evaluation.model.step:,}"
+        if evaluation.texts:
+            head += f"; texts: {evaluation.texts}"
+        lines.append(head)
+        for name, metrics in evaluation.tasks.items():
             metric = next(iter(metrics))
-            stderr = "" if metrics["stderr"] is None else f"+- {metrics['stderr']:.4f}"
-            chance = f"chance {metrics['chance']:.3f}" if "chance" in metrics else ""
-            line = f"  {name:<24} {metric:<14} {metrics[metric]:>9.4f} {stderr:<9}  n={metrics['n']:<6} {chance}"
+            stderr = ""
+            if metrics["stderr"] is not None:
+                stderr = f"+- {metrics['stderr']:.4f}"
+            line = f"  {name:<24} {metric:<14} {metrics[metric]:>9.4f} {stderr:<9}  n={metrics['n']:<6}"
+            if "chance" in metrics:
+                line += f" chance {metrics['chance']:.3f}"
             lines.append(line.rstrip())
     return "\n".join(lines)

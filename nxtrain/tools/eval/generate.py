@@ -17,7 +17,6 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.nn.decoding import Decoder
-from nxtrain.tools.eval.text_stream import Detokenizer, Stops
 from nxtrain.tools.eval.trained import Trained
 
 Ending = Literal["", "end", "stop", "tokens", "length"]
@@ -62,6 +61,83 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""Character that a tokenizer decodes from bytes that form no whole character."""
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, in pieces that split no character.
+
+    Tokens are decoded together with the tokens before them, since the first token of a text may lose its space.
+
+    Args:
+        tokenizer: Decodes the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = self._shown = 0
+
+    def add(self, ids: Sequence[int], *, is_whole: bool = False) -> str:
+        """Append tokens and return the new whole characters.
+
+        Args:
+            ids: The tokens.
+            is_whole: No further token belongs to the last character, which may be `_UNFINISHED` itself.
+        """
+        self._ids += ids
+        text = self._new_text()
+        if not text or (text.endswith(_UNFINISHED) and not is_whole):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """Text at the end that forms no whole character."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return str(self._tokenizer.decode(self._ids[self._context :])[len(before) :])
+
+
+class Stops:
+    """Filter that ends a text before the first stop text.
+
+    Args:
+        texts: Stop texts, none of them empty.
+
+    Attributes:
+        found: A stop text was found, and the text has ended.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self._held, self.found = tuple(texts), "", False
+
+    def add(self, text: str) -> str:
+        """Append text and return the part to show: all before a stop text, or before an end that may begin one."""
+        self._held += text
+        starts = [self._held.find(stop) for stop in self._texts if stop in self._held]
+        if starts:
+            self._held = self._held[: min(starts)]
+            self.found = True
+            return self.rest()
+        longest = 0
+        for stop in self._texts:
+            for size in range(1, len(stop)):
+                if self._held.endswith(stop[:size]):
+                    longest = max(longest, size)
+        safe = len(self._held) - longest
+        shown, self._held = self._held[:safe], self._held[safe:]
+        return shown
+
+    def rest(self) -> str:
+        """Return the text that was held back."""
+        shown, self._held = self._held, ""
+        return shown
+
+
 class Continuation:
     """A text that grows token by token.
 
@@ -96,7 +172,8 @@ class Continuation:
         self.generator = torch.Generator().manual_seed(seed)
         self.prompt = self._detokenizer.add(self.ids, is_whole=True)
         self.added: list[int] = []
-        self.text, self.ending = "", _NONE
+        self.text = ""
+        self.ending: Ending = ""
 
     def add(self, token: int) -> str:
         """Append a token; return the text that is thereby complete."""
@@ -125,9 +202,6 @@ class Continuation:
     def _show(self, piece: str) -> str:
         self.text += piece
         return piece
-
-
-_NONE: Ending = ""
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:

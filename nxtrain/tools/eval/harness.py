@@ -6,7 +6,6 @@ Only the leader runs the harness, whose requests all ranks share: see `nxtrain.t
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from nxtrain.common.errors import DataError, NxtrainError
 from nxtrain.tools.eval.generate import Sampling
 from nxtrain.tools.eval.led_scorer import LedScorer, is_of_the_scorer
 from nxtrain.tools.eval.scorer import Likelihood, Scorer
-from nxtrain.tools.eval.task import Metrics
+from nxtrain.tools.eval.task import Metrics, is_number
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -60,8 +59,10 @@ class HarnessTask:
     def identity(self) -> str:
         """Name of the requests: results with equal identities answer the same questions."""
         shots = "own" if self.num_shots is None else self.num_shots
-        own = f" definition={self.definition}" if self.definition else ""
-        return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}{own}"
+        identity = f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}"
+        if self.definition:
+            identity += f" definition={self.definition}"
+        return identity
 
     def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
         """Run the task; only the leader calls this.
@@ -76,15 +77,19 @@ class HarnessTask:
         """
         from lm_eval.evaluator import simple_evaluate
 
+        cache = None
         if answers:
             answers.mkdir(parents=True, exist_ok=True)  # a failure is of the folder, and not of the task
+            # Answers of other weights, or of other examples, are in other files.
+            names = (scorer.model.identity, self.name, self.identity)
+            cache = str(answers / fingerprint([name.encode() for name in names]))
         try:
             found = simple_evaluate(
                 adapter(scorer, self.seed),
                 tasks=[self.name],
                 num_fewshot=self.num_shots,
                 limit=self.limit or None,
-                use_cache=str(answers / self._cache_name(scorer)) if answers else None,
+                use_cache=cache,
                 log_samples=False,
                 task_manager=self.registry,
                 random_seed=self.seed,
@@ -101,10 +106,6 @@ class HarnessTask:
             kind = type(error).__name__
             raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
         return _metrics(self.name, found)
-
-    def _cache_name(self, scorer: Scorer | LedScorer) -> str:
-        """Name of the file of answers, without its ending: answers of other weights, or of other examples, differ."""
-        return fingerprint([scorer.model.identity.encode(), self.name.encode(), self.identity.encode()])
 
 
 def is_installed() -> bool:
@@ -129,7 +130,9 @@ def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
     """
     # The harness has thousands of files, which take seconds to read.
     own = _registry(folder, own_only=True)
-    return own if set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+    if set(wanted) <= set(own.all_tasks):
+        return own
+    return _registry(folder, own_only=False)
 
 
 _NAMING = re.compile(r"^\s*(?:- |(?:- )?[\"']?(?:task|group|tag)[\"']?\s*:)(.{0,300})$", re.MULTILINE)
@@ -146,15 +149,19 @@ def possible_names(folder: Path | None) -> frozenset[str]:
     Args:
         folder: Folder of the user's own tasks; None: there is none.
     """
+    roots = [OWN_TASKS]
     package = find_spec(PACKAGE)
-    of_package = Path(package.origin).parent / "tasks" if package and package.origin else None
-    found: set[str] = set()
-    for root in filter(None, (OWN_TASKS, of_package, folder)):
+    if package and package.origin:
+        roots.append(Path(package.origin).parent / "tasks")
+    if folder:
+        roots.append(folder)
+    names: set[str] = set()
+    for root in roots:
         for file in root.rglob("*"):
             if file.suffix in {"", ".yaml", ".yml"} and file.is_file():  # templates have no suffix
-                text = file.read_text(encoding="utf-8", errors="replace")
-                found.update(name for line in _NAMING.findall(text) for name in _NAME.findall(line))
-    return frozenset(found)
+                for line in _NAMING.findall(file.read_text(encoding="utf-8", errors="replace")):
+                    names.update(_NAME.findall(line))
+    return frozenset(names)
 
 
 def definition_of(name: str, folder: Path | None) -> str:
@@ -168,15 +175,20 @@ def definition_of(name: str, folder: Path | None) -> str:
     """
     if name not in _registry(folder, own_only=True).all_tasks:
         return ""
+    roots = [OWN_TASKS]
+    if folder:
+        roots.append(folder)
     parts = []
-    for root in (OWN_TASKS, *([folder] if folder else ())):
+    for root in roots:
         for file in sorted(root.rglob("*")):
             if not file.is_file() or "__pycache__" in file.parts:
                 continue
-            stat = file.stat()
-            is_code = file.suffix in (".yaml", ".py")
-            content = file.read_bytes() if is_code else f"{stat.st_size} {stat.st_mtime_ns}".encode()
-            parts += [str(file.relative_to(root)).encode(), content]
+            parts.append(str(file.relative_to(root)).encode())
+            if file.suffix in (".yaml", ".py"):
+                parts.append(file.read_bytes())
+            else:
+                stat = file.stat()
+                parts.append(f"{stat.st_size} {stat.st_mtime_ns}".encode())
     return fingerprint(parts)
 
 
@@ -203,19 +215,22 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
-            keep = self._keeper("loglikelihood", pairs, lambda each: (each.nats, each.is_greedy))
-            return [(each.nats, each.is_greedy) for each in scorer.likelihoods(pairs, keep)]
+
+            def keep(number: int, score: Likelihood) -> None:
+                self.cache_hook.add_partial("loglikelihood", pairs[number], (score.nats, score.is_greedy))
+
+            return [(score.nats, score.is_greedy) for score in scorer.likelihoods(pairs, keep)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            texts = [request.args for request in requests]
-            keep = self._keeper("loglikelihood_rolling", texts, lambda each: each.nats)
-            return [each.nats for each in scorer.rolling([text for (text,) in texts], keep)]
+            asked = [request.args for request in requests]
+
+            def keep(number: int, score: Likelihood) -> None:
+                self.cache_hook.add_partial("loglikelihood_rolling", asked[number], score.nats)
+
+            return [score.nats for score in scorer.rolling([text for (text,) in asked], keep)]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)
-
-        def _keeper(self, kind: str, asked: Sequence[Any], answer: Callable[[Likelihood], object]) -> Any:
-            return lambda number, found: self.cache_hook.add_partial(kind, asked[number], answer(found))
 
     return ScoredLM()
 
@@ -236,11 +251,13 @@ def _continued(
     groups: dict[Sampling, list[int]] = {}
     requests = []
     for number, (text, options) in enumerate(asked):
-        found = normalize_gen_kwargs(options, ADDED_TOKENS)
-        top_k, top_p = int(found.get("top_k") or 0), float(found.get("top_p") or 1.0)
-        temperature = float(found.get("temperature", 1.0)) if found.get("do_sample") else 0.0
-        groups.setdefault(Sampling(temperature, top_k, top_p), []).append(number)
-        requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
+        rule = normalize_gen_kwargs(options, ADDED_TOKENS)
+        temperature = 0.0
+        if rule.get("do_sample"):
+            temperature = float(rule.get("temperature", 1.0))
+        sampling = Sampling(temperature, int(rule.get("top_k") or 0), float(rule.get("top_p") or 1.0))
+        groups.setdefault(sampling, []).append(number)
+        requests.append((text, int(rule["max_gen_toks"]), tuple(stop for stop in rule["until"] if stop)))
     texts = [""] * len(asked)
     for sampling, numbers in groups.items():
 
@@ -248,38 +265,43 @@ def _continued(
             if sampling.temperature == 0:
                 keep("generate_until", asked[numbers[number]], text)
 
-        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
-        for number, text in zip(numbers, found_texts, strict=True):
+        continued = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
+        for number, text in zip(numbers, continued, strict=True):
             texts[number] = text
     return texts
 
 
-def _metrics(name: str, found: Any) -> Metrics:
+def _metrics(name: str, evaluated: Any) -> Metrics:
     """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own.
 
     A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
     """
-    results: dict[str, dict[str, Any]] = found["results"]
-    metrics, stderr = _numbers(results.get(name, {}))
+    results: dict[str, dict[str, Any]] = evaluated["results"]
+    metrics, stderr = _finite(results.get(name, {}))
     if not metrics:
-        for task in found["n-samples"]:
-            of_task, error = _numbers(results.get(task, {}))
-            stderr = stderr if metrics else error
+        for task in evaluated["n-samples"]:
+            of_task, error = _finite(results.get(task, {}))
+            if not metrics:
+                stderr = error
             metrics |= {f"{task}_{metric}": value for metric, value in of_task.items()}
     if not metrics:
         raise DataError(f"--tasks {name}: none of its metrics is a finite number; check the task's files and its data")
-    return {**metrics, "stderr": stderr, "n": sum(each["effective"] for each in found["n-samples"].values())}
+    return {**metrics, "stderr": stderr, "n": sum(counts["effective"] for counts in evaluated["n-samples"].values())}
 
 
-def _numbers(results: Mapping[str, Any]) -> tuple[dict[str, float | int], float | None]:
+def _finite(results: Mapping[str, Any]) -> tuple[dict[str, float | int], float | None]:
     """Metrics of the harness that are finite numbers, and the standard error of the first if known."""
     metrics: dict[str, float | int] = {}
-    first = ""
+    stderr = None
     for key, value in results.items():
         metric, _, filtered = key.partition(",")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if filtered and is_number:
-            metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = value
-            first = first or key
-    stderr = results.get(first.replace(",", "_stderr,"))
-    return metrics, stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+        if not filtered or not is_number(value):
+            continue
+        if not metrics:
+            stderr = results.get(f"{metric}_stderr,{filtered}")
+        if filtered != "none":
+            metric = f"{metric}_{filtered}"
+        metrics[metric] = value
+    if not is_number(stderr):
+        stderr = None
+    return metrics, stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -21,20 +20,10 @@ from nxtrain.tools.eval.scorer import Likelihood, Scorer
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Call of a method of the scorer, which every rank makes."""
+Call = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+"""Method of the scorer, its arguments and its options; `END` instead of a method ends the program with its result."""
 
-    method: str
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _End:
-    """End of the program, with its result."""
-
-    result: Any
+END = ""
 
 
 class LedScorer:
@@ -53,12 +42,12 @@ class LedScorer:
         self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None]
     ) -> list[Likelihood]:
         """Log-likelihoods of continuations."""
-        self._announce(_Call("likelihoods", (pairs,), {}))
+        self._announce("likelihoods", pairs)
         return self._scorer.likelihoods(pairs, done)
 
     def rolling(self, texts: Sequence[str], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
         """Log-likelihoods of whole texts."""
-        self._announce(_Call("rolling", (texts,), {}))
+        self._announce("rolling", texts)
         return self._scorer.rolling(texts, done)
 
     def continuations(
@@ -70,11 +59,11 @@ class LedScorer:
         seed: int,
     ) -> list[str]:
         """Texts continued to a stop."""
-        self._announce(_Call("continuations", (requests, sampling), {"seed": seed}))
+        self._announce("continuations", requests, sampling, seed=seed)
         return self._scorer.continuations(requests, sampling, done, seed=seed)
 
-    def _announce(self, call: _Call) -> None:
-        self._ranks.on_leader(lambda: call, f"cannot share the requests for {call.method}")
+    def _announce(self, method: str, *arguments: Any, **options: Any) -> None:
+        self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
 
 
 def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
@@ -99,13 +88,15 @@ def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
                 with suppress(NxtrainError):
                     ranks.on_leader(partial(_fail, error), "the evaluation failed on rank 0")
             raise
-        ranks.on_leader(lambda: _End(result), "cannot share the results")
+        end: Call = (END, (result,), {})
+        ranks.on_leader(lambda: end, "cannot share the results")
         return result
     while True:
-        call: _Call | _End = ranks.on_leader(lambda: _End(None), "")  # of the leader; the action here does not run
-        if isinstance(call, _End):
-            return call.result  # type: ignore[no-any-return]
-        getattr(scorer, call.method)(*call.arguments, **call.options)
+        # The action of the leader runs, and the one that is given here does not.
+        method, arguments, options = ranks.on_leader(_no_call, "")
+        if method == END:
+            return arguments[0]  # type: ignore[no-any-return]
+        getattr(scorer, method)(*arguments, **options)
 
 
 def is_of_the_scorer(error: Exception) -> bool:
@@ -113,5 +104,9 @@ def is_of_the_scorer(error: Exception) -> bool:
     return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
 
 
-def _fail(error: Exception) -> _End:
+def _no_call() -> Call:
+    raise AssertionError("the leader alone makes calls")
+
+
+def _fail(error: Exception) -> Call:
     raise error

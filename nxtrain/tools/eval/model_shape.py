@@ -32,11 +32,15 @@ def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
     """
     try:
         content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
-        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
-        listed = declared if isinstance(declared, list) else [declared]
-        return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
+        family = find_family(str(content["model_type"]))
+        ends = content.get("eos_token_id")
+        if not isinstance(ends, list):
+            ends = [ends]
+        return family, family.from_hf(content), frozenset(token for token in ends if isinstance(token, int))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
+        reason = repr(error)
+        if isinstance(error, RecursionError | ValueError):
+            reason = cause_of(error)
         raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error
 
 

@@ -10,8 +10,25 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
+from tokenizers import Tokenizer
+
+from nxtrain.common.errors import NxtrainError
+from nxtrain.common.run_folder import CONFIG_FILE, DATA_DIR
+from nxtrain.common.vocab import END_BIT, ID_MASK
+from nxtrain.config.check import resolve_model
+from nxtrain.config.load import load
+from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.dataset import open_held_out
 from nxtrain.tools.eval.task import Request, Task
+
+MAX_TOKENS = 1 << 18
+"""Most tokens of a run's held-out text that are read."""
+
+MAX_MODULES = 100
+"""Most modules of the standard library that are read."""
 
 NUM_CHOICES = 4
 """Choices of a request, but for induction."""
@@ -31,6 +48,8 @@ _LARGEST = 9
 _EXAMPLES = 4
 """Solved examples before a question of arithmetic."""
 
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
 _WORD = re.compile(r"\b[A-Za-z]{3,12}\b")
 
 Maker = Callable[[random.Random, Sequence[str]], Iterator[Request]]
@@ -40,7 +59,8 @@ def _held_out(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
     """Texts whose bits are counted: one piece of each, in random order."""
     for text in drawn.sample(texts, len(texts)):
         start = drawn.randrange(max(1, len(text) - _TEXT_CHARS + 1))
-        if piece := text[start : start + _TEXT_CHARS].strip():
+        piece = text[start : start + _TEXT_CHARS].strip()
+        if piece:
             yield Request("", (piece,))
 
 
@@ -125,10 +145,57 @@ _ROUNDS = 1000
 
 
 def _vocabulary(texts: Sequence[str]) -> list[str]:
-    return sorted({word.lower() for text in texts for word in _WORD.findall(text)})
+    words: set[str] = set()
+    for text in texts:
+        words.update(word.lower() for word in _WORD.findall(text))
+    return sorted(words)
 
 
 def _choose(drawn: random.Random, context: str, right: str, others: Sequence[str]) -> Request:
     choices = [right, *others]
     drawn.shuffle(choices)
     return Request(context, tuple(f" {choice}" for choice in choices), choices.index(right))
+
+
+def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tuple[str, list[str]]:
+    """Texts for a model, and their origin in words.
+
+    Args:
+        run: Run folder of the model; None: there is none.
+        tokenizer: Tokenizer of the model.
+        ends: Ids that end a text.
+    """
+    texts = []
+    if run is not None:
+        texts = _held_out_texts(run, tokenizer, ends)
+    if texts:
+        return "held-out text of the run", texts
+    return "standard library of Python", list(islice(stdlib_corpus(), MAX_MODULES))
+
+
+def _held_out_texts(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str]:
+    """Documents that a run holds out; none if the run has none, or its token file is gone."""
+    try:
+        config = load(run / CONFIG_FILE).config
+        vocab_size = resolve_model(config).vocab_size
+        samples = open_held_out(config.data, config.train.seq_len, vocab_size, run / DATA_DIR)
+    except (NxtrainError, OSError):
+        return []
+    if samples is None or not samples.num_rows:
+        return []
+    rows = samples.rows(np.arange(min(samples.num_rows, max(1, MAX_TOKENS // samples.seq_len))))
+    # A row begins with the last token of the row before it.
+    marked = rows[:, :-1].ravel()
+    ids, is_last = marked & ID_MASK, marked & END_BIT != 0
+    if not is_last.any():  # token files of earlier releases have no marks
+        is_last = np.isin(ids, sorted(ends))
+    texts = []
+    for document in np.split(ids, np.flatnonzero(is_last) + 1):
+        tokens = document.tolist()
+        if tokens and tokens[-1] in ends:
+            tokens.pop()
+        # Tokens may begin or end inside of a character.
+        text = str(tokenizer.decode(tokens)).strip(_UNFINISHED)
+        if text.strip():
+            texts.append(text)
+    return texts

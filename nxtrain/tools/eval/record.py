@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nxtrain.common.io import jsonl
 from nxtrain.common.run_folder import EVALUATIONS_FILE
-from nxtrain.tools.eval.task import Metrics
+from nxtrain.tools.eval.task import Metrics, is_number
 from nxtrain.tools.eval.trained import Trained
 
 
@@ -23,10 +22,11 @@ class Record:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / EVALUATIONS_FILE if folder else None
-        lines = jsonl.read(self._file) if self._file else []
-        self._done: dict[tuple[object, ...], Metrics] = {
-            (line["weights"], line["task"], line["question"]): line["metrics"] for line in lines if _is_whole(line)
-        }
+        self._done: dict[tuple[object, ...], Metrics] = {}
+        if self._file:
+            for line in jsonl.read(self._file):
+                if _is_whole(line):
+                    self._done[line["weights"], line["task"], line["question"]] = line["metrics"]
 
     def find(self, model: Trained, task: str, question: str) -> Metrics | None:
         """Result of a task; None if the task is not done.
@@ -52,18 +52,11 @@ class Record:
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:
-    """True if a line is of this file, and not of another program."""
-    named = all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))
+    """True if a line is of this file and can be shown: its metrics are as `Metrics` describes them."""
     metrics = line.get("metrics")
-    return named and isinstance(metrics, dict) and _is_result(metrics)
-
-
-def _is_result(metrics: Mapping[str, object]) -> bool:
-    """True if metrics are as `Metrics` describes them, so that they can be shown."""
-    if next(iter(metrics), "n") in ("stderr", "n") or not metrics.keys() >= {"stderr", "n"}:
+    if not isinstance(metrics, dict) or not metrics.keys() >= {"stderr", "n"} or next(iter(metrics)) in ("stderr", "n"):
         return False
-    return all(_is_number(value) or (name == "stderr" and value is None) for name, value in metrics.items())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    for name, value in metrics.items():
+        if not is_number(value) and (name != "stderr" or value is not None):
+            return False
+    return all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))

@@ -110,8 +110,11 @@ class Scorer:
             texts: The texts.
             done: Called on every rank with each text, as soon as it is scored.
         """
-        found = (self.model.tokenizer.encode(text).ids for text in texts)
-        return self._totals([list(windows([self.prefix, *ids], len(ids), self.length)) for ids in found], done)
+        groups = []
+        for text in texts:
+            ids = self.model.tokenizer.encode(text).ids
+            groups.append(list(windows([self.prefix, *ids], len(ids), self.length)))
+        return self._totals(groups, done)
 
     def rows(self, context: str, continuation: str) -> list[Row]:
         """Rows of tokens that score a continuation; several if the continuation alone exceeds the model's length.
@@ -151,14 +154,14 @@ class Scorer:
             done: Called on every rank with each text, as soon as it is continued.
             seed: Seed of the draws; equal texts draw from adjacent streams.
         """
-        tokenizer, ends = self.model.tokenizer, self.model.ends
-        texts, seen = [], Counter[str]()
+        tokenizer = self.model.tokenizer
+        texts = []
+        seen = Counter[str]()
         for prompt, wanted, stops in requests:
             count = min(wanted, self.length - 1)
             ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
-            texts.append(
-                Continuation(ids, count, tokenizer, ends, stops=stops, seed=(seed << 20) % (1 << 62) + seen[prompt])
-            )
+            stream = (seed << 20) % (1 << 62) + seen[prompt]
+            texts.append(Continuation(ids, count, tokenizer, self.model.ends, stops=stops, seed=stream))
             seen.update([prompt])
         written: dict[int, str] = {}
         for batch in self._rounds([len(text.ids) for text in texts]):
@@ -173,33 +176,40 @@ class Scorer:
 
     def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
         """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
-        flat = [(number, row) for number, rows in enumerate(groups) for row in rows]
-        ends = list(accumulate(len(rows) for rows in groups))
+        owners: list[int] = []
+        flat: list[Row] = []
+        for number, rows in enumerate(groups):
+            owners += [number] * len(rows)
+            flat += rows
         left = [len(rows) for rows in groups]
+        totals = [Likelihood(0.0, True)] * len(groups)
         scores: dict[int, Likelihood] = {}
-
-        def total(number: int) -> Likelihood:
-            rows = range(ends[number] - len(groups[number]), ends[number])
-            return sum((scores[at] for at in rows), Likelihood(0.0, True))
-
-        for batch in self._rounds([len(row.ids) for _, row in flat]):
-            found = self._score([flat[at][1] for at in batch]) if batch else []
-            new = self._of_all_ranks(dict(zip(batch, found, strict=True)))
-            if not all(math.isfinite(each.nats) for each in new.values()):  # on every rank, since none goes on alone
+        first = list(accumulate(left, initial=0))
+        for batch in self._rounds([len(row.ids) for row in flat]):
+            mine = {}
+            if batch:
+                mine = dict(zip(batch, self._score([flat[at] for at in batch]), strict=True))
+            new = self._of_all_ranks(mine)
+            if not all(math.isfinite(score.nats) for score in new.values()):  # on every rank, since none goes on alone
                 raise DivergedError(
                     "the model's scores are not finite: its weights diverged; take an earlier checkpoint"
                 )
             scores |= new
             for at in new:
-                owner = flat[at][0]
+                owner = owners[at]
                 left[owner] -= 1
-                if not left[owner]:
-                    done(owner, total(owner))
-        return [total(number) for number in range(len(groups))]
+                if not left[owner]:  # summed in the order of the rows, whatever the order of the batches
+                    for row in range(first[owner], first[owner + 1]):
+                        totals[owner] = totals[owner] + scores[row]
+                    done(owner, totals[owner])
+        return totals
 
     def _of_all_ranks(self, mine: Mapping[int, T]) -> dict[int, T]:
         """Results of all ranks by number, in the same order on each."""
-        return {number: result for part in self.ranks.gather(mine) for number, result in part.items()}
+        results: dict[int, T] = {}
+        for part in self.ranks.gather(mine):
+            results |= part
+        return results
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the rows of this rank's batch in each round, longest rows first; none once no batch is left.
@@ -210,12 +220,15 @@ class Scorer:
         size = min(MAX_ROWS, self._chunk())
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         dp = self.ranks.mesh.dp
-        mine, done = batches[dp.rank :: dp.size], 0
-        for number in range(math.ceil(len(batches) / dp.size)):
-            batch = mine[number] if number < len(mine) else []
+        mine = batches[dp.rank :: dp.size]
+        num_rows = sum(len(batch) for batch in mine)
+        if len(mine) < math.ceil(len(batches) / dp.size):
+            mine.append([])
+        done = 0
+        for batch in mine:
             yield batch
             done += len(batch)
-            self.tell(done, sum(map(len, mine)))
+            self.tell(done, num_rows)
 
     def _chunk(self) -> int:
         """Tokens whose logits are computed at once."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,66 +78,86 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
-    found: list[Choice] = []
+    choices: list[Choice] = []
     problems: list[Problem] = []
     for name in names or ("offline",):
+        task, colon, shots = name.partition(":")
         if name == "offline":
-            found += [Choice(task, is_local=True) for task in OFFLINE]
+            choices += [Choice(task, is_local=True) for task in OFFLINE]
         elif name in OFFLINE:
-            found.append(Choice(name, is_local=True))
-        elif name in SUITES:
-            fields = RECIPE if name == "recipe" else {name: RECIPE[name]}
-            found += [Choice(task, False, shots) for tasks in fields.values() for task, shots in tasks.items()]
+            choices.append(Choice(name, is_local=True))
+        elif name == "recipe":
+            for field in RECIPE:
+                choices += _choices_of(field)
+        elif name in RECIPE:
+            choices += _choices_of(name)
+        elif not colon:
+            choices.append(Choice(name, is_local=False))
+        elif shots.isdecimal():
+            choices.append(Choice(task, is_local=False, num_shots=int(shots)))
         else:
-            task, colon, shots = name.partition(":")
-            if colon and not shots.isdecimal():
-                problems.append(Problem("--tasks", f"{name}: {shots!r} is no number", hint="write NAME:SHOTS"))
-                continue
-            found.append(Choice(task, False, int(shots) if shots.isdecimal() else None))
-    found = list(dict.fromkeys(found))
-    problems += _named_twice(found)
-    wanted = [choice.name for choice in found if not choice.is_local]
-    possible = possible_names(folder) if wanted and is_installed() else frozenset()
-    registry = open_registry(wanted, folder) if wanted and possible.issuperset(wanted) else None
-    known = set(registry.all_tasks) if registry else possible
-    missing = [name for name in wanted if name not in known]
-    ours = [name for name in missing if name in OFFLINE or name in SUITES]
-    problems += [
-        Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}") for name in ours
-    ]
-    others = [name for name in missing if name not in ours]
-    if is_installed():
-        problems += [_unknown(name, sorted(known)) for name in others]
-    elif others:
+            problems.append(Problem("--tasks", f"{name}: {shots!r} is no number", hint="write NAME:SHOTS"))
+    choices = list(dict.fromkeys(choices))
+    problems += _named_twice(choices)
+    wanted = [choice.name for choice in choices if not choice.is_local]
+    registry = None
+    known: Collection[str] = ()
+    if wanted and is_installed():
+        known = possible_names(folder)
+        if set(wanted) <= set(known):
+            registry = open_registry(wanted, folder)
+            known = registry.all_tasks
+    problems += _missing([name for name in wanted if name not in known], sorted(known))
+    if problems:
+        raise ConfigError(problems)
+    return choices, registry
+
+
+def _choices_of(field: str) -> list[Choice]:
+    """Tasks of a field of the recipe."""
+    return [Choice(task, is_local=False, num_shots=shots) for task, shots in RECIPE[field].items()]
+
+
+def _missing(names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
+    """Problems of names that the harness does not know."""
+    others = []
+    for name in names:
+        if name in OFFLINE or name in SUITES:
+            yield Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}")
+        elif is_installed():
+            yield _unknown(name, known)
+        else:
+            others.append(name)
+    if others:
         # A mistyped name of a local task is as likely as a task of the harness.
         hint = f'{nearest(others[0], _NAMES)} Others need: pip install "nxtrain[eval]"'
         reason = f"{', '.join(others)}: no local task, and the lm-evaluation-harness is not installed"
-        problems.append(Problem("--tasks", reason, hint=hint))
-    if problems:
-        raise ConfigError(problems)
-    return found, registry
+        yield Problem("--tasks", reason, hint=hint)
 
 
 _NAMES = tuple(dict.fromkeys((*OFFLINE, *SUITES)))
 
 
-def _named_twice(found: Sequence[Choice]) -> Iterator[Problem]:
+def _named_twice(choices: Sequence[Choice]) -> Iterator[Problem]:
     """Tasks that are wanted in two ways: results are known by the name alone."""
-    for name, choices in groupby(sorted(found, key=lambda choice: choice.name), lambda choice: choice.name):
-        ways = [_way(choice) for choice in choices]
-        if len(ways) > 1:
-            yield Problem("--tasks", f"{name} is wanted {' and '.join(ways)}", hint="give each in a command of its own")
-
-
-def _way(choice: Choice) -> str:
-    if choice.is_local:
-        return "as the local task"
-    shots = "its own number of" if choice.num_shots is None else choice.num_shots
-    return f"with {shots} solved examples"
+    ways: dict[str, list[str]] = {}
+    for choice in choices:
+        way = f"with {choice.num_shots} solved examples"
+        if choice.is_local:
+            way = "as the local task"
+        elif choice.num_shots is None:
+            way = "with its own number of solved examples"
+        ways.setdefault(choice.name, []).append(way)
+    for name in sorted(ways):
+        if len(ways[name]) > 1:
+            reason = f"{name} is wanted {' and '.join(ways[name])}"
+            yield Problem("--tasks", reason, hint="give each in a command of its own")
 
 
 def _unknown(name: str, known: Sequence[str]) -> Problem:
     # All names of the harness would fill many screens.
     close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
-    hint = nearest(name, close or _NAMES) + ("" if close else "; of the harness: lm_eval ls tasks")
+    hint = nearest(name, close or _NAMES)
+    if not close:
+        hint += "; of the harness: lm_eval ls tasks"
     return Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)

@@ -14,6 +14,11 @@ A standard error that is unknown is None.
 """
 
 
+def is_number(value: object) -> bool:
+    """True if a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class Request:
     """A text, and its possible continuations.
@@ -57,24 +62,29 @@ class Task:
         """
         if len(self.requests[0].choices) > 1:
             return self._accuracy(likelihoods)
-        return self._bits_per_byte([found[0] for found in likelihoods])
+        return self._bits_per_byte([scores[0] for scores in likelihoods])
 
     def _accuracy(self, likelihoods: Sequence[Sequence[float]]) -> Metrics:
-        pairs = list(zip(self.requests, likelihoods, strict=True))
-        right = [max(range(len(found)), key=found.__getitem__) == request.answer for request, found in pairs]
-        n = len(right)
-        accuracy = sum(right) / n
+        num_right = 0
+        for request, scores in zip(self.requests, likelihoods, strict=True):
+            likeliest = max(range(len(scores)), key=scores.__getitem__)
+            num_right += likeliest == request.answer
+        n = len(self.requests)
+        accuracy = num_right / n
         chance = sum(1 / len(request.choices) for request in self.requests) / n
-        # The sample's own deviation; one request has none.
-        stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else None
+        stderr = None
+        if n > 1:  # the sample's own deviation, which one request does not have
+            stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1))
         return {"accuracy": accuracy, "stderr": stderr, "n": n, "chance": chance}
 
     def _bits_per_byte(self, likelihoods: Sequence[float]) -> Metrics:
         """Bits of all texts over their bytes, and the standard error of that ratio of two sums."""
-        bits = [-found / math.log(2) for found in likelihoods]
+        bits = [-nats / math.log(2) for nats in likelihoods]
         sizes = [len(request.choices[0].encode()) for request in self.requests]
         n, total = len(bits), sum(sizes)
         ratio = sum(bits) / total
-        squares = sum((b - ratio * size) ** 2 for b, size in zip(bits, sizes, strict=True))
-        stderr = math.sqrt(squares * n / (n - 1)) / total if n > 1 else None
+        stderr = None
+        if n > 1:
+            squares = sum((b - ratio * size) ** 2 for b, size in zip(bits, sizes, strict=True))
+            stderr = math.sqrt(squares * n / (n - 1)) / total
         return {"bits_per_byte": ratio, "stderr": stderr, "n": n}

@@ -71,8 +71,10 @@ class Trained:
         place = locate_checkpoint(address)
         tokenizer, meta = _open_tokenizer(place), read_meta(place)
         family, config = meta.model()
+        ends = end_ids(tokenizer)
         end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
-        ends = end_ids(tokenizer) if end is None else end_ids(tokenizer) | {end}
+        if end is not None:
+            ends |= {end}
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
         return Trained(place, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
@@ -90,7 +92,8 @@ class Trained:
             InputError: The weights of a Hugging Face folder are not all finite.
             ConfigError: The model cannot be sharded so.
         """
-        if problems := self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len):
+        problems = self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len)
+        if problems:
             raise ConfigError(problems)
         if self.is_hf:
             assert isinstance(self.place, Path)

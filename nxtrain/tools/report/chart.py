@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from nxtrain.common.text import short
+from nxtrain.tools import svg
 from nxtrain.tools.report.columns import Column
 
 WIDTH, HEIGHT = 1000, 400
@@ -178,22 +180,6 @@ def smooth(values: Column, window: int) -> Column:
     return np.asarray((total[last] - total[first]) / (last - first))
 
 
-def short(value: float) -> str:
-    """Number with up to four digits: 0.0312, 4.382, 12.3k, 4.56M."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if not 1e-4 <= size < 1e15:  # noqa: PLR2004 - powers of ten read better outside
-        return f"{value:.3g}".replace("e-0", "e-").replace("e+", "e")
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        lowest = 9.9995 if unit == "k" else 0.9995
-        if size >= lowest * factor:
-            return f"{value / factor:.3g}{unit}"
-    if size >= 1000:  # noqa: PLR2004 - where a thousand begins
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
 def place(value: float, edges: tuple[float, float], *, is_log: bool = False) -> float:
     """Position of a value between two edges, from 0 to 1."""
     low, high = edges
@@ -215,10 +201,9 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
         values = np.log(values)
         low, high = math.log(low), math.log(high)
     y = HEIGHT * (high - values) / (high - low)
-    points = [f"{a:.2f} {b:.2f}" for a, b in zip(x.tolist(), y.tolist(), strict=True)]
-    if curve.kind in _MARKS or len(points) == 1:
-        return "".join(f"M{point}h0" for point in points)
-    return "M" + "L".join(points)
+    if curve.kind in _MARKS or len(values) == 1:
+        return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+    return svg.path(x.tolist(), y.tolist())
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

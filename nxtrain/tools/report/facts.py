@@ -12,12 +12,9 @@ import numpy as np
 
 from nxtrain.common.errors import NxtrainError
 from nxtrain.common.run_folder import CONFIG_FILE
+from nxtrain.common.text import duration, short, size
 from nxtrain.config.tables import toml_value
-from nxtrain.tools.report.chart import short
 from nxtrain.tools.report.run import Run, shortened
-from nxtrain.tools.report.timeline import duration
-
-GIB = 1 << 30
 
 FIT_FROM = 0.2
 """Share of the steps before the part in which the loss is fitted."""
@@ -94,7 +91,7 @@ def planned(run: Run) -> tuple[Table | None, str]:
         ("step time", duration(plan["step_time_s"]), _text(typical(run, "step_time_s"), duration)),
         ("tokens/s", short(plan["tokens_per_s"]), _text(typical(run, "tokens_per_s"), short)),
         ("MFU", f"{plan['mfu']:.1%}", _text(typical(run, "mfu"), _percent)),
-        ("memory of a rank", f"{plan['bytes']['total'] / GIB:.2f} GiB", _text(_peak(run), _gib)),
+        ("memory of a rank", size(plan["bytes"]["total"]), _text(_peak(run), size)),
         ("goodput", f"{plan['checkpoint']['goodput']:.1%}", goodput),
         ("cost", _text(plan["cost_usd"], _usd), _text(_cost_usd(run, plan["nodes"]), _usd)),
     ]
@@ -192,7 +189,7 @@ def _overview(run: Run) -> Iterator[tuple[str, str]]:
     yield "tokens/s", _text(typical(run, "tokens_per_s"), short)
     yield "step time", _text(typical(run, "step_time_s"), duration)
     yield "MFU", _text(typical(run, "mfu"), _percent)
-    yield "peak memory", _text(_peak(run), _gib)
+    yield "peak memory", _text(_peak(run), size)
     if run.starts:
         yield "goodput", _percent(run.goodput.goodput)
         yield "starts", f"{run.goodput.starts:,}"
@@ -273,10 +270,6 @@ def _text(value: float | None, write: Any) -> str:
 
 def _percent(value: float) -> str:
     return f"{value:.1%}"
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.2f} GiB"
 
 
 def _plain(value: object) -> str:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nxtrain.common.errors import NxtrainError
+from nxtrain.common.text import short
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
-from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, short, smooth
+from nxtrain.tools import svg
+from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, smooth
 from nxtrain.tools.report.columns import Column
 from nxtrain.tools.report.facts import typical
 from nxtrain.tools.report.run import Run
@@ -252,9 +254,10 @@ def _breakdown(run: Run) -> Breakdown | None:
 
 def _area(x: Column, low: Column, high: Column) -> str:
     """Path of an area of columns."""
-    there = [f"{a:.1f} {y:.1f}L{b:.1f} {y:.1f}" for a, b, y in zip(x[:-1], x[1:], high, strict=True)]
-    back = [f"{b:.1f} {y:.1f}L{a:.1f} {y:.1f}" for a, b, y in zip(x[:-1], x[1:], low, strict=True)]
-    return "M" + "L".join([*there, *back[::-1]]) + "z"
+    edges = np.repeat(x, 2)[1:-1]
+    across = np.concatenate([edges, edges[::-1]])
+    heights = np.concatenate([np.repeat(high, 2), np.repeat(low, 2)[::-1]])
+    return svg.path(across.tolist(), heights.tolist(), digits=1) + "z"
 
 
 def _main(runs: Sequence[Run], run: Run, quantity: str) -> str:

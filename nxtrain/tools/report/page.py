@@ -15,8 +15,9 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined, Template
 
 import nxtrain
+from nxtrain.common.text import short
 from nxtrain.tools.report import facts
-from nxtrain.tools.report.chart import HEIGHT, WIDTH, short
+from nxtrain.tools.report.chart import HEIGHT, WIDTH
 from nxtrain.tools.report.evaluations import evaluations
 from nxtrain.tools.report.figures import breakdowns, charts
 from nxtrain.tools.report.parity import Parity

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nxtrain.tools.report.chart import short
+from nxtrain.common.text import short
 from nxtrain.tools.report.columns import Column
 from nxtrain.tools.report.figures import difference
 from nxtrain.tools.report.run import Run

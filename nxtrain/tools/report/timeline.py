@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from nxtrain.common.text import duration
 from nxtrain.metrics.goodput import RunStart, standing
 from nxtrain.tools.report.chart import WIDTH
 from nxtrain.tools.report.run import shortened
@@ -25,9 +26,6 @@ MOST_SPANS = 400
 
 COLUMNS = 250
 """Columns of a timeline whose spans are added up."""
-
-FEW_S = 0.01
-"""Seconds below which a time has two digits, however short."""
 
 MOST_ROWS = 60
 """Most starts in the table: the first and the last."""
@@ -153,18 +151,6 @@ def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
                 yield UseSpan(use, at, at + length_s, number)
                 at += length_s
         before = start
-
-
-def duration(seconds: float) -> str:
-    """Time with two or three digits and its unit."""
-    for unit, unit_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.1f} {unit}"
-    if seconds >= 1 or not seconds:
-        return f"{seconds:.1f} s"
-    if seconds >= FEW_S:
-        return f"{1e3 * seconds:.0f} ms"
-    return f"{1e3 * seconds:.2g} ms"
 
 
 def _parts(start: RunStart, stood: int) -> list[tuple[str, float]]:

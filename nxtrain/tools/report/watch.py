@@ -21,7 +21,8 @@ from nxtrain.common.io.jsonl import is_begun
 from nxtrain.common.io.regular import open_regular, read_text
 from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
-from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration, short
+from nxtrain.common.text import short
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration
 from nxtrain.tools.report.verdict import UNDECIDED, verdict
 
 if sys.version_info >= (3, 11):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from nxtrain.common.machines import MACHINES
 from nxtrain.common.process.stacks import print_line
 from nxtrain.common.run_folder import LOGS_DIR
+from nxtrain.common.text import size
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED
 from nxtrain.plan.job import Job
@@ -81,7 +82,7 @@ def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host
     of_state.append(f"parallel.tp={2 * tp} or parallel.pp={2 * parallel.pp}: fewer parameters on a rank")
     if on_host:
         of_state.append("checkpoint.async=false and data.workers=0: no copies of the state, no further processes")
-    state_bytes = sum(size for kind, size in held.items() if kind != PLANNED)
+    state_bytes = sum(num_bytes for kind, num_bytes in held.items() if kind != PLANNED)
     return [*of_activations, *of_state] if held[PLANNED] > state_bytes else [*of_state, *of_activations]
 
 
@@ -89,9 +90,9 @@ def lines(state: TrainState, plan: Resolved) -> list[str]:
     """Report of a rank, line by line."""
     backend, mesh = state.backend, state.mesh
     held = held_bytes(state, plan)
-    shown = ", ".join(f"{kind} {_size(size)}" for kind, size in held.items())
+    shown = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in held.items())
     peak = backend.peak_memory_bytes()
-    reached = f"; peak so far {_size(peak)}" if peak else ""
+    reached = f"; peak so far {size(peak)}" if peak else ""
     keys = advice(plan, held, dp=mesh.dp_size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
     return [
         f"error: rank {mesh.rank} is out of memory; it holds {shown}{reached}",
@@ -157,7 +158,3 @@ class _Count:
                 self._seen.add(key)
                 total += own.numel() * own.element_size()
         return total
-
-
-def _size(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from nxtrain.common.errors import BackendError, CheckpointError, refused
+from nxtrain.common.text import size
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -59,13 +60,6 @@ def check_space(folder: Path, state: TrainState) -> None:
     # File systems of clusters may report no size at all.
     if os.statvfs(folder).f_blocks and free < needed:
         raise CheckpointError(
-            f"run.dir={folder} has {_size(free)} free, and one checkpoint takes {_size(needed)}. Free "
+            f"run.dir={folder} has {size(free)} free, and one checkpoint takes {size(needed)}. Free "
             "some, use another run.dir, or checkpoint.every=0"
         )
-
-
-def _size(num_bytes: int) -> str:
-    """Number of bytes for people: in GB, or below one in MiB with as many digits as show more than zero."""
-    if num_bytes >= 10**9:
-        return f"{num_bytes / 1e9:.2f} GB"
-    return f"{num_bytes / (1 << 20):.3f} MiB"

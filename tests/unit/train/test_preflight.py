@@ -54,9 +54,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free", "needed", "shown"),
     [
-        (3 << 20, 9 << 20, ("3.000 MiB", "9.000 MiB")),
-        (1 << 10, 10 << 10, ("0.001 MiB", "0.010 MiB")),
-        (5 * 10**8, 123 * 10**9, ("476.837 MiB", "123.00 GB")),
+        (3 << 20, 9 << 20, ("3.00 MiB", "9.00 MiB")),
+        (1 << 10, 10 << 10, ("1.00 KiB", "10.00 KiB")),
+        (5 * 10**8, 123 * 10**9, ("476.84 MiB", "114.55 GiB")),
     ],
 )
 def test_space_is_shown_with_digits_that_differ_from_zero(

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.tools.bench.chart import LABEL, WIDTH, check_chart, svg
+from nxtrain.tools.bench.chart import LABEL, WIDTH, Bar, check_chart, draw
 
 
 def test_a_bar_is_as_long_as_its_value_and_names_are_escaped() -> None:
-    bars = {"a<b": (2.0, 1.5, 4.0), "c": (0.5, 0.5, 0.5)}
-    root = ET.fromstring(svg(bars, "title & more", "machine"))
+    bars = [Bar("a<b", [1.5, 2.0, 4.0]), Bar("c", [0.5])]
+    root = ET.fromstring(draw(bars, "title & more", "machine"))
     widths = [float(rect.get("width", "")) for rect in root.findall("{*}rect")[1:]]
     assert widths == [WIDTH / 2, WIDTH / 8]
     *ranges, one = root.findall("{*}line")
-    assert (ranges[0].get("x1"), ranges[0].get("x2")) == (str(LABEL + WIDTH * 3 / 8), f"{LABEL + WIDTH:.1f}")
+    assert (ranges[0].get("x1"), ranges[0].get("x2")) == (f"{LABEL + WIDTH * 3 / 8:.1f}", f"{LABEL + WIDTH:.1f}")
     assert one.get("x1") == f"{LABEL + WIDTH / 4:.1f}"
     assert "a<b" in [text.text for text in root.findall("{*}text")]
 

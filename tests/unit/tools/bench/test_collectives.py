@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.tools.bench import startup
 from nxtrain.tools.bench.collectives import (
     GIB,
     KIB,
@@ -17,7 +16,6 @@ from nxtrain.tools.bench.collectives import (
     bench_collectives,
     summarize,
 )
-from nxtrain.tools.bench.turns import machine
 
 
 def rank(all_reduce_s: float, copy_s: float) -> dict[str, Any]:
@@ -54,27 +52,3 @@ def test_small_tensors_are_repeated_and_great_ones_not_only_once() -> None:
 def test_sizes_and_ranks_that_cannot_be_are_refused(job: CollectivesJob, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench_collectives(job=job, rounds=1, as_json=True)
-
-
-def test_starts_are_compared_with_torch_by_cpu_time_inside_rounds() -> None:
-    found = startup.summarize(
-        {
-            startup.TORCH: [{"wall": 9.0, "cpu": 1.0}, {"wall": 9.0, "cpu": 10.0}],
-            startup.HELP: [{"wall": 1.0, "cpu": 0.5}, {"wall": 3.0, "cpu": 5.0}],
-        }
-    )
-    assert found["ratios"] == {startup.HELP: 0.5}
-    assert [row["value"] for row in found["rows"]] == [9.0, 2.0]
-
-
-@pytest.mark.parametrize("names", [(), (startup.HELP,), (startup.HELP, startup.FIRST_STEP)])
-def test_the_words_below_the_table_of_starts_are_about_its_rows(
-    capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
-) -> None:
-    turns = [{"wall": 1.0, "cpu": 0.5}]
-    found = startup.summarize(dict.fromkeys((startup.TORCH, *names), turns))
-    startup._show({"machine": machine(), "rounds": 1, **found})
-    shown = " ".join(capsys.readouterr().out.split())
-    has_step = startup.FIRST_STEP in names
-    assert ("the first step's wall time" in shown) is has_step
-    assert ("--first-step CONFIG adds" in shown) is not has_step

@@ -37,19 +37,19 @@ def test_the_bare_tokenizer_gets_the_documents_of_the_turn(
     options = (tokenizer.path, tokenizer.end, 300, 0.0)
     source = CorpusLanes((tmp_path / "o.arrow",), (identity,), None, *options, packing=packing, seq_len=24)
     bare, sided = list[str](), list[str]()
-    encode_bare, counted = WatchedTokenizer._encode_bare, WatchedTokenizer._counted
+    encode_bare, encode = WatchedTokenizer._encode_bare, WatchedTokenizer.encode_batch_fast
 
     def note_bare(self: WatchedTokenizer, texts: list[str]) -> float:
         bare.extend(texts)
         return encode_bare(self, texts)
 
-    def note_side(self: WatchedTokenizer, encode: Any, texts: list[str]) -> Any:
+    def note_side(self: WatchedTokenizer, texts: list[str], **options: Any) -> Any:
         sided.extend(texts)
-        return counted(self, encode, texts)
+        return encode(self, texts, **options)
 
     turns = packing_turns(source, 3, lambda name: None)
     monkeypatch.setattr(WatchedTokenizer, "_encode_bare", note_bare)
-    monkeypatch.setattr(WatchedTokenizer, "_counted", note_side)
+    monkeypatch.setattr(WatchedTokenizer, "encode_batch_fast", note_side)
     found = take_text_turns({"ours": turns}, 2)
     assert bare == sided and len(bare) % 3 == 0  # each of three rounds has the same documents
     once = sum(ids.size + 1 for ids in tokenizer.encode(bare[: len(bare) // 3]))

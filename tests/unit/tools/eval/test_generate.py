@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from nxtrain.common.errors import DivergedError
 from nxtrain.data.tokenization import train_bpe
-from nxtrain.tools.eval.generate import Continuation, Sampling
-from nxtrain.tools.eval.text_stream import Detokenizer, Stops
+from nxtrain.tools.eval.generate import Continuation, Detokenizer, Sampling, Stops
 
 
 @pytest.fixture(scope="module")

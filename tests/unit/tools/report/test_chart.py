@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxtrain.tools.report.chart import HEIGHT, WIDTH, Curve, draw, place, short, smooth, thin
+from nxtrain.tools.report.chart import HEIGHT, WIDTH, Curve, draw, place, smooth, thin
 
 VALUES = st.lists(
     st.one_of(st.floats(-1e100, 1e100), st.floats(0.1, 10), st.sampled_from([0.0, 1e-300, 5e-324, 1.0])),
@@ -58,15 +58,6 @@ def test_smoothed_values_are_the_means_around_them(values: list[float], window: 
     half = window // 2
     wanted = [np.mean(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
     np.testing.assert_allclose(smooth(np.array(values), window), wanted, atol=1e-9)
-
-
-@given(st.floats(-1e300, 1e300))
-def test_a_short_number_is_short_and_near_the_number(value: float) -> None:
-    text = short(value)
-    assert len(text) <= 10
-    factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(text[-1], 1.0)
-    read = float(text.rstrip("kMGT").replace(",", "")) * factor
-    assert abs(read - value) <= 0.006 * abs(value)
 
 
 def test_no_point_is_no_chart() -> None:

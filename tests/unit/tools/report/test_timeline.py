@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nxtrain.common.process.clock import Instant
 from nxtrain.metrics.goodput import RunStart, TimeSpent, account
 from nxtrain.tools.report.chart import WIDTH
-from nxtrain.tools.report.timeline import MOST_ROWS, duration, spans_of, timeline
+from nxtrain.tools.report.timeline import MOST_ROWS, spans_of, timeline
 from tests.support.run_folders import restarted, start
 
 SECONDS = st.sampled_from([0.0, 0.25, 1.0, 7.5, 3600.0])
@@ -82,10 +82,3 @@ def test_many_starts_are_added_up_in_columns_that_keep_the_shares() -> None:
     assert len(drawn.rows) == MOST_ROWS + 1
     area = sum(box.width * box.height for box in drawn.boxes if box.use == "productive") / (100 * WIDTH)
     assert area == pytest.approx(account(starts).goodput, abs=1e-3)
-
-
-def test_durations_have_their_unit() -> None:
-    assert [duration(s) for s in (4.2e-5, 0.0034)] == ["0.042 ms", "3.4 ms"]
-    assert [duration(s) for s in (0, 0.02, 1.5, 119, 150, 7300, 200_000)] == [
-        *("0.0 s", "20 ms", "1.5 s", "119.0 s", "2.5 min", "2.0 h", "2.3 days")
-    ]

@@ -1,0 +1,224 @@
+"""Harness of all benchmarks: sides take turns, and a table or JSON has the figures.
+
+Sides that another's threads, caches or allocator could help run in a process each, one at work while the others wait. A
+round runs each side once. Figures are medians over rounds, and ratios are medians of the ratios inside each round,
+since the machine's speed drifts between rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.process.progress import Progress
+from nxtrain.launch.environment import QUIET_PROFILER
+
+Turn = TypeVar("Turn")
+
+
+class BenchWorker:
+    """Process that runs one side for one turn on each request; see `nxtrain.tools.bench.worker`.
+
+    Args:
+        program: Module of `nxtrain.tools.bench` that has the side.
+        name: Name of the side.
+        job: Workload, as JSON can have it.
+        env: Environment of the process.
+    """
+
+    def __init__(self, program: str, name: str, job: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self._name = name
+        argv = [sys.executable, "-m", "nxtrain.tools.bench.worker", program, name, json.dumps(job)]
+        self._process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> BenchWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()  # closes the pipes
+
+    def turn(self, request: str = "") -> Any:
+        """Run one turn and return the measurement, as JSON has it.
+
+        Raises:
+            BackendError: The process ended; its output contains the reason.
+        """
+        self.begin(request)
+        return self.end()
+
+    def begin(self, request: str = "") -> None:
+        """Let one turn begin."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{request}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `end` reports it
+
+    def end(self) -> Any:
+        """Wait for the end of the turn and return the measurement.
+
+        Raises:
+            BackendError: The process ended; its output contains the reason.
+        """
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        if not answer:
+            code = self._process.wait()
+            raise BackendError(
+                f"the benchmark process of {self._name} ended with exit code {code}; see its lines above"
+            )
+        return json.loads(answer)
+
+
+def start_ranks(
+    stack: ExitStack, program: str, name: str, job: Mapping[str, Any], world: int = 1, copies: int = 1
+) -> list[BenchWorker]:
+    """Start the ranks of a world, or of several independent ones; they end with the stack."""
+    workers = []
+    for env in rank_environments(world) * copies:
+        workers.append(stack.enter_context(BenchWorker(program, name, job, env)))
+    return workers
+
+
+def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]:
+    """Run one turn of several processes at the same time, and return the measurement of each."""
+    for worker in workers:
+        worker.begin(request)
+    return [worker.end() for worker in workers]
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], Turn]], rounds: int, *, warm_up: int = 1, label: str = ""
+) -> dict[str, list[Turn]]:
+    """Run each side once in every round, after rounds that warm up, whose measurements are dropped.
+
+    Args:
+        sides: One turn of each side, by name.
+        rounds: Rounds that count.
+        warm_up: Rounds that do not.
+        label: Words of the progress, before the round.
+    """
+    measured: dict[str, list[Turn]] = {name: [] for name in sides}
+    done = 0
+    with Progress("starting", (warm_up + rounds) * len(sides)) as progress:
+        for number in range(1 - warm_up, rounds + 1):
+            for name, turn in sides.items():
+                progress.show(done, f"{label}round {max(0, number)} of {rounds}: {name}")
+                measured[name].append(turn())
+                done += 1
+    return {name: turns[warm_up:] for name, turns in measured.items()}
+
+
+def rank_environments(world: int) -> list[dict[str, str]]:
+    """Environment of each rank of local processes with one thread each.
+
+    More threads would make a rank faster while others wait, and ranks unequal.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**environment(1), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
+    """Environment of a worker with so many threads; on a CPU, libraries print nothing about other devices.
+
+    Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
+    """
+    quiet = {}
+    if backend == "cpu":
+        quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"}
+    return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
+def row(name: str, unit: str, rounds: Sequence[float], **more: Any) -> dict[str, Any]:
+    """Figure of a side, as `--json` has it: the median over rounds, and each round."""
+    return {"name": name, "value": median(rounds), "unit": unit, "rounds": list(rounds), **more}
+
+
+def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Median over rounds of the ratios inside each round."""
+    return median(a / b for a, b in zip(over, under, strict=True))
+
+
+def refuse_unknown(option: str, noun: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuse names that an option does not have.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    hint = f"known: {', '.join(known)}"
+    problems = [Problem(option, f"there is no {noun} {name!r}", hint=hint) for name in names if name not in known]
+    if problems:
+        raise ConfigError(problems)
+
+
+def show(*shown: str | Table, machine: Mapping[str, Any] | None = None) -> None:
+    """Print the machine, and lines and tables for people."""
+    console = Console(highlight=False, soft_wrap=True)
+    if machine is not None:
+        instructions = ", ".join(machine["instructions"]) or "unknown instruction sets"
+        load = f"load {machine['load'][0]:.1f}"
+        console.print(f"{machine['cpu']}, {machine['cores']} cores, {instructions}, {load}", markup=False)
+    for part in shown:
+        if isinstance(part, str):
+            console.print(part, markup=False)
+        else:
+            console.print(part)
+
+
+def table(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", left: Collection[str] = ()
+) -> Table:
+    """Table of figures: the first column and those named `left` hold words, the others numbers."""
+    drawn = Table(title=title, title_style="bold", caption=caption or None)
+    for number, head in enumerate(heads):
+        if number == 0 or head in left:
+            drawn.add_column(head, overflow="fold")
+        else:
+            drawn.add_column(head, justify="right")
+    for cells in rows:
+        drawn.add_row(*cells)
+    return drawn
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
+"""Instruction sets that decide about the speed of matrix products, as /proc/cpuinfo names them."""
+
+
+def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """CPU, its instruction sets, cores and load."""
+    fields: dict[str, str] = {}
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    return {
+        "cpu": fields.get("model name", fields.get("CPU part", "unknown CPU")),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
+        "cores": num_cores(),
+        "load": list(os.getloadavg()),
+    }

@@ -1,0 +1,304 @@
+"""Sides of `nxtrain bench train` and `nxtrain bench scaling`: nxtrain's own step, those of its peers, and the peak.
+
+Each computes the same model on the same data with the same clipping.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import keep_heap
+from nxtrain.backends.cpu_native.shared_memory import Exchange
+from nxtrain.backends.cpu_products import has_products
+from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
+from nxtrain.common.errors import BackendError
+from nxtrain.common.family import find_family
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
+from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.train import (
+    BREAKDOWN,
+    COMPILED,
+    OURS,
+    PEAK,
+    PEER,
+    PEER_COMPILED,
+    TITAN,
+    Workload,
+)
+from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
+
+Step: TypeAlias = Callable[[], float]
+"""One update; returns the loss, after which the device is idle."""
+
+Turn: TypeAlias = Callable[[], dict[str, Any]]
+
+LR, CLIP = 1e-4, 1.0
+WARM_UP_STEPS = 3
+PIPELINED = 8
+"""Micro-batches of a pipeline's step, if its sequences can be so divided."""
+
+PATIENCE_S = 600.0
+
+ON_HOST = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
+ON_ACCELERATOR = ((8192, 8192, 8192), (8192, 4096, 14336))
+"""Rows, inner size and columns of the products that find the peak; the fastest counts."""
+
+REPEATS = 10
+
+
+def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
+    """Turns of a candidate of `bench train` by request, in a worker's process."""
+    work = Workload(**job)
+    torch.set_num_threads(work.threads)
+    if name in (OURS, COMPILED):
+        backend = open_backend(work.backend)
+        step, state = ours(work, backend, compiled=name == COMPILED)
+        return {"": timed(step, work.steps, clocks_of(backend), backend), BREAKDOWN: parts(step, state, backend)}
+    opened = None
+    clocks = Clocks(torch.device("cpu"))
+    if work.backend != "cpu":
+        opened = open_backend(work.backend)
+        clocks = clocks_of(opened)
+    elif not work.stock_allocator:
+        keep_heap()  # peers get the allocator settings of our backend, and not the backend
+    if name == PEAK:
+        return {"": peak(clocks, dtype_of(work), on_host=work.backend in ("cpu", "xla"))}
+    if name == TITAN:
+        from nxtrain.tools.bench.titan import titan_step
+
+        step = titan_step(work, clocks)
+    else:
+        # torch has no fused AdamW for lazy tensors, whose compiler fuses anyway.
+        fused = name in (PEER, PEER_COMPILED) and clocks.device.type != "xla"
+        step = transformers_step(work, clocks, fused=fused, compiled=name == PEER_COMPILED)
+    return {"": timed(step, work.steps, clocks, opened)}
+
+
+def clocks_of(backend: Backend) -> Clocks:
+    """Clocks of a backend's device."""
+
+    def read(x: Tensor) -> float:
+        backend.step_boundary()
+        return backend.fetch({"x": x})["x"]
+
+    return Clocks(backend.device, read)
+
+
+def dtype_of(work: Workload) -> torch.dtype:
+    """Type of weights and activations."""
+    if work.precision == "bf16":
+        return torch.bfloat16
+    return torch.float32
+
+
+def batch(work: Workload, sequences: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (B, S) each, the same for every implementation; by default the workload's batch."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, work.shape["vocab_size"], (sequences or work.batch, work.seq_len + 1), generator=generator)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def ours(
+    work: Workload, backend: Backend, *, compiled: bool = False, parallel: Mapping[str, Any] | None = None
+) -> tuple[Step, TrainState]:
+    """nxtrain's own step, as `nxtrain train` runs it, and its state.
+
+    Args:
+        work: Workload; with several ranks its batch is that of each rank.
+        backend: Device, and ranks.
+        compiled: compile.torch_compile.
+        parallel: Table [parallel].
+    """
+    degrees = dict(parallel or {})
+    sequences = work.batch * backend.world
+    per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
+    micro_batches = 1
+    if degrees.get("pp", 1) > 1:
+        micro_batches = math.gcd(per_replica, PIPELINED)
+    micro_batch = per_replica // micro_batches
+    tables: dict[str, Any] = {
+        "train": {"seq_len": work.seq_len, "global_batch": sequences, "micro_batch": micro_batch},
+        "precision": {"params": work.precision, "update": "fp32_master" if work.precision == "bf16" else "fp32"},
+        "optim": {"clip": CLIP},
+        "compile": {"torch_compile": compiled},
+        "parallel": degrees,
+    }
+    family = find_family("llama")
+    plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(work.shape))
+    mesh = mesh_of(plan, backend)
+    state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
+    inputs, targets = (x.unflatten(0, (mesh.dp.size, -1, micro_batch))[mesh.dp.rank] for x in batch(work, sequences))
+    read = clocks_of(backend).read
+    on_device = DeviceBatch.of(inputs, targets, backend.put)
+
+    def step() -> float:
+        return read(train_step(state, on_device, LR).loss)
+
+    return step, state
+
+
+def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: bool) -> Step:
+    """Step of transformers' model as its documentation trains it: loss of the step.
+
+    Args:
+        work: Workload.
+        clocks: The device.
+        fused: torch's fused AdamW; otherwise AdamW's defaults.
+        compiled: The model goes through torch.compile.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**hf_config(work), attn_implementation="sdpa", use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(device=clocks.device, dtype=dtype_of(work))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True if fused else None)
+    inputs, targets = (x.to(clocks.device) for x in batch(work))
+    forward: Callable[..., Any] = model
+    if compiled:
+        forward = torch.compile(model, dynamic=False)
+
+    def step() -> float:
+        # `shift_labels` are targets as they stand, so both sides count the same tokens.
+        loss = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return clocks.read(loss.detach())
+
+    return step
+
+
+def hf_config(work: Workload) -> dict[str, Any]:
+    """The model's `config.json`, without the fields that name its class and type."""
+    family = find_family("llama")
+    dtype = str(dtype_of(work)).removeprefix("torch.")
+    config = family.to_hf(family.config_type.model_validate(work.shape), dtype)
+    return {name: value for name, value in config.items() if name not in {"architectures", "dtype", "torch_dtype"}}
+
+
+def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], dict[str, float]]:
+    """A turn that measures FLOPs per second by each clock, each the best of several matrix products.
+
+    Args:
+        clocks: The device.
+        dtype: Type of the matrices; on a CPU without instructions for this type, float32 is the faster one.
+        on_host: The device is a CPU.
+    """
+    shapes = ON_HOST if on_host else ON_ACCELERATOR
+    if on_host and not has_products(dtype):
+        dtype = torch.float32
+    pairs = []
+    for m, k, n in shapes:
+        left = torch.randn(m, k, dtype=dtype, device=clocks.device)
+        pairs.append((left, torch.randn(n, k, dtype=dtype, device=clocks.device)))
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        out = torch.nn.functional.linear(left, right)
+        clocks.read(out[0, 0])
+        return out  # a lazy device computes only what still exists
+
+    def turn() -> dict[str, float]:
+        best: dict[str, float] = {}
+        for left, right in pairs:
+            flops = 2 * left.shape[0] * left.shape[1] * right.shape[0]
+            for _ in range(REPEATS):
+                with clocks.measure() as seconds:
+                    product(left, right)
+                for clock, elapsed in seconds.items():
+                    best[clock] = max(best.get(clock, 0.0), flops / elapsed)
+        return best
+
+    return turn
+
+
+def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_up_steps: int = WARM_UP_STEPS) -> Turn:
+    """A turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
+
+    The first turn warms up, for which a lazy device and some compilers need a second and a third step.
+    """
+    first_s: list[float] = []
+
+    def turn() -> dict[str, Any]:
+        number = steps
+        if not first_s:
+            number = max(steps, warm_up_steps)
+        step_s = []
+        with clocks.measure() as seconds:
+            for _ in range(number):
+                began = time.perf_counter()
+                loss = step()
+                step_s.append(time.perf_counter() - began)
+        if not first_s:
+            first_s.append(step_s[0])
+        if not math.isfinite(loss):
+            raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
+        measured = {**seconds, "step_s": step_s, "first_step_s": first_s[0], "loss": loss}
+        measured["device"] = clocks.device.type
+        if backend is None:
+            return {**measured, "maker_flops": None, "notes": ()}
+        return {**measured, "maker_flops": backend.peak_flops(), "notes": backend.notes()}
+
+    return turn
+
+
+def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
+    """A turn that profiles one step."""
+
+    def turn() -> dict[str, Any]:
+        marked = ((state.gradients, "norm"), (state.optimizer, "step"), (state.data_parallel, "publish"))
+        for owner, method in marked:
+            setattr(owner, method, _marked(getattr(owner, method), UPDATE))
+        try:
+            with waits_marked():
+                return break_down(step, on_device=backend.device.type != "cpu")
+        finally:
+            for owner, method in marked:
+                delattr(owner, method)
+
+    return turn
+
+
+@contextmanager
+def waits_marked() -> Iterator[None]:
+    """Mark waits for other ranks in profiles, and the start of operations in shared memory."""
+    marks: list[torch.profiler.record_function] = []
+
+    def mark(begins: bool) -> None:
+        if begins:
+            marks.append(torch.profiler.record_function(WAIT))
+            marks[-1].__enter__()
+        else:
+            marks.pop().__exit__(None, None, None)
+
+    start = Exchange.start
+    note = WAIT_CLOCK.note
+    Exchange.start = _marked(start, EXCHANGE)  # type: ignore[method-assign]
+    WAIT_CLOCK.note = mark
+    try:
+        yield
+    finally:
+        Exchange.start = start  # type: ignore[method-assign]
+        WAIT_CLOCK.note = note
+
+
+def _marked(method: Callable[..., Any], mark: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(mark):
+            return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,83 @@
+"""Pen for SVG: pictures of texts, lines and boxes on a white page, and the paths of curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from xml.sax.saxutils import escape
+
+INK = "#24292f"
+GRID = "#d0d7de"
+PAPER = "#ffffff"
+
+
+def picture(width: float, height: float, parts: Iterable[str]) -> str:
+    """A picture of its parts, in pixels."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *parts, "</svg>", ""])
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str = "start",
+    weight: str = "normal",
+    size: int = 13,
+    color: str = INK,
+) -> str:
+    """Words at a point of their baseline."""
+    style = f'fill="{color}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, *, color: str = GRID, width: int = 1, dashed: bool = False) -> str:
+    """A straight line."""
+    dashes = ""
+    if dashed:
+        dashes = ' stroke-dasharray="4 3"'
+    ends = f'x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{color}" stroke-width="{width}"{dashes}/>'
+
+
+def curve(points: Iterable[tuple[float, float]], color: str) -> str:
+    """Lines from point to point."""
+    listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{listed}" fill="none" stroke="{color}" stroke-width="2"/>'
+
+
+def dot(x: float, y: float, color: str) -> str:
+    """A filled circle."""
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"/>'
+
+
+def box(x: float, y: float, width: float, height: float, color: str) -> str:
+    """A filled rectangle."""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
+
+
+def boxes(rectangles: Iterable[tuple[float, float, float, float]], color: str) -> str:
+    """Many filled rectangles (x, y, width, height) of one color."""
+    outline = "".join(f"M{x:.1f} {y:.0f}h{width:.1f}v{height:.0f}h-{width:.1f}z" for x, y, width, height in rectangles)
+    return f'<path d="{outline}" fill="{color}"/>'
+
+
+def path(x: Sequence[float], y: Sequence[float], digits: int = 2) -> str:
+    """Path through the points of a curve."""
+    return "M" + "L".join(f"{a:.{digits}f} {b:.{digits}f}" for a, b in zip(x, y, strict=True))
+
+
+def legend(names: Sequence[tuple[str, str]], right: float, y: float) -> list[str]:
+    """Names with their colors in one line, up to an edge on the right."""
+    parts = []
+    x = right
+    for name, color in reversed(names):
+        x -= 7.2 * len(name)
+        parts.append(text(x, y, name))
+        x -= 18
+        parts.append(box(x, y - 11, 12, 12, color))
+        x -= 16
+    return parts
