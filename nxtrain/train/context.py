@@ -28,7 +28,7 @@ class RunContext:
         backend: This rank's device.
         mesh: The axes of this rank.
         ranks: All ranks, for joint actions.
-        place: Place of this process in its job.
+        placement: Placement of this process in its job.
         began: Time when this start of the run began.
         print_line: Prints a line for the user, on the leader only.
         watchdog: Watchdog of this rank; None: there is none.
@@ -38,7 +38,7 @@ class RunContext:
     backend: Backend
     mesh: Mesh
     ranks: Ranks
-    place: Placement
+    placement: Placement
     began: Instant
     print_line: Callable[[str], None]
     watchdog: Watchdog | None = None
@@ -48,7 +48,7 @@ class RunContext:
         backend: Backend,
         plan: Resolved,
         *,
-        place: Placement | None = None,
+        placement: Placement | None = None,
         began: Instant | None = None,
         watchdog: Watchdog | None = None,
     ) -> RunContext:
@@ -57,7 +57,7 @@ class RunContext:
         Args:
             backend: This rank's device, open.
             plan: The checked configuration.
-            place: Place of this process in its job; None: as the environment has it.
+            placement: Placement of this process in its job; None: as the environment has it.
             began: Time when this start of the run began; None: now.
             watchdog: Watchdog of this rank; None: there is none.
 
@@ -65,7 +65,8 @@ class RunContext:
             ConfigError: The degrees do not fit the world.
             BackendError: The configured attention cannot run on the device.
         """
-        mesh, config, place = mesh_of(plan, backend), plan.config, place or Placement.read()
+        mesh, config = mesh_of(plan, backend), plan.config
+        placement = placement or Placement.read()
         backend.allow_unverified = config.backend.allow_unverified
         backend.choose_kernels(config.backend.cpu_kernels)
         backend.choose_transport(config.backend.cpu_transport)
@@ -73,13 +74,13 @@ class RunContext:
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:
             stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
-            watchdog.lay_out(lambda rank: mesh.words(rank) + place.on_nodes([rank]), stages)
+            watchdog.lay_out(lambda rank: mesh.words(rank) + placement.on_nodes([rank]), stages)
         return RunContext(
             plan=plan,
             backend=backend,
             mesh=mesh,
             ranks=Ranks(mesh, backend.host_group),
-            place=place,
+            placement=placement,
             began=began or now(),
             print_line=standard_error(quiet=mesh.rank != 0).print,
             watchdog=watchdog,

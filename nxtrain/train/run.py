@@ -84,7 +84,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         lock = only_run(folder, standard_error().print, restarted=place.is_restart, most_s=0.5 * limit_s)
         watched = Watchdog(backend, limit_s, folder / LOGS_DIR, signals or Signals())
         with watched as watchdog, nullcontext() if backend.rank or backend.extracts else lock:
-            context = RunContext.open(backend, plan, place=place, began=began, watchdog=watchdog)
+            context = RunContext.open(backend, plan, placement=place, began=began, watchdog=watchdog)
             train_on(context, reason)
     except BaseException as error:
         ended = error
@@ -190,7 +190,7 @@ def _train(
 ) -> float | None:
     """Train to the last step, and wait for the last checkpoint; returns the last held-out loss, if any."""
     config, backend, logs = context.config, context.backend, context.config.run.dir / LOGS_DIR
-    guard = NumericsGuard(config, state, attempt=context.place.restarts, rollbacks=rollbacks)
+    guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
     guard.begin(meta.step, meta.stability)
     goodput = None
     if context.is_leader:
