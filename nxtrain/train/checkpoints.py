@@ -20,6 +20,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Skips, left_out
 from nxtrain.data.stream_loader import Place, merged
+from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.start import shards_of
@@ -56,7 +57,7 @@ class Checkpoints(RunObserver):
         identity: Content next to the tensors.
         print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
-        on_saved: Called after each commit with the seconds of stall and of writing.
+        goodput: Meter of the run, which counts the seconds of each save; None: there is none.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class Checkpoints(RunObserver):
         identity: RunIdentity,
         print_line: Callable[[str], None],
         mirrored: Mirrored | None = None,
-        on_saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
+        goodput: GoodputMeter | None = None,
     ) -> None:
         config, backend, mesh = plan.config, state.backend, state.mesh
         self._plan, self._state, self._identity, self._print_line = plan, state, identity, print_line
-        self._on_saved = on_saved
+        self._goodput = goodput
         self._outcomes: list[SaveOutcome] = []
         self._failed, self._saved_step = "", identity.begun.step
         retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
@@ -180,8 +181,9 @@ class Checkpoints(RunObserver):
         if outcome.note:
             self._print_line(outcome.note)
         if not outcome.problem:
-            self._on_saved(outcome.stall_s, outcome.write_s)
             self._saved_step = outcome.step
+        if not outcome.problem and self._goodput is not None:
+            self._goodput.saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,9 +33,8 @@ def start(
     inputs: RunInputs,
     mirrored: Mirrored | None = None,
     rollbacks: Rollbacks | None = None,
-    on_drawn: Callable[[TrainState], None] = lambda state: None,
-) -> tuple[TrainState, Meta]:
-    """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
+) -> tuple[TrainState, Meta, bool]:
+    """Build this rank's state and fill it with its first values.
 
     With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
 
@@ -44,7 +43,9 @@ def start(
         inputs: Identity of the run's data and tokenizer.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         rollbacks: Rollbacks of the run; None: there are none.
-        on_drawn: Called with the state if its weights were drawn.
+
+    Returns:
+        The state, the metadata of its step, and True if its weights were drawn.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
@@ -95,11 +96,9 @@ def start(
         changed = changes(meta, fresh)
         if changed:
             context.print_line(changed)
-        return state, meta
+        return state, meta, False
     planner.begin()
-    if not reads_hf:
-        on_drawn(state)
-    return state, fresh
+    return state, fresh, not reads_hf
 
 
 def _resume(
