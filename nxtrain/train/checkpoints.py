@@ -69,16 +69,20 @@ class Checkpoints(RunObserver):
         mirrored: Mirrored | None = None,
         goodput: GoodputMeter | None = None,
     ) -> None:
-        config, backend, mesh = plan.config, state.backend, state.mesh
-        self._plan, self._state, self._identity, self._print_line = plan, state, identity, print_line
+        config, backend = plan.config, state.backend
+        self._plan, self._state = plan, state
+        self._identity = identity
+        self._print_line = print_line
         self._goodput = goodput
         self._outcomes: list[SaveOutcome] = []
-        self._failed, self._saved_step = "", identity.begun.step
+        self._failed = ""
+        self._saved_step = identity.begun.step
         retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
         uploader = None
-        if mirrored:
-            uploader = MirrorUploader(mirrored.mirror, retention, Ranks(mesh, backend.background_group(TIMEOUT_S)))
-        writers = Ranks(mesh, backend.background_group(config.recovery.hang_timeout_s))
+        if mirrored is not None:
+            uploading = Ranks(state.mesh, backend.background_group(TIMEOUT_S))
+            uploader = MirrorUploader(mirrored.mirror, retention, uploading)
+        writers = Ranks(state.mesh, backend.background_group(config.recovery.hang_timeout_s))
         scope = mirrored.scope.over(writers) if mirrored else StorageScope(writers)
         self._writer = CheckpointWriter(
             Destination(config.run.dir / CHECKPOINTS_DIR, scope, retention, identity.tokenizer),
@@ -145,8 +149,9 @@ class Checkpoints(RunObserver):
             CheckpointError: The last checkpoint could not be written.
         """
         grace_s = self._plan.config.recovery.grace_s
-        half_s = 0.5 * grace_s
-        deadline = UploadDeadline(grace_s, half_s) if is_urgent else UploadDeadline(grace_s, after_stop_s=half_s)
+        deadline = UploadDeadline(grace_s, after_stop_s=0.5 * grace_s)
+        if is_urgent:
+            deadline = UploadDeadline(grace_s, 0.5 * grace_s)
         with closing(self._writer) as writer:
             writer.settle()
             self._report()

@@ -154,7 +154,7 @@ def restore(
     """
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
-    damaged = list[DamagedError]()
+    damaged: list[DamagedError] = []
     ranks = ranks or state.ranks
     load(checkpoint, kinds, state.layout, ranks=ranks, fallbacks=fallbacks, on_damage=damaged.append)
     settle(state, shards, weights_only=weights_only)
