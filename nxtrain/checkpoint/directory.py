@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import uuid
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,11 @@ class Retention:
 def step_path(directory: Path, step: int) -> Path:
     """Folder of the checkpoint of one step inside a `checkpoints` folder."""
     return directory / f"step-{step:08d}"
+
+
+def step_names(steps: Iterable[int]) -> str:
+    """Names of the checkpoints of steps, for people."""
+    return ", ".join(step_path(Path(), step).name for step in steps)
 
 
 def is_checkpoint(path: Path) -> bool:

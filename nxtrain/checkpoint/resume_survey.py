@@ -1,20 +1,43 @@
-"""Survey of the checkpoints of a run in all locations, as far as they are known."""
+"""Survey of the checkpoints that a run may resume from: a list of each location, and the newest manifests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
-from nxtrain.checkpoint.rewinds import MIRROR, Records
-from nxtrain.common.errors import DamagedError
-from nxtrain.common.io.object_store import Location
-
-T = TypeVar("T")
+from nxtrain.checkpoint import directory, mirror
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.rewinds import Records, RunHistory
+from nxtrain.checkpoint.run_locations import MIRROR, RunLocations
+from nxtrain.common.errors import DamagedError, NxtrainError
+from nxtrain.common.io.object_store import Location, place_of
 
 Version = tuple[int, int]
 """Step of a checkpoint, and the checksum of its manifest."""
+
+LOOKING = "cannot look for checkpoints"
+"""Start of the message of a failed survey."""
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """Request of a start.
+
+    Args:
+        resume: The value of `checkpoint.resume`.
+        is_restart: An agent or a scheduler restarted the same command.
+        job: The agent's or scheduler's name for the restarted job; empty if it has none.
+    """
+
+    resume: str
+    is_restart: bool = False
+    job: str = ""
+
+    def goes_on(self, history: RunHistory) -> bool:
+        """True if the run goes on from its own newest checkpoint: by default, or as the requested rewind is done."""
+        return self.resume == "auto" or (self.is_restart and history.has_rewound(self.resume, self.job))
 
 
 @dataclass(frozen=True)
@@ -24,7 +47,7 @@ class LocationSurvey:
     Args:
         seals: Checksum of the manifest of each complete checkpoint, by step; 0 if a run without mirror reads none.
         damaged: Damage that is not acted on yet, by step.
-        unread: Steps whose metadata or manifest the storage failed to read.
+        unread: Steps that this start failed to read.
         quarantined: Step of each quarantined checkpoint, by name.
         remnants: Names that show that the location held checkpoints which are gone.
     """
@@ -35,23 +58,6 @@ class LocationSurvey:
     quarantined: Mapping[str, int] = field(default_factory=dict)
     remnants: tuple[str, ...] = ()
 
-    def until(self, last: int, *, damaged: bool) -> LocationSurvey:
-        """The location after later checkpoints are abandoned, with `damaged` also quarantined ones."""
-        names = {name: step for name, step in self.quarantined.items() if step <= last or not damaged}
-        unread = frozenset(step for step in self.unread if step <= last)
-        return LocationSurvey(_until(self.seals, last), _until(self.damaged, last), unread, names, self.remnants)
-
-    def without(self, names: Mapping[int, str]) -> LocationSurvey:
-        """The location after damaged steps got the given names in quarantine; steps without a name are unread."""
-        quarantined = {name: step for step, name in names.items() if name}
-        return LocationSurvey(
-            {step: seal for step, seal in self.seals.items() if step not in names},
-            {step: error for step, error in self.damaged.items() if step not in names},
-            self.unread | {step for step, name in names.items() if not name},
-            {**self.quarantined, **quarantined},
-            self.remnants,
-        )
-
     @property
     def last(self) -> int:
         """Last step of any checkpoint, quarantined ones included; -1: there is none."""
@@ -59,108 +65,209 @@ class LocationSurvey:
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Files of one checkpoint on one disk.
-
-    Args:
-        wanted: Names of the files of all ranks; empty if the disk has no manifest.
-        present: Names of the files on this disk that have the right length.
-    """
-
-    wanted: tuple[str, ...] = ()
-    present: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Located:
-    """A requested checkpoint.
-
-    Args:
-        place: Location of the checkpoint.
-        step_on_disk: Its step if it is in the run's own folder.
-        step_in_mirror: Its step if it is in the run's mirror.
-    """
-
-    place: Location
-    step_on_disk: int | None = None
-    step_in_mirror: int | None = None
-
-
-@dataclass(frozen=True)
 class ResumeSurvey:
-    """Content of all locations of a run, as far as it is known.
+    """Content of all locations of a run, equal on all ranks.
 
     Args:
         folder: The `checkpoints` folder.
-        mirror: Address of the mirror; empty: there is none.
+        mirror: The mirror's root; None: there is none.
         records: Rewinds of the run.
         is_shared: All ranks see the same folder.
-        places: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; None: not listed yet.
-        holdings: Files of a version on each disk, by leader; of versions whose manifests are read.
-        rejected: Versions that are incomplete or damaged.
-        uploaded: The version that this start copied to the mirror.
-        unread: Steps that this start failed to read.
-        located: The requested checkpoint, once found.
+        locations: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; empty for a rewind.
+        files: Files of each version whose manifest was read, by the leader of the disk; True if a file is whole.
+        rejected: Versions that this start found damaged while it copied them to the mirror.
+        requested: The checkpoint of a requested path, or the error of the search for the path.
+        step_on_disk: Step of the requested checkpoint if it is in the run's own folder.
+        step_in_mirror: Step of the requested checkpoint if it is in the run's mirror.
     """
 
     folder: Path
-    mirror: str
+    mirror: Location | None
     records: Records
     is_shared: bool = True
-    places: Mapping[int, LocationSurvey] | None = None
-    holdings: Mapping[Version, Mapping[int, Holding]] = field(default_factory=dict)
+    locations: Mapping[int, LocationSurvey] = field(default_factory=dict)
+    files: Mapping[Version, Mapping[int, Mapping[str, bool]]] = field(default_factory=dict)
     rejected: frozenset[Version] = frozenset()
-    uploaded: Version | None = None
-    unread: frozenset[int] = frozenset()
-    located: Located | None = None
+    requested: Location | NxtrainError | None = None
+    step_on_disk: int | None = None
+    step_in_mirror: int | None = None
 
     @property
-    def listed(self) -> Mapping[int, LocationSurvey]:
-        """Checkpoints of each location."""
-        assert self.places is not None
-        return self.places
+    def damaged(self) -> dict[int, Mapping[int, DamagedError]]:
+        """Damage by location and step."""
+        return {where: location.damaged for where, location in self.locations.items() if location.damaged}
 
-    @property
-    def in_mirror(self) -> Mapping[int, int]:
-        """Checksum of the manifest of each checkpoint of the mirror, by step."""
-        return self.listed.get(MIRROR, LocationSurvey()).seals
+    def is_mirrored(self, version: Version) -> bool:
+        """True if the mirror holds a version."""
+        step, seal = version
+        return MIRROR in self.locations and self.locations[MIRROR].seals.get(step) == seal
 
-    def abandoned(self, after: Mapping[int, int], *, damaged: bool) -> ResumeSurvey:
-        """The survey once the checkpoints after a step of each location are abandoned."""
-        shortened = {where: self.listed[where].until(last, damaged=damaged) for where, last in after.items()}
-        return replace(self, places={**self.listed, **shortened})
+    def versions(self, request: ResumeRequest) -> list[Version]:
+        """Versions that the run may resume from, newest first."""
+        versions = set[Version]()
+        for location in self.locations.values():
+            versions.update(location.seals.items())
+        versions -= self.rejected
+        if request.resume == "never":  # a converted checkpoint of step 0 is not a start from scratch
+            versions = {version for version in versions if version[0] > 0}
+        # If a step was written twice, the version on the disks is the later one.
+        return sorted(
+            versions, key=lambda version: (version[0], not self.is_mirrored(version), version[1]), reverse=True
+        )
 
-    def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> ResumeSurvey:
-        """The survey after a quarantine: the new name of each step in each location; no name: it is unread."""
-        places = {where: location.without(names.get(where, {})) for where, location in self.listed.items()}
-        return replace(self, places=places)
+    def problem_of(self, version: Version) -> str:
+        """Reason why a version whose manifests were read is not complete; empty if it is."""
+        if self.is_mirrored(version):
+            return ""
+        whole: dict[str, bool] = {}
+        for files in self.files[version].values():
+            for name, is_whole in files.items():
+                whole[name] = whole.get(name, False) or is_whole
+        absent = sorted(name for name, is_whole in whole.items() if not is_whole)
+        if absent:
+            return f"no disk holds its {absent[0]} whole"
+        if not whole:
+            return "its manifest is gone"
+        return ""
 
-    def inspected(self, version: Version, results: Mapping[int, Holding | DamagedError]) -> ResumeSurvey:
-        """The survey after the manifests of a version are read."""
-        step, places = version[0], dict(self.listed)
-        holdings: dict[int, Holding] = {}
-        for leader, result in results.items():
+
+def take_survey(
+    locations: RunLocations,
+    records: Records,
+    request: ResumeRequest,
+    unread: frozenset[tuple[int, int]] = frozenset(),
+    rejected: frozenset[Version] = frozenset(),
+) -> ResumeSurvey:
+    """Survey all locations. Every rank calls this.
+
+    Args:
+        locations: The disks and the mirror.
+        records: Rewinds of the run.
+        request: The request.
+        unread: Location and step of checkpoints that this start failed to read; none of them is read again.
+        rejected: Versions that this start found damaged while it copied them to the mirror.
+    """
+    folder, there = locations.folder, locations.mirror
+    survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)
+    if request.resume not in {"auto", "never"}:
+        survey = _with_requested(survey, locations, request)
+    if not request.goes_on(records.newest):
+        return survey
+    here = locations.scope.leader
+    lists = locations.act(
+        lambda: _list_disk(folder, _steps_of(here, unread), is_mirrored=there is not None),
+        lambda there: _list_mirror(there, _steps_of(MIRROR, unread)),
+        LOOKING,
+    )
+    survey = replace(survey, locations=lists)
+    if there is None:
+        return survey
+
+    def read(version: Version) -> dict[int, dict[str, bool] | DamagedError]:
+        is_unread = (here, version[0]) in unread
+        action = f"{LOOKING} in {folder}"
+        return locations.scope.on_each(lambda: {} if is_unread else _read_files(folder, version), action)
+
+    return read_manifests(survey, request, read)
+
+
+def read_manifests(
+    survey: ResumeSurvey,
+    request: ResumeRequest,
+    read: Callable[[Version], Mapping[int, Mapping[str, bool] | DamagedError]],
+) -> ResumeSurvey:
+    """Read the manifests of the newest versions on all disks, until a version is complete or damage appears.
+
+    All manifests would cost a restart minutes on slow disks.
+
+    Args:
+        survey: The survey so far.
+        request: The request.
+        read: Returns the files of a version on each disk, or the damage of its manifest there.
+    """
+    for version in survey.versions(request):
+        if survey.damaged:
+            break
+        lists = dict(survey.locations)
+        files: dict[int, Mapping[str, bool]] = {}
+        for leader, result in read(version).items():
             if isinstance(result, DamagedError):
-                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: result})
-                holdings[leader] = Holding()
-            else:
-                holdings[leader] = result
-        return replace(self, places=places, holdings={**self.holdings, version: holdings})
-
-    def with_upload(self, version: Version) -> ResumeSurvey:
-        """The survey after a version is copied to the mirror."""
-        copies = replace(self.listed[MIRROR], seals={**self.in_mirror, version[0]: version[1]})
-        return replace(self, places={**self.listed, MIRROR: copies}, uploaded=version)
-
-    def passed_over(self, version: Version) -> ResumeSurvey:
-        """The survey after a version is found incomplete or damaged."""
-        return replace(self, rejected=self.rejected | {version})
-
-    def given_up(self, step: int) -> ResumeSurvey:
-        """The survey after all versions of a step are damaged."""
-        versions = {version for version in self.holdings if version[0] == step}
-        return replace(self, rejected=self.rejected | versions, uploaded=None)
+                lists[leader] = replace(lists[leader], damaged={version[0]: result})
+            elif result:
+                files[leader] = result
+        survey = replace(survey, locations=lists, files={**survey.files, version: files})
+        if not survey.problem_of(version):
+            break
+    return survey
 
 
-def _until(steps: Mapping[int, T], last: int) -> dict[int, T]:
-    return {step: value for step, value in steps.items() if step <= last}
+def _with_requested(survey: ResumeSurvey, locations: RunLocations, request: ResumeRequest) -> ResumeSurvey:
+    """The survey with the checkpoint of the requested path."""
+
+    def search() -> tuple[Location, int | None, int | None]:
+        checkpoint = mirror.locate_checkpoint(request.resume)
+        step_in_mirror = None
+        if survey.mirror is not None:
+            step_in_mirror = mirror.step_in(survey.mirror, checkpoint)
+        return checkpoint, mirror.step_in(survey.folder, checkpoint), step_in_mirror
+
+    try:
+        checkpoint, on_disk, in_mirror = locations.scope.ranks.on_leader(search, LOOKING)
+    except NxtrainError as error:  # a run that goes on from its own checkpoints needs no other
+        return replace(survey, requested=error)
+    return replace(survey, requested=checkpoint, step_on_disk=on_disk, step_in_mirror=in_mirror)
+
+
+def _steps_of(where: int, unread: frozenset[tuple[int, int]]) -> frozenset[int]:
+    return frozenset(step for location, step in unread if location == where)
+
+
+def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> LocationSurvey:
+    """Checkpoints of a disk. A run without mirror reads the metadata of the one checkpoint that it loads."""
+    checkpoints: dict[int, Location] = {}
+    for path in directory.list_checkpoints(folder):
+        if directory.step_of(path) not in unread:
+            checkpoints[directory.step_of(path)] = path
+    seals = dict.fromkeys(checkpoints, 0)
+    damaged: dict[int, DamagedError] = {}
+    if is_mirrored:
+        seals, damaged = _read_seals(checkpoints)
+    for path in directory.incomplete(folder):
+        reason = "the file is gone, and a checkpoint without it is not complete"
+        damaged[directory.step_of(path)] = DamagedError(path / directory.META, reason)
+    names = {path.name: directory.step_of(path) for path in directory.quarantined(folder)}
+    return LocationSurvey(seals, damaged, unread, names, tuple(directory.remnants(folder)))
+
+
+def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey:
+    seals, damaged = _read_seals({step: there.place(step) for step in there.steps() if step not in unread})
+    names = {address: directory.step_of(place_of(address)) for address in there.spoilt()}
+    return LocationSurvey(seals, damaged, unread, names, tuple(there.remnants()))
+
+
+def _read_seals(checkpoints: Mapping[int, Location]) -> tuple[dict[int, int], dict[int, DamagedError]]:
+    """Checksum of the manifest of each checkpoint, and the damage of metadata."""
+    seals: dict[int, int] = {}
+    damaged: dict[int, DamagedError] = {}
+    for step, checkpoint in checkpoints.items():
+        try:
+            seals[step] = read_meta(checkpoint).manifest_crc32
+        except DamagedError as error:
+            damaged[step] = error
+    return seals, damaged
+
+
+def _read_files(folder: Path, version: Version) -> dict[str, bool] | DamagedError:
+    """Files of a version on this disk, True for those of the right length; empty if the disk lacks the version."""
+    path = directory.step_path(folder, version[0])
+    try:
+        if not directory.is_checkpoint(path) or read_meta(path).manifest_crc32 != version[1]:
+            return {}
+        _, manifest = open_checkpoint(path)
+    except DamagedError as error:
+        return error
+    files: dict[str, bool] = {}
+    for name, entry in manifest.files.items():
+        file = path / name
+        files[name] = file.is_file() and file.stat().st_size == entry.num_bytes
+    return files

@@ -10,14 +10,13 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nxtrain.checkpoint.mirror import Mirror
-from nxtrain.common.distributed.agreement import StorageScope
+from nxtrain.checkpoint.run_locations import MIRROR, RunLocations
 from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.atomic import replace_bytes
 from nxtrain.common.io.object_store import Location, content_of
@@ -52,9 +51,13 @@ class RunHistory(BaseModel):
     returns: tuple[Rewind, ...] = ()
     """Rewinds of the run, oldest first."""
 
-    def has_returned(self, requested: str, job: str) -> bool:
+    def has_rewound(self, requested: str, job: str) -> bool:
         """True if the last rewind has this request and this job."""
         return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
+
+    def with_rewind(self, rewind: Rewind) -> RunHistory:
+        """The record with another rewind."""
+        return self.model_copy(update={"returns": (*self.returns, rewind)})
 
     def keeps(self, num_seen: int) -> int | None:
         """Last step that stays in a location that has seen the first `num_seen` rewinds only; None: all steps stay."""
@@ -96,9 +99,6 @@ def write(folder: Path, history: RunHistory) -> None:
     replace_bytes(folder / FILE, history.sealed(), durable=True)
 
 
-MIRROR = -1
-"""Key of the mirror among the locations of a run; disks have the rank of their leader."""
-
 Record = RunHistory | DamagedError | None
 """Record of one location; None: the location has none."""
 
@@ -108,17 +108,17 @@ class Records:
     """Records of all locations of a run.
 
     Args:
-        places: Record of each disk, by its leader, and of the mirror as `MIRROR`, if the run has one.
+        locations: Record of each disk, by its leader, and of the mirror as `MIRROR`, if the run has one.
         fresh: Record of a new run in the run folder.
     """
 
-    places: Mapping[int, Record]
+    locations: Mapping[int, Record]
     fresh: RunHistory
 
     @property
     def damaged(self) -> list[DamagedError]:
         """Damage of the records that cannot be read."""
-        return [record for _, record in sorted(self.places.items()) if isinstance(record, DamagedError)]
+        return [record for _, record in sorted(self.locations.items()) if isinstance(record, DamagedError)]
 
     @property
     def newest(self) -> RunHistory:
@@ -139,9 +139,15 @@ class Records:
             return mirror.run_dir != self.fresh.run_dir
         return mirror.run not in self._runs
 
+    @property
+    def up_to_date(self) -> set[int]:
+        """Locations that have seen all rewinds."""
+        num_rewinds = len(self.newest.returns)
+        return {where for where, history in self._readable if len(history.returns) == num_rewinds}
+
     def missed(self, where: int) -> int | None:
         """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
-        record = self.places[where]
+        record = self.locations[where]
         # An unreadable record alone does not mean that the location has missed a rewind.
         if isinstance(record, DamagedError):
             return None
@@ -150,12 +156,12 @@ class Records:
             num_seen = len(record.returns)
         return self.newest.keeps(num_seen)
 
-    def conflict(self, folder: Path, mirror: str, *, takes_over: bool) -> str:
+    def conflict(self, folder: Path, mirror: Location | None, *, takes_over: bool) -> str:
         """Error for locations of different runs; empty if there is none.
 
         Args:
             folder: The `checkpoints` folder.
-            mirror: Address of the mirror.
+            mirror: The mirror's root; None: there is none.
             takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
         """
         if self.is_foreign:
@@ -182,7 +188,7 @@ class Records:
 
     @property
     def _readable(self) -> list[tuple[int, RunHistory]]:
-        return [(where, record) for where, record in sorted(self.places.items()) if isinstance(record, RunHistory)]
+        return [(where, record) for where, record in sorted(self.locations.items()) if isinstance(record, RunHistory)]
 
     @property
     def _runs(self) -> dict[str, str]:
@@ -190,49 +196,34 @@ class Records:
         return {history.run: history.run_dir for where, history in self._readable if where != MIRROR}
 
 
-def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Records:
-    """Read the records of all locations. Every rank calls this.
-
-    Args:
-        folder: The `checkpoints` folder.
-        mirror: The mirror of the run; None: there is none.
-        scope: The ranks, and their folders.
-    """
-    ranks, places = scope.ranks, dict[int, Record]()
-    if mirror is not None:
-        root = mirror.store.root
-        places[MIRROR] = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}")
-    places |= scope.on_each(lambda: _read(folder), f"cannot read {folder / FILE}")
-    fresh = ranks.on_leader(
+def read_records(locations: RunLocations) -> Records:
+    """Read the records of all locations. Every rank calls this."""
+    folder = locations.folder
+    records = locations.act(lambda: _read(folder), lambda mirror: _read(mirror.store.root), f"cannot read {FILE}")
+    fresh = locations.scope.ranks.on_leader(
         lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "no name for a run"
     )
-    return Records(places, fresh)
+    return Records(records, fresh)
 
 
 def write_records(
-    records: Records, newest: RunHistory, folder: Path, mirror: Mirror | None, scope: StorageScope, *, num_seen: int = 0
+    records: Records, newest: RunHistory, locations: RunLocations, *, only: Container[int] | None = None
 ) -> Records:
     """Update the records: the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
 
     Args:
         records: The records of all locations.
         newest: The new record.
-        folder: The `checkpoints` folder.
-        mirror: The mirror of the run; None: there is none.
-        scope: The ranks, and their folders.
-        num_seen: Update only records with at least this many rewinds; the others must keep what they have missed.
+        locations: The disks and the mirror.
+        only: Locations whose records are updated; None: all.
     """
-
-    def is_due(record: Record) -> bool:
-        if record == newest:
-            return False
-        if num_seen == 0:
-            return True
-        return isinstance(record, RunHistory) and len(record.returns) >= num_seen
-
-    due = {where for where, record in records.places.items() if is_due(record)}
-    if mirror is not None and MIRROR in due:
-        store = mirror.store
+    due = set[int]()
+    for where, record in records.locations.items():
+        if record != newest and (only is None or where in only):
+            due.add(where)
+    folder, scope = locations.folder, locations.scope
+    if locations.mirror is not None and MIRROR in due:
+        store = locations.mirror.store
         scope.ranks.on_leader(lambda: store.put(FILE, newest.sealed()), f"cannot write {store.root / FILE}")
 
     def write_if_due() -> None:
@@ -240,7 +231,7 @@ def write_records(
             write(folder, newest)
 
     scope.on_each(write_if_due, f"cannot write {folder / FILE}")
-    return replace(records, places={**records.places, **dict.fromkeys(due, newest)})
+    return replace(records, locations={**records.locations, **dict.fromkeys(due, newest)})
 
 
 def _read(root: Location) -> Record:

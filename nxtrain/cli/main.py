@@ -198,7 +198,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         print(note, file=sys.stderr)
     with noted() as signals:  # from here on, since torch takes seconds to import
         from nxtrain.tools.compile.miss_watch import watch_misses
-        from nxtrain.train.run import train
+        from nxtrain.train.command import train
 
         garbage.settle()
         faults = os.environ.get("NXTRAIN_FAULTS")

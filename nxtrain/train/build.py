@@ -96,15 +96,20 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     model = build_meta(plan, backend, mesh)
     table = ParamTable.of(model)
     drawn: Fill = draw(table, mesh.tp, plan.config.run.seed)
-    fill: Fill | None = drawn if init == "draw" else None
+    fill: Fill | None = None
     weights: HfWeights | None = None
+    if init == "draw":
+        fill = drawn
     if init == "hf":
         given = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
 
         adapters = _first_adapters(plan, backend, mesh, table) or drawn
 
         def fill_whole(name: str, local: Tensor) -> None:
-            (adapters if is_adapter(name) else given)(name, local)
+            if is_adapter(name):
+                adapters(name, local)
+            else:
+                given(name, local)
 
         fill = quantized.filling(model, weights.whole, fill_whole)
     fill_model(plan, model, backend, mesh, fill)
@@ -296,7 +301,9 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     if mesh.pp_size == 1:
         return None
     run = plan.config
-    num_rows = run.train.seq_len // (mesh.tp_size if run.parallel.sequence_parallel else 1)
+    num_rows = run.train.seq_len
+    if run.parallel.sequence_parallel:
+        num_rows //= mesh.tp_size
     blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)
     return Pipeline(
         cast(CausalLM, model),
@@ -311,8 +318,6 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
 
 def _place(backend: Backend, *, on_host: bool) -> tuple[Kernels, Callable[[Tensor], Tensor]]:
     """Kernels of the host or of the device, and the function that brings a host tensor there."""
-    return (backend.host_kernels, _stay) if on_host else (backend.kernels, backend.put)
-
-
-def _stay(host: Tensor) -> Tensor:
-    return host
+    if on_host:
+        return backend.host_kernels, lambda host: host
+    return backend.kernels, backend.put

@@ -20,6 +20,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Skips, left_out
 from nxtrain.data.stream_loader import Place, merged
+from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.start import shards_of
@@ -56,7 +57,7 @@ class Checkpoints(RunObserver):
         identity: Content next to the tensors.
         print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
-        on_saved: Called after each commit with the seconds of stall and of writing.
+        goodput: Meter of the run, which counts the seconds of each save; None: there is none.
     """
 
     def __init__(
@@ -66,18 +67,22 @@ class Checkpoints(RunObserver):
         identity: RunIdentity,
         print_line: Callable[[str], None],
         mirrored: Mirrored | None = None,
-        on_saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
+        goodput: GoodputMeter | None = None,
     ) -> None:
-        config, backend, mesh = plan.config, state.backend, state.mesh
-        self._plan, self._state, self._identity, self._print_line = plan, state, identity, print_line
-        self._on_saved = on_saved
+        config, backend = plan.config, state.backend
+        self._plan, self._state = plan, state
+        self._identity = identity
+        self._print_line = print_line
+        self._goodput = goodput
         self._outcomes: list[SaveOutcome] = []
-        self._failed, self._saved_step = "", identity.begun.step
+        self._failed = ""
+        self._saved_step = identity.begun.step
         retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
         uploader = None
-        if mirrored:
-            uploader = MirrorUploader(mirrored.mirror, retention, Ranks(mesh, backend.background_group(TIMEOUT_S)))
-        writers = Ranks(mesh, backend.background_group(config.recovery.hang_timeout_s))
+        if mirrored is not None:
+            uploading = Ranks(state.mesh, backend.background_group(TIMEOUT_S))
+            uploader = MirrorUploader(mirrored.mirror, retention, uploading)
+        writers = Ranks(state.mesh, backend.background_group(config.recovery.hang_timeout_s))
         scope = mirrored.scope.over(writers) if mirrored else StorageScope(writers)
         self._writer = CheckpointWriter(
             Destination(config.run.dir / CHECKPOINTS_DIR, scope, retention, identity.tokenizer),
@@ -144,8 +149,9 @@ class Checkpoints(RunObserver):
             CheckpointError: The last checkpoint could not be written.
         """
         grace_s = self._plan.config.recovery.grace_s
-        half_s = 0.5 * grace_s
-        deadline = UploadDeadline(grace_s, half_s) if is_urgent else UploadDeadline(grace_s, after_stop_s=half_s)
+        deadline = UploadDeadline(grace_s, after_stop_s=0.5 * grace_s)
+        if is_urgent:
+            deadline = UploadDeadline(grace_s, 0.5 * grace_s)
         with closing(self._writer) as writer:
             writer.settle()
             self._report()
@@ -180,8 +186,9 @@ class Checkpoints(RunObserver):
         if outcome.note:
             self._print_line(outcome.note)
         if not outcome.problem:
-            self._on_saved(outcome.stall_s, outcome.write_s)
             self._saved_step = outcome.step
+        if not outcome.problem and self._goodput is not None:
+            self._goodput.saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:

@@ -85,12 +85,16 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         before: Metadata at an earlier step; None: at step 0.
     """
     config, precision = plan.config, Precision.of(plan.config.precision)
-    steps = step - (before.step if before else 0)
-    samples = steps * config.train.global_batch
+    samples = step * config.train.global_batch
+    tokens = samples * config.train.seq_len
+    if before is not None:
+        new_samples = (step - before.step) * config.train.global_batch
+        samples = before.samples + new_samples
+        tokens = before.tokens + new_samples * config.train.seq_len
     return Meta(
         step=step,
-        samples=samples + (before.samples if before else 0),
-        tokens=samples * config.train.seq_len + (before.tokens if before else 0),
+        samples=samples,
+        tokens=tokens,
         global_batch=config.train.global_batch,
         seed=config.run.seed,
         family=plan.family.name,
@@ -136,22 +140,27 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
     }
     if meta.step:
         firm |= {"dtype": "dtype", "state_dtype": "state_dtype"}
-    differences = [what for name, field in firm.items() if (what := _difference(name, field, meta, fresh))]
+    differences = [_difference(name, field, meta, fresh) for name, field in firm.items()]
     if meta.step and set(meta.kinds) != set(fresh.kinds):
-        there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
+        there = ", ".join(sorted({*meta.kinds} - {MODEL}))
+        here = ", ".join(sorted({*fresh.kinds} - {MODEL}))
         update = plan.config.precision.update
         differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
-    drift = {
-        key: "; ".join(filter(None, (_difference(name, field, meta, fresh) for field, name in fields.items())))
-        for key, fields in DRIFT.items()
-        if meta.step
-    }
-    drift["tokenizer"] = _other_tokenizer(meta, fresh, trained=trained)
-    refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
+    differences = [difference for difference in differences if difference]
+    drift = {"tokenizer": _other_tokenizer(meta, fresh, trained=trained)}
+    if meta.step:
+        for key, fields in DRIFT.items():
+            if key != "tokenizer":
+                drifted = [_difference(name, field, meta, fresh) for field, name in fields.items()]
+                drift[key] = "; ".join(difference for difference in drifted if difference)
+    allowed = plan.config.checkpoint.allow_drift
+    refused = {key: drift[key] for key in DRIFT if drift.get(key) and key not in allowed}
     if not differences and not refused:
         return
-    allow = ", ".join(f'"{key}"' for key in (*plan.config.checkpoint.allow_drift, *refused))
-    way_out = f"checkpoint.allow_drift=[{allow}] to go on all the same, " if refused and not differences else ""
+    way_out = ""
+    if not differences:
+        keys = ", ".join(f'"{key}"' for key in (*allowed, *refused))
+        way_out = f"checkpoint.allow_drift=[{keys}] to go on all the same, "
     raise CheckpointError(
         f"{checkpoint} belongs to another run: {'; '.join([*differences, *refused.values()])}. Use {way_out}another "
         "run.dir, checkpoint.resume=never, or the configuration that the checkpoint was made with"
@@ -180,16 +189,20 @@ def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
     if not meta.step and not fresh.tokenizer_fingerprint:
         return ""
     name, field = DRIFT_TOKENIZER
-    what = _difference(name, field, meta, fresh)
-    return f"{what}, which is to be its own: leave data.tokenizer out" if what and not meta.step else what
+    difference = _difference(name, field, meta, fresh)
+    if difference and not meta.step:
+        difference += ", which is to be its own: leave data.tokenizer out"
+    return difference
 
 
 def _adapter(config: FinetuneConfig) -> dict[str, Any]:
     """Keys that shape adapters; empty without adapters."""
     if not config.adapts:
         return {}
-    quantized = {"method": config.method} if config.method == "qlora" else {}
-    return {**quantized, **config.model_dump(include={"r", "alpha", "rslora"}), "targets": sorted(config.targets)}
+    keys = config.model_dump(include={"r", "alpha", "rslora"}) | {"targets": sorted(config.targets)}
+    if config.method == "qlora":
+        return {"method": config.method, **keys}
+    return keys
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
                 begin(f"step {step} ({work})")
 
     print_line("graphs are collected for compilation; nothing is computed, nothing is written")
-    if stages := mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world):
+    stages = mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world)
+    if stages:
         print_line(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     begin("start")
@@ -130,19 +131,26 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
 
 
 def _short(config: RunConfig, mesh: Mesh) -> RunConfig:
-    short = {
-        "train": few_micro_batches(config, mesh).model_copy(
-            update={
-                "steps": STEPS,
-                "eval_every": _EVERY if config.train.eval_every else 0,
-                "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES),
-            }
-        ),
-        "checkpoint": config.checkpoint.model_copy(update={"every": _EVERY if config.checkpoint.every else 0}),
-        "recovery": config.recovery.model_copy(update={"vote_every": _EVERY if config.recovery.vote_every else 0}),
-        "metrics": config.metrics.model_copy(update={"log_every": _EVERY}),
-    }
-    return config.model_copy(update=short)
+    """The configuration with few steps, and with each kind of work that the run does at an interval of few steps."""
+
+    def interval(every: int) -> int:
+        return min(every, 1) * _EVERY
+
+    train = few_micro_batches(config, mesh).model_copy(
+        update={
+            "steps": STEPS,
+            "eval_every": interval(config.train.eval_every),
+            "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES),
+        }
+    )
+    return config.model_copy(
+        update={
+            "train": train,
+            "checkpoint": config.checkpoint.model_copy(update={"every": interval(config.checkpoint.every)}),
+            "recovery": config.recovery.model_copy(update={"vote_every": interval(config.recovery.vote_every)}),
+            "metrics": config.metrics.model_copy(update={"log_every": _EVERY}),
+        }
+    )
 
 
 def _loader(config: RunConfig, mesh: Mesh) -> Loader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ import torch
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.resume import ResumePlanner, ResumeSource
+from nxtrain.checkpoint.resume import ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import DamagedError
@@ -33,9 +33,8 @@ def start(
     inputs: RunInputs,
     mirrored: Mirrored | None = None,
     rollbacks: Rollbacks | None = None,
-    on_drawn: Callable[[TrainState], None] = lambda state: None,
-) -> tuple[TrainState, Meta]:
-    """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
+) -> tuple[TrainState, Meta, bool]:
+    """Build this rank's state and fill it with its first values.
 
     With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
 
@@ -44,79 +43,83 @@ def start(
         inputs: Identity of the run's data and tokenizer.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         rollbacks: Rollbacks of the run; None: there are none.
-        on_drawn: Called with the state if its weights were drawn.
+
+    Returns:
+        The state, the metadata of its step, and True if its weights were drawn.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
         ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
     """
-    plan, backend, place = context.plan, context.backend, context.place
-    mesh, print_line = context.mesh, context.print_line
+    plan, mesh = context.plan, context.mesh
     fresh = meta_at(0, plan, inputs)
     unsteady.begin()
-
-    # Ranks whose shards are loaded wait for the ranks that still read, so the group's timeout must fit remote storage.
-    is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
-    ranks = Ranks(mesh, (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group)
-    resumption = ResumePlanner(plan.config, mirrored, ranks, print_line, restarted=place.is_restart, job=place.job)
-    if rollbacks and (keeps := rollbacks.pending) is not None:
-        resumption.rewind(keeps)
-    checkpoint = resumption.choose()
-    first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
-    if checkpoint is None and first == "hf":
+    ranks = Ranks(mesh, context.backend.host_group)
+    if mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path):
+        # Ranks whose shards are loaded wait for the ranks that still read, so the timeout must fit remote storage.
+        ranks = Ranks(mesh, context.backend.background_group(TIMEOUT_S) or context.backend.host_group)
+    planner = ResumePlanner(
+        plan.config,
+        mirrored,
+        ranks,
+        context.print_line,
+        restarted=context.placement.is_restart,
+        job=context.placement.job,
+    )
+    if rollbacks is not None and rollbacks.pending is not None:
+        planner.rewind(rollbacks.pending)
+    sources = planner.choose()
+    reads_hf = plan.config.model.init == "hf"
+    if not sources and reads_hf:
         refuse_other(Path(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
-    # Checkpoints of adapters do not hold the frozen weights.
-    reads = checkpoint is None or plan.config.finetune.adapts
-    model = build_model(plan, backend, mesh, init=first if reads else "zeros")
-    state = build_state(plan, model, backend, mesh)
-    while checkpoint is not None:
+    init: Literal["draw", "hf", "zeros"] = "draw"
+    if reads_hf:
+        init = "hf"
+    if sources and not plan.config.finetune.adapts:  # checkpoints of adapters do not hold the frozen weights
+        init = "zeros"
+    model = build_model(plan, context.backend, mesh, init=init)
+    state = build_state(plan, model, context.backend, mesh)
+    while sources:
         try:
-            meta = _resume(
-                state, checkpoint, fresh, plan, ranks, print_line if mirrored else None, trained=inputs.trained
-            )
+            meta, damaged = _resume(state, sources, fresh, plan, ranks, trained=inputs.trained)
         except DamagedError as error:
-            if not resumption.own:
+            if not planner.is_own:
                 raise
-            ranks.on_leader(partial(unsteady.hold, error), f"cannot load {checkpoint.place}")
-            print_line(f"{error}; {resumption.quarantine(checkpoint, error)}")
-        else:
-            resumption.begin()
-            resume_dropout(model, meta.step)
-            if changed := changes(meta, fresh):
-                print_line(changed)
-            return state, meta
-        checkpoint = resumption.choose()
-    resumption.begin()
-    if first == "draw":
-        on_drawn(state)
-    return state, fresh
+            ranks.on_leader(partial(unsteady.hold, error), f"cannot load {sources[0]}")
+            context.print_line(f"{error}; {planner.quarantine(error)}")
+            sources = planner.choose()
+            continue
+        for replaced in damaged:
+            context.print_line(f"WARNING: {replaced}; it was read from the mirror instead")
+        planner.begin()
+        resume_dropout(model, meta.step)
+        changed = changes(meta, fresh)
+        if changed:
+            context.print_line(changed)
+        return state, meta, False
+    planner.begin()
+    return state, fresh, not reads_hf
 
 
 def _resume(
-    state: TrainState,
-    checkpoint: ResumeSource,
-    fresh: Meta,
-    plan: Resolved,
-    ranks: Ranks,
-    print_line: Callable[[str], None] | None,
-    *,
-    trained: bool,
-) -> Meta:
-    backend, place = state.backend, checkpoint.place
-    meta = ranks.on_leader(lambda: read_known(place), f"cannot load {place}")
-    refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
+    state: TrainState, sources: Sequence[Location], fresh: Meta, plan: Resolved, ranks: Ranks, *, trained: bool
+) -> tuple[Meta, list[DamagedError]]:
+    """Fill the state from a checkpoint; returns its metadata, and the damage that fallbacks replaced on all ranks."""
+    checkpoint, *fallbacks = sources
+    meta = ranks.on_leader(lambda: read_known(checkpoint), f"cannot load {checkpoint}")
+    refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
-    damaged = restore(state, place, weights_only=weights_only, ranks=ranks, fallbacks=checkpoint.fallbacks)
-    if print_line is not None:  # there is a mirror
-        for each in (each for some in ranks.gather(damaged) for each in some):
-            print_line(f"WARNING: {each}; it was read from the mirror instead")
-    if meta.step == 0:
-        return fresh
+    replaced = restore(state, checkpoint, weights_only=weights_only, ranks=ranks, fallbacks=fallbacks)
+    damaged: list[DamagedError] = []
+    for of_rank in ranks.gather(replaced):
+        damaged += of_rank
+    if weights_only:
+        return fresh, damaged
     num_updates = meta.loss_scale.get("num_updates", float(meta.step))
-    state.optimizer.num_updates.copy_(backend.put(torch.full((2,), num_updates)))
+    state.optimizer.num_updates.copy_(state.backend.put(torch.full((2,), num_updates)))
     if state.loss_scale is not None and meta.loss_scale:
-        state.loss_scale.restore(meta.loss_scale, backend.put)
-    return meta
+        state.loss_scale.restore(meta.loss_scale, state.backend.put)
+    return meta, damaged
 
 
 def shards_of(state: TrainState) -> Shards:
@@ -151,7 +154,7 @@ def restore(
     """
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
-    damaged = list[DamagedError]()
+    damaged: list[DamagedError] = []
     ranks = ranks or state.ranks
     load(checkpoint, kinds, state.layout, ranks=ranks, fallbacks=fallbacks, on_damage=damaged.append)
     settle(state, shards, weights_only=weights_only)

@@ -127,8 +127,13 @@ class DeviceBatch:
 
         Slices of one device tensor would give each micro-batch a graph of its own on a lazy device.
         """
-        tensors = (inputs, targets, () if starts is None else starts)
-        return DeviceBatch(*([put(x.contiguous()) for x in each] for each in tensors))
+
+        def put_each(tensor: Tensor) -> list[Tensor]:
+            return [put(micro_batch.contiguous()) for micro_batch in tensor]
+
+        if starts is None:
+            return DeviceBatch(put_each(inputs), put_each(targets))
+        return DeviceBatch(put_each(inputs), put_each(targets), put_each(starts))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,12 @@ from nxtrain.common.errors import cause_of
 from nxtrain.common.run_folder import PROFILES_DIR
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 
-_STEP, _WORK, _SECTION = 0, 1, 2
-"""Depths of open spans: a step, a kind of work in the step, and a section of this work."""
+_STEP = 0
+"""Depth of the open span of a step."""
+_WORK = 1
+"""Depth of the open span of a kind of work in the step."""
+_SECTION = 2
+"""Depth of the open span of a section of the work."""
 
 
 class StepProfiler(RunObserver):

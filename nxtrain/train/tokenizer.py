@@ -31,12 +31,15 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
     """
     resume = config.checkpoint.resume
     if resume == "auto":
-        own = reversed(directory.list_checkpoints(config.run.dir / CHECKPOINTS_DIR))
-        for place in (*own, *_newest(config.checkpoint.mirror)):
-            if known := _of_checkpoint(place, workdir, ""):
-                return known
+        in_folder = reversed(directory.list_checkpoints(config.run.dir / CHECKPOINTS_DIR))
+        for checkpoint in (*in_folder, *_newest(config.checkpoint.mirror)):
+            tokenizer = _of_checkpoint(checkpoint, workdir, "")
+            if tokenizer is not None:
+                return tokenizer
     elif resume != "never":
-        return next((_of_checkpoint(place, workdir, f"checkpoint.resume={resume}") for place in _newest(resume)), None)
+        for checkpoint in _newest(resume):
+            return _of_checkpoint(checkpoint, workdir, f"checkpoint.resume={resume}")
+        return None
     if config.model.init == "hf":
         return _of_hf(Path(config.model.hf), config.checkpoint.allow_drift)
     return None
@@ -65,7 +68,7 @@ def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) ->
         )
 
 
-def read_known(place: Location) -> Meta:
+def read_known(checkpoint: Location) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     A conversion that recorded no tokenizer gets the fingerprint of the checkpoint's `tokenizer.json`.
@@ -73,7 +76,7 @@ def read_known(place: Location) -> Meta:
     Raises:
         CheckpointError: As in `read_meta`.
     """
-    meta, file = read_meta(place), place / directory.TOKENIZER
+    meta, file = read_meta(checkpoint), checkpoint / directory.TOKENIZER
     if meta.step or meta.tokenizer_fingerprint or not file.is_file():
         return meta
     return meta.model_copy(update={"tokenizer_fingerprint": fingerprint([content_of(file)])})
@@ -81,17 +84,21 @@ def read_known(place: Location) -> Meta:
 
 def _newest(address: str) -> list[Location]:
     """Location of the checkpoint at an address, as a list; empty if there is none."""
+    if not address:
+        return []
     try:
-        return [mirror.locate_checkpoint(address)] if address else []
+        return [mirror.locate_checkpoint(address)]
     except CheckpointError:
         return []
 
 
-def _of_checkpoint(place: Location, workdir: Path, origin: str) -> KnownTokenizer | None:
-    file = place / directory.TOKENIZER
+def _of_checkpoint(checkpoint: Location, workdir: Path, origin: str) -> KnownTokenizer | None:
+    file = checkpoint / directory.TOKENIZER
     try:
-        meta = read_meta(place)
-        content = content_of(file) if file.is_file() else b""
+        meta = read_meta(checkpoint)
+        if not file.is_file():
+            return None
+        content = content_of(file)
     except (CheckpointError, OSError):
         return None
     identity = fingerprint([content])
@@ -111,8 +118,10 @@ def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
     if "tokenizer" in allow_drift:
         return None
     others = ", ".join(sorted(path.name for path in folder.glob("*token*")))
+    if others:
+        others = f" (only {others})"
     raise CheckpointError(
-        f"model.hf={folder} has no {directory.TOKENIZER}{f' (only {others})' if others else ''}: its weights know the "
+        f"model.hf={folder} has no {directory.TOKENIZER}{others}: its weights know the "
         "ids of their own tokenizer, and one that is trained on the text would give them others. Write it there with "
         "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR of the same "
         'tokenizer; checkpoint.allow_drift=["tokenizer"] trains a new one all the same'

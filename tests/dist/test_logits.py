@@ -58,7 +58,7 @@ def test_logits_equal_transformers(ranks: RankPool, shape: str, tp: int) -> None
 
 
 def started_logits(backend: Backend, resolved: Resolved) -> Tensor:
-    state, _ = start(RunContext.open(backend, resolved), RunInputs(""))
+    state, *_ = start(RunContext.open(backend, resolved), RunInputs(""))
     return state.lm.logits(inputs(resolved))
 
 

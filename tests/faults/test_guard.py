@@ -22,7 +22,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.testing import faults
 from nxtrain.common.testing.fault_points import PatchPoint
 from nxtrain.config.check import Resolved
-from nxtrain.train import run
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from tests.support.ranks import RankPool, ranks
 from tests.support.runs import GLOBAL_BATCH, assert_equal_bits, course, run_plan, state_at, token_file
@@ -55,7 +55,7 @@ def train_broken(backend: Backend, resolved: Resolved, text: str) -> str:
     """One rank of a run with faults; how it failed, empty if it did not."""
     with armed(text, resolved.config.run.dir, backend.rank):
         try:
-            run.train_on(RunContext.open(backend, resolved), "chosen by the test")
+            train_on(RunContext.open(backend, resolved))
         except NxtrainError as error:
             return f"{type(error).__name__}: {error}"
     return ""

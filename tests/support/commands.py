@@ -25,7 +25,7 @@ from nxtrain.common.process.signals import STOPPING
 from nxtrain.common.testing import faults  # noqa: F401
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.train import run  # noqa: F401
+from nxtrain.train.command import train_on  # noqa: F401
 from tests.support import forked_python, tiny
 
 TOLD, ERRORS = "told.txt", "errors.txt"

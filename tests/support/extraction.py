@@ -20,9 +20,9 @@ from nxtrain.config.check import Resolved
 from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import trainer
-from nxtrain.train.run import train_on
 from tests.support.models import changed
 from tests.support.neuron_runtime import Runtime
 
@@ -46,7 +46,7 @@ def graphs_of_runs(backend: Backend, runs: list[Resolved]) -> list[str]:
     tape = Hashes()
     with Runtime(tape.graph, runs=True):
         for run in runs:
-            train_on(RunContext.open(opened(1, 0), run), "chosen by the test")
+            train_on(RunContext.open(opened(1, 0), run))
     return tape.graphs
 
 
@@ -58,7 +58,7 @@ def extracted(backend: Backend, run: Resolved, world: int, rank: int) -> tuple[l
         Runtime(tape.graph, runs=False, on_read=tape.host_read),
         redirect_stderr(said),
     ):
-        train_on(RunContext.open(opened(world, rank), run), "chosen by the test")
+        train_on(RunContext.open(opened(world, rank), run))
     return tape.graphs, said.getvalue()
 
 

@@ -86,7 +86,7 @@ COVERED: dict[str, Stages] = {
     "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "nxtrain/checkpoint/convert/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
-    "nxtrain/checkpoint/resume.py": (
+    "nxtrain/checkpoint/resume*": (
         _UNIT_CHECKPOINT,
         ("tests/train/test_resume.py", "tests/train/test_mirror_runs.py", "tests/faults/test_returns.py"),
     ),

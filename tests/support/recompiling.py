@@ -10,8 +10,8 @@ from unittest.mock import patch
 from nxtrain.backends.base import Backend
 from nxtrain.common.errors import NxtrainError
 from nxtrain.config.check import Resolved
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from nxtrain.train.trainer import Trainer
 from tests.support.graph_mutants import MUTANTS
 
@@ -22,7 +22,7 @@ def endings(backend: Backend, cases: Sequence[tuple[Resolved, str]]) -> list[tup
     for plan, mutant in cases:
         with DEFECTS[mutant]():
             try:
-                train_on(RunContext.open(backend, plan), "chosen by the test")
+                train_on(RunContext.open(backend, plan))
                 found.append(("", ""))
             except NxtrainError as error:
                 found.append((type(error).__name__, str(error)))

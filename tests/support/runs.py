@@ -17,9 +17,9 @@ from nxtrain.checkpoint.shards import Shards
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.config.check import Resolved
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
+from nxtrain.train.command import train_on
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from nxtrain.train.start import shards_of, start
 from tests.support.models import BASE, plan
 
@@ -53,7 +53,7 @@ def run_plan(run_dir: Path, data: Mapping[str, Any], *, steps: int, **sections: 
 
 def train_rank(backend: Backend, resolved: Resolved) -> None:
     """One rank of a run."""
-    train_on(RunContext.open(backend, resolved), "chosen by the test")
+    train_on(RunContext.open(backend, resolved))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     saved = read_meta(path)
     inputs = RunInputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
     context = RunContext.open(backend, Resolved(alone, resolved.family, resolved.model))
-    state, _ = start(context, inputs)
+    state, *_ = start(context, inputs)
     return shards_of(state)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from nxtrain.backends import open_backend
 from nxtrain.common.process.placement import Placement
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from tests.support.resharding import LAYOUTS, SAVED, continued, plan
 from tests.support.runs import train_rank
 
@@ -27,7 +27,5 @@ def go_on(folder: Path) -> None:
     backend = open_backend("xla")
     for name in LAYOUTS:
         checkpoint = folder / name / "checkpoints" / f"step-{SAVED:08d}"
-        train_on(
-            RunContext.open(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint)), "this test"
-        )
+        train_on(RunContext.open(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint)))
     backend.close()

@@ -19,7 +19,7 @@ from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.distributed.agreement import collective
 from nxtrain.config.load import load
-from nxtrain.train.run import train
+from nxtrain.train.command import train
 from tests.support.drawn_runs import LOSS, NORM
 
 FOLDER = Path(__file__).parents[1] / "golden" / "checkpoint"

@@ -23,8 +23,8 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.config.check import Resolved
 from nxtrain.metrics.start_log import last_step
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from nxtrain.train.start import start
 from tests.support.ranks import RankPool
 from tests.support.runs import course, run_plan, token_file
@@ -42,7 +42,7 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
     backend.local_rank, backend.local_world = 0, 1
     told = io.StringIO()
     with redirect_stderr(told):
-        train_on(RunContext.open(backend, plans[backend.rank % len(plans)]), "chosen by the test")
+        train_on(RunContext.open(backend, plans[backend.rank % len(plans)]))
     return told.getvalue()
 
 
@@ -288,7 +288,7 @@ def doomed_rank(backend: Backend, plans: list[Resolved], variables: dict[str, st
     """As `node_rank`, with a bucket that is deleted once the run has looked at it."""
     import boto3
 
-    from nxtrain.train import run
+    from nxtrain.train import assembly
 
     os.environ.update(variables)
 
@@ -299,7 +299,7 @@ def doomed_rank(backend: Backend, plans: list[Resolved], variables: dict[str, st
         backend.collectives.barrier()
         return begun
 
-    with patch.object(run, "start", start_and_drop):
+    with patch.object(assembly, "start", start_and_drop):
         return node_rank(backend, plans, variables)
 
 

@@ -77,7 +77,7 @@ def test_every_point_is_a_function_of_the_run(place: PatchPoint) -> None:
 
 def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:
     code = (
-        "import sys, nxtrain.train.run, nxtrain.train.trainer as t, nxtrain.train.step as s\n"
+        "import sys, nxtrain.train.command, nxtrain.train.trainer as t, nxtrain.train.step as s\n"
         "assert not [m for m in sys.modules if 'fault' in m and m.startswith('nxtrain')], sys.modules\n"
         "assert t.train_step is s.train_step and t.train_step.__code__.co_name == 'train_step'"
     )

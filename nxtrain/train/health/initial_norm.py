@@ -40,7 +40,9 @@ class ClosedForm:
         """Distribution for some parameters; a copy that is tied to another parameter counts nothing."""
         mean = variance = 0.0
         for spec in specs:
-            entries = 0 if spec.tied_to else math.prod(spec.shape)
+            if spec.tied_to:
+                continue
+            entries = math.prod(spec.shape)
             if spec.init.kind == "ones":
                 mean += entries
             elif spec.init.kind == "normal":

@@ -92,7 +92,8 @@ class NumericsGuard:
     ) -> None:
         self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
         self._alarms: list[tuple[int, str, str]] = []
-        self._config, self._state, self._heeds = config, state, heeds
+        self._config, self._state = config, state
+        self._heeds = heeds
         self._ranks = Ranks(state.mesh, state.backend.host_group)
         self._leads = self._ranks.is_leader
         self._print = (console or standard_error(quiet=not self._leads)).print
@@ -101,7 +102,8 @@ class NumericsGuard:
         self._unrecorded: tuple[int, ...] = ()
         self._vote = ReplicaCheck(state) if config.recovery.vote_every else None
         self._verdicts: dict[int, str] = {}
-        self._bad_steps, self._votes = (JsonlLog(config.run.dir / LOGS_DIR / name) for name in (NON_FINITE, VOTES))
+        self._bad_steps = JsonlLog(config.run.dir / LOGS_DIR / NON_FINITE)
+        self._votes = JsonlLog(config.run.dir / LOGS_DIR / VOTES)
         if heeds and config.recovery.non_finite == "rollback":
             # Read by one rank: where each node has its own disk, only the leader's disk holds the file.
             lines = self._ranks.on_leader(self._bad_steps.read, f"cannot read {self._bad_steps.file}")
@@ -120,14 +122,19 @@ class NumericsGuard:
 
     def kept(self) -> dict[str, Any]:
         """State for a checkpoint, read by `begin`; includes skipped steps and alarms that no record contains yet."""
-        waiting = {UNRECORDED: [*self._unrecorded], ALARMS: [list(alarm) for alarm in self._alarms]}
-        found = self.stability.state() | {SPIKES: self.spikes.state()}
-        return found | {key: values for key, values in waiting.items() if values}
+        state = self.stability.state() | {SPIKES: self.spikes.state()}
+        if self._unrecorded:
+            state[UNRECORDED] = list(self._unrecorded)
+        if self._alarms:
+            state[ALARMS] = [list(alarm) for alarm in self._alarms]
+        return state
 
     def values(self) -> dict[str, Tensor]:
         """Values of the guard to fetch with a record, as () float32 tensors."""
-        scale = self._state.loss_scale
-        return self._state.history.values() | ({} if scale is None else scale.values())
+        values = self._state.history.values()
+        if self._state.loss_scale is not None:
+            values |= self._state.loss_scale.values()
+        return values
 
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
@@ -144,8 +151,10 @@ class NumericsGuard:
         """
         past = self._state.history.take(step, self._last_read, read)
         scale = read.pop("loss_scale", None)
-        overflows = tuple(each.step for each in past if scale is not None and each.overflows(scale))
-        bad = BadSteps.among([each for each in past if each.step not in overflows])
+        overflows: list[int] = []
+        if scale is not None:
+            overflows = [numbers.step for numbers in past if numbers.overflows(scale)]
+        bad = BadSteps.among([numbers for numbers in past if numbers.step not in overflows])
         last_read, self._last_read = self._last_read, step
         if not self._heeds:
             return Verdict()
@@ -153,16 +162,17 @@ class NumericsGuard:
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
-        self._refuse_weights(step, bad, read, {"grad_norm"} if step in overflows else set())
+        self._refuse_weights(step, bad, read, has_overflowed=step in overflows)
         self._judge_rolled_back(bad, last_read, step)
         if bad.steps:
             self._decide(bad)
         skipped = self._unrecorded + tuple(sorted((*bad.steps, *overflows)))
-        self._unrecorded = () if recorded else skipped
-        for each in past:
-            self._watch(each)
+        for numbers in past:
+            self._watch(numbers)
         if not recorded:
+            self._unrecorded = skipped
             return Verdict(skipped)
+        self._unrecorded = ()
         alarms, spikes = self._raise_alarms(step), self.spikes
         return Verdict(skipped, alarms, spikes.take(), spikes.mean, spikes.lowest, scale)
 
@@ -204,10 +214,11 @@ class NumericsGuard:
 
     def _named_before(self) -> Counter[int]:
         """Number of earlier votes that named each rank."""
-        found: Counter[int] = Counter()
+        times: Counter[int] = Counter()
         with suppress(OSError):  # the difference must be reported even if the disk fails
-            found.update(rank for line in self._votes.read() for rank in line.get("ranks", ()))
-        return found
+            for line in self._votes.read():
+                times.update(line.get("ranks", ()))
+        return times
 
     def _describe_dissents(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
         """Name the differing ranks and tensors; the lowest rank of each comparison writes them to disk."""
@@ -215,20 +226,21 @@ class NumericsGuard:
         dissents = self._vote.dissents(of_all)
         if not dissents:
             return f"others found it, see {self._votes.file}"
-        for found in dissents:
-            if found.first == self._state.mesh.rank:
-                line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
+        named: dict[int, int] = {}
+        for dissent in dissents:
+            if dissent.first == self._state.mesh.rank:
+                line = {"step": step, "ranks": dissent.ranks, "tensors": dissent.tensors, "attempt": self._attempt}
                 self._append(self._votes, line)
-        named = {rank: before[rank] for found in dissents for rank in found.ranks}
+            named.update({rank: before[rank] for rank in dissent.ranks})
         again = [f"rank {rank} was named {_often(times)} before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
 
-    def _watch(self, each: PastStep) -> None:
+    def _watch(self, past: PastStep) -> None:
         """Add a step to the statistics."""
-        self.spikes.see(each.step, each.grad_norm)
-        kind, alarm = self.stability.see(each.loss, each.grad_norm)
+        self.spikes.see(past.step, past.grad_norm)
+        kind, alarm = self.stability.see(past.loss, past.grad_norm)
         if kind:
-            self._alarms.append((each.step, kind, alarm))
+            self._alarms.append((past.step, kind, alarm))
 
     def _raise_alarms(self, step: int) -> str:
         """Warn of the alarms since the previous record, and return their texts for the record of a step.
@@ -238,6 +250,7 @@ class NumericsGuard:
             RestartError: The run is diverging, and `recovery.on_divergence` is `rollback`.
         """
         alarms, self._alarms = self._alarms, []
+        texts: list[str] = []
         for at, kind, alarm in alarms:
             if kind == "diverging" and self._rollbacks and self._config.recovery.on_divergence == "rollback":
                 self._rollbacks.roll_back(at, step, alarm)
@@ -245,11 +258,12 @@ class NumericsGuard:
                 policy = "the run is diverging, recovery.on_divergence=stop"
                 raise DivergedError(f"step {at}: {alarm}; {policy}. {self._remedy(at)}")
             self._warn(f"step {at}: {kind}: {alarm}")
-        shown = [f"{kind}: {alarm}" if at == step else f"{kind} at step {at}: {alarm}" for at, kind, alarm in alarms]
-        rest = len(shown) - MOST_ALARMS
-        return "; ".join([*shown[:MOST_ALARMS], *([f"{rest} more"] if rest > 0 else [])])
+            texts.append(f"{kind}: {alarm}" if at == step else f"{kind} at step {at}: {alarm}")
+        if len(texts) > MOST_ALARMS:
+            texts[MOST_ALARMS:] = [f"{len(texts) - MOST_ALARMS} more"]
+        return "; ".join(texts)
 
-    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], overflowed: set[str]) -> None:
+    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], *, has_overflowed: bool) -> None:
         """End a run whose weights are not finite: they are not saved, and skipping steps cannot repair them.
 
         With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
@@ -258,18 +272,20 @@ class NumericsGuard:
         Raises:
             DivergedError: A fetched number is not finite, and no bad step explains it.
         """
-        of_steps = {"loss", "grad_norm"} if bad.steps else overflowed
+        of_steps = set[str]()
+        if bad.steps:
+            of_steps = {"loss", "grad_norm"}
+        elif has_overflowed:
+            of_steps = {"grad_norm"}
         wrong = [f"{key}={x}" for key, x in read.items() if key not in of_steps and not math.isfinite(x)]
         if not wrong:
             return
-        known = {"rolled_back", "persistent"}
-        if self._config.recovery.non_finite == "rollback" and any(
-            self._verdicts.get(each) not in known for each in bad.steps
-        ):
+        new = [number for number in bad.steps if self._verdicts.get(number) not in {"rolled_back", "persistent"}]
+        if self._config.recovery.non_finite == "rollback" and new:
             return
-        for each in bad.steps:
-            self._record(each, bad, "stopped")
         since = f"; {self._describe(bad)}" if bad.steps else ""
+        for number in bad.steps:
+            self._record(number, bad, "stopped")
         raise DivergedError(
             f"step {step}: {', '.join(wrong)}{since}; the weights are not finite, and the run has diverged. Nothing is "
             f"saved of them. {self._remedy(min((*bad.steps, step)))}"
@@ -338,9 +354,10 @@ class NumericsGuard:
         return f"No checkpoint is from before it: start again {_SOFTER}"
 
     def _describe(self, bad: BadSteps) -> str:
-        steps = ", ".join(map(str, bad.steps))
-        which, it = (f"step {steps}: ", "it") if len(bad.steps) == 1 else (f"steps {steps}: the last with ", "them")
-        return f"{which}loss={bad.loss}, grad_norm={bad.grad_norm}, and nothing was updated by {it}"
+        values = f"loss={bad.loss}, grad_norm={bad.grad_norm}, and nothing was updated by"
+        if len(bad.steps) == 1:
+            return f"step {bad.steps[0]}: {values} it"
+        return f"steps {', '.join(map(str, bad.steps))}: the last with {values} them"
 
     def _record(self, step: int, bad: BadSteps, verdict: str) -> None:
         """Record a step with the positions of its data in the data order."""
@@ -348,15 +365,16 @@ class NumericsGuard:
         if not self._leads:
             return
         rows = self._config.train.global_batch
-        numbers = (bad.loss, bad.grad_norm) if bad.steps and step == bad.steps[-1] else (None, None)
-        loss, grad_norm = (x if x is None or math.isfinite(x) else str(x) for x in numbers)
-        positions = [(step - 1) * rows, step * rows]
-        line = {"step": step, "loss": loss, "grad_norm": grad_norm, "positions": positions, "attempt": self._attempt}
-        self._append(self._bad_steps, {**line, "verdict": verdict})
+        line: dict[str, Any] = {"step": step, "loss": None, "grad_norm": None}
+        if bad.steps and step == bad.steps[-1]:
+            line |= {"loss": _json_number(bad.loss), "grad_norm": _json_number(bad.grad_norm)}
+        line |= {"positions": [(step - 1) * rows, step * rows], "attempt": self._attempt, "verdict": verdict}
+        self._append(self._bad_steps, line)
 
     def _append(self, notes: JsonlLog, line: Mapping[str, Any]) -> None:
         """Append a line to a log; if the disk is full, the log writes the line once the disk has room."""
-        if problem := notes.add(line):
+        problem = notes.add(line)
+        if problem:
             self._warn(f"{notes.file} cannot be written: {problem}; until it is, it lacks {json.dumps(line)}")
 
     def _warn(self, text: str) -> None:
@@ -365,3 +383,8 @@ class NumericsGuard:
 
 def _often(times: int) -> str:
     return "once" if times == 1 else f"{times} times"
+
+
+def _json_number(value: float) -> float | str:
+    """A number for JSON, which has no infinity and no NaN."""
+    return value if math.isfinite(value) else str(value)

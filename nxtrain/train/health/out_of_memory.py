@@ -29,8 +29,10 @@ SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "resourc
 PLANNED_AS = "p5.48xlarge"
 """Machine of the arithmetic where `cluster.instance` names none; the state and the activations do not depend on it."""
 
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
-PLANNED = f"{ACTIVATIONS}, planned"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+PLANNED = "activations, planned"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -51,11 +53,13 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
     parameters = [*state.model.parameters()]
     sums: Mapping[str, Tensor] = getattr(state.data_parallel, "sums", {})
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kept = [x for tensors in state.optimizer.state.values() for x in tensors.values()]
+    of_optimizer: list[Tensor] = []
+    for tensors in state.optimizer.state.values():
+        of_optimizer += tensors.values()
     return {
         PARAMETERS: count.bytes(parameters),
         GRADIENTS: count.bytes([*grads, *sums.values()]),
-        OPTIMIZER: count.bytes([*kept, *state.data_parallel.shards.values()]),
+        OPTIMIZER: count.bytes([*of_optimizer, *state.data_parallel.shards.values()]),
         PLANNED: _planned_activations(state, plan),
     }
 
@@ -63,11 +67,12 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
 def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host: bool) -> list[str]:
     """Keys that lower the memory of a rank, those of the largest kind first."""
     train, parallel = plan.config.train, plan.config.parallel
-    of_activations, of_state = list[str](), list[str]()
+    of_activations: list[str] = []
+    of_state: list[str] = []
     if train.micro_batch > 1:
         of_activations.append(f"train.micro_batch={train.micro_batch // 2}: half of the activations")
-    if train.remat != "full":
-        stronger = "selective" if train.remat == "none" else "full"
+    stronger = {"none": "selective", "selective": "full"}.get(train.remat)
+    if stronger:
         of_activations.append(f"train.remat={stronger}: backward computes some activations again")
     if tp > 1 and not parallel.sequence_parallel:
         of_activations.append("parallel.sequence_parallel=true: activations between layers are cut over tp")
@@ -82,8 +87,10 @@ def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host
     of_state.append(f"parallel.tp={2 * tp} or parallel.pp={2 * parallel.pp}: fewer parameters on a rank")
     if on_host:
         of_state.append("checkpoint.async=false and data.workers=0: no copies of the state, no further processes")
-    state_bytes = sum(num_bytes for kind, num_bytes in held.items() if kind != PLANNED)
-    return [*of_activations, *of_state] if held[PLANNED] > state_bytes else [*of_state, *of_activations]
+    state_bytes = sum(size for kind, size in held.items() if kind != PLANNED)
+    if held[PLANNED] > state_bytes:
+        return of_activations + of_state
+    return of_state + of_activations
 
 
 def lines(state: TrainState, plan: Resolved) -> list[str]:
@@ -114,11 +121,11 @@ def explaining_memory(context: RunContext, state: TrainState) -> Iterator[None]:
 
 def _report(context: RunContext, state: TrainState) -> None:
     logs, rank = context.config.run.dir / LOGS_DIR, state.mesh.rank
-    found = lines(state, context.plan)
-    for line in found:
+    report = lines(state, context.plan)
+    for line in report:
         print_line(line)
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / f"memory-rank-{rank}.txt").write_text("\n".join(found) + "\n", encoding="utf-8")
+    (logs / f"memory-rank-{rank}.txt").write_text("\n".join(report) + "\n", encoding="utf-8")
     snapshot = logs / f"memory-rank-{rank}.pickle"
     if state.backend.dump_memory(snapshot):
         print_line(f"rank {rank}: {snapshot} has every block of the device's memory; pytorch.org/memory_viz shows it")
@@ -152,9 +159,9 @@ class _Count:
         """Bytes of the tensors whose storage was not counted before."""
         total = 0
         for tensor in tensors:
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            key = id(own) if self._lazy else own.untyped_storage().data_ptr()
-            if own.numel() and key not in self._seen:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            key = id(local) if self._lazy else local.untyped_storage().data_ptr()
+            if local.numel() and key not in self._seen:
                 self._seen.add(key)
-                total += own.numel() * own.element_size()
+                total += local.numel() * local.element_size()
         return total

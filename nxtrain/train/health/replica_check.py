@@ -16,7 +16,7 @@ Shapes: R ranks that hold equal values, P tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,11 +45,13 @@ class Dissent:
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        more = f" and {len(self.tensors) - 1} more tensors" if len(self.tensors) > 1 else ""
+        tensors = self.tensors[0]
+        if len(self.tensors) > 1:
+            tensors += f" and {len(self.tensors) - 1} more tensors"
         if not self.others:
-            return f"{_listed(self.ranks)} differ in {self.tensors[0]}{more}, and no majority tells which is right"
+            return f"{_listed(self.ranks)} differ in {tensors}, and no majority tells which is right"
         differ = "differs" if len(self.ranks) == 1 else "differ"
-        return f"{_listed(self.ranks)} {differ} from {_listed(self.others)} in {self.tensors[0]}{more}"
+        return f"{_listed(self.ranks)} {differ} from {_listed(self.others)} in {tensors}"
 
     @property
     def first(self) -> int:
@@ -73,10 +75,16 @@ class Holders:
 
     def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
         """Ranks of the holders, in the order of the checksums from `ReplicaCheck.gather`."""
-        found = replicas.group_of(mesh.rank) if self.replicas > 1 else (mesh.rank,)
+        of_replicas: tuple[int, ...] = (mesh.rank,)
+        if self.replicas > 1:
+            of_replicas = replicas.group_of(mesh.rank)
         tp = mesh.tp.neighbours(self.copies)
-        found = tuple(tp.group_of(rank)[place] for place in range(self.copies) for rank in found)
-        return found + tuple(mesh.pp.group_of(rank)[_other_end(mesh)] for rank in found) if self.tied else found
+        holders: list[int] = []
+        for index in range(self.copies):
+            holders += [tp.group_of(rank)[index] for rank in of_replicas]
+        if self.tied:
+            holders += [mesh.pp.group_of(rank)[_other_end(mesh)] for rank in holders]
+        return tuple(holders)
 
 
 class ReplicaCheck:
@@ -93,14 +101,17 @@ class ReplicaCheck:
         self._state, self._mesh = state, state.mesh
         whole = not isinstance(state.data_parallel, FullySharded)
         self._replicas = self._mesh.dp if whole else self._mesh.replica
-        held = sorted(self._held(whole=whole), key=lambda found: found[0])
+        held = sorted(self._held(whole=whole), key=lambda holders_and_part: holders_and_part[0])
         self._tensors = {part.name: part.tensor for _, part in held}
         self.ballots: dict[Holders, list[str]] = {}
         for holders, part in held:
             self.ballots.setdefault(holders, []).append(part.name)
         device = next(iter(state.data_parallel.shards.values())).device
-        self._kernels = state.backend.kernels if device == state.backend.device else state.backend.host_kernels
-        put = state.backend.put if device == state.backend.device else torch.Tensor.clone
+        self._kernels = state.backend.kernels
+        put: Callable[[Tensor], Tensor] = state.backend.put
+        if device != state.backend.device:
+            self._kernels = state.backend.host_kernels
+            put = torch.Tensor.clone
         self._rows = {part.name: put(part.rows) for _, part in held if part.rows is not None}
         longest = max((max(t.shape[0], t.shape[1:].numel()) for t in self._tensors.values()), default=1)
         self._factors = put(factors(longest))
@@ -117,31 +128,30 @@ class ReplicaCheck:
     @torch.no_grad()
     def gather(self) -> tuple[list[Tensor], Tensor]:
         """Checksums of all holders, (R, P) int32 per ballot, and the number in the world that differ, () float32."""
-        comm, backend, mesh = self._state.backend.collectives, self._state.backend, self._mesh
+        collectives, mesh = self._state.backend.collectives, self._mesh
         of_all: list[Tensor] = []
         if self.ballots:
-            own = checksums(self._tensors, self._kernels, self._factors, self._rows).to(backend.device)
-            parts = own.unsqueeze(0).split([len(names) for names in self.ballots.values()], dim=1)
-            of_all = self._over_ends(
-                [
-                    comm.all_gather(part.clone(), mesh.tp.neighbours(holders.copies)) if holders.copies > 1 else part
-                    for holders, part in zip(self.ballots, self._over_replicas(parts), strict=True)
-                ]
-            )
+            sums = checksums(self._tensors, self._kernels, self._factors, self._rows).to(self._state.backend.device)
+            parts = sums.unsqueeze(0).split([len(names) for names in self.ballots.values()], dim=1)
+            for holders, part in zip(self.ballots, self._over_replicas(parts), strict=True):
+                tp = mesh.tp.neighbours(holders.copies)
+                of_all.append(collectives.all_gather(part.clone(), tp) if holders.copies > 1 else part)
+            of_all = self._over_ends(of_all)
         differing = self._nothing.sum()
-        for found in of_all:
-            differing = differing + (found != found[:1]).sum(dtype=torch.float32)
-        return of_all, comm.all_reduce(differing, mesh.state)
+        for of_holders in of_all:
+            differing = differing + (of_holders != of_holders[:1]).sum(dtype=torch.float32)
+        return of_all, collectives.all_reduce(differing, mesh.state)
 
     def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
         """Differing ranks and tensors, read from the device."""
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        tensors: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
             ranks = holders.ranks(self._mesh, self._replicas)
             for name, column in zip(names, sums.cpu().T.tolist(), strict=True):
-                if sides := minority(ranks, column):
-                    found.setdefault(sides, []).append(name)
-        return [Dissent(apart, others, tuple(names)) for (apart, others), names in found.items()]
+                sides = minority(ranks, column)
+                if sides is not None:
+                    tensors.setdefault(sides, []).append(name)
+        return [Dissent(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
 
     def _over_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Gather the replicas' checksums in one collective: from (1, P) of this rank to (R, P) for each ballot."""
@@ -149,8 +159,8 @@ class ReplicaCheck:
         if not of_replicas:
             return list(own)
         gathered = self._state.backend.collectives.all_gather(torch.cat(of_replicas, dim=1), self._replicas)
-        found = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
-        return [next(found) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
+        parts = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
+        return [next(parts) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
 
     def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Append the checksums of tied tensors from the other end of the pipeline, in one exchange."""
@@ -159,9 +169,9 @@ class ReplicaCheck:
             return list(parts)
         mine, pp = torch.cat([part.flatten() for part in tied]), self._mesh.pp
         theirs = self._state.backend.collectives.exchange(mine, pp, _other_end(self._mesh))
-        found = iter(theirs.split([part.numel() for part in tied]))
+        others = iter(theirs.split([part.numel() for part in tied]))
         return [
-            torch.cat([part, next(found).view(part.shape)]) if holders.tied else part
+            torch.cat([part, next(others).view(part.shape)]) if holders.tied else part
             for holders, part in zip(self.ballots, parts, strict=True)
         ]
 
@@ -169,14 +179,18 @@ class ReplicaCheck:
         """Parameters and optimizer state that other ranks hold too, whole or as shards."""
         state, mesh = self._state, self._mesh
         shards = state.data_parallel.shards
-        parameters = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards
-        cut = Layout(ParamTable.of(state.model), replace(mesh, shard_size=1)) if whole else state.layout
-        yield from _parts("", parameters, cut, self._replicas.size)
-        # With shard=zero1 each data parallel rank holds its rows of the optimizer's state alone.
-        replicas = self._replicas.size if mesh.replica.size == self._replicas.size else 1
+        if whole:
+            parameters = {name: parameter.detach() for name, parameter in state.model.named_parameters()}
+            layout = Layout(ParamTable.of(state.model), replace(mesh, shard_size=1))
+            yield from _parts("", parameters, layout, self._replicas.size)
+        else:
+            yield from _parts("", shards, state.layout, self._replicas.size)
+        replicas = self._replicas.size
+        if mesh.replica.size != replicas:
+            replicas = 1  # with shard=zero1 each data parallel rank holds its rows of the optimizer's state alone
         for kind, tensors in state.optimizer.state.items():
-            kept = {name: tensor for name, tensor in tensors.items() if tensor is not shards[name]}
-            yield from _parts(f"{kind} of ", kept, state.layout, replicas)
+            others = {name: tensor for name, tensor in tensors.items() if tensor is not shards[name]}
+            yield from _parts(f"{kind} of ", others, state.layout, replicas)
 
 
 @dataclass(frozen=True)
@@ -210,8 +224,9 @@ def _parts(
                 yield holders, _Part(named, tensor)
                 continue
             rows = torch.tensor(layout.row_copies(name, tensor.shape[0])) == copies
-            which = f" ({copies} copies over tp)" if copies > 1 else ""
-            yield holders, _Part(f"{named}{which}", tensor, rows.to(torch.int32))
+            if copies > 1:
+                named += f" ({copies} copies over tp)"
+            yield holders, _Part(named, tensor, rows.to(torch.int32))
 
 
 def _other_end(mesh: Mesh) -> int:

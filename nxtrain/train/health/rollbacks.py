@@ -10,7 +10,7 @@ batches around the spike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,18 +50,19 @@ class Rollbacks:
     @property
     def pending(self) -> int | None:
         """Last step whose checkpoint may stay, where a rollback is asked for and not done; None: there is none."""
-        last = self._lines[-1] if self._lines else {"verdict": ""}
-        return int(last["keeps"]) if last["verdict"] == "rolled_back" else None
+        if not self._lines or self._lines[-1]["verdict"] != "rolled_back":
+            return None
+        return int(self._lines[-1]["keeps"])
 
     @property
     def skips(self) -> Skips:
         """Batches that are left out."""
-        found: dict[int, int] = {}
+        skips: dict[int, int] = {}
         for line in self._lines:
             if line["verdict"] == "rewound":
-                found = {step: number for step, number in found.items() if step < line["resumed"]}
-                found[line["resumed"]] = line["batches"]
-        return tuple(found.items())
+                skips = {step: number for step, number in skips.items() if step < line["resumed"]}
+                skips[line["resumed"]] = line["batches"]
+        return tuple(skips.items())
 
     def resume(self, step: int) -> None:
         """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since.
@@ -115,7 +116,8 @@ class Rollbacks:
     def _add(self, line: Mapping[str, Any]) -> None:
         """Write a line to disk before any rank goes on."""
         self._lines.append(dict(line))
-        if problem := self._ranks.on_leader(lambda: self._log.add(line), f"cannot write {self._log.file}"):
+        problem = self._ranks.on_leader(lambda: self._log.add(line), f"cannot write {self._log.file}")
+        if problem:
             raise CheckpointError(
                 f"{self._log.file} cannot be written: {problem}. A rollback needs it: make room for it, and start the "
                 "run again, which goes on from its newest checkpoint"
@@ -123,5 +125,5 @@ class Rollbacks:
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:
-    keys: Sequence[str] = ("step", "keeps") if line.get("verdict") == "rolled_back" else ("step", "resumed", "batches")
+    keys = ["step", "keeps"] if line.get("verdict") == "rolled_back" else ["step", "resumed", "batches"]
     return all(isinstance(line.get(key), int) and line[key] >= 0 for key in keys)

@@ -64,8 +64,10 @@ class BadSteps:
     @staticmethod
     def among(past: list[PastStep]) -> BadSteps:
         """The bad ones of some steps."""
-        bad = [each for each in past if each.is_bad]
-        return BadSteps(tuple(each.step for each in bad), bad[-1].loss, bad[-1].grad_norm) if bad else BadSteps()
+        bad = [numbers for numbers in past if numbers.is_bad]
+        if not bad:
+            return BadSteps()
+        return BadSteps(tuple(numbers.step for numbers in bad), bad[-1].loss, bad[-1].grad_norm)
 
 
 def not_finite(*values: Tensor) -> Tensor:

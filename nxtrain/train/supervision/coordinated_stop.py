@@ -96,14 +96,20 @@ class StopCoordinator:
     ) -> None:
         self.gate = StepGate()
         self.why = ""
-        self._rank, self._world, self._signals, self._link, self._on_stop = rank, world, signals, link, on_stop
-        self._frozen = self._decided = self._published_stop = self._published_begun = False
+        self._rank, self._world = rank, world
+        self._signals = signals
+        self._link = link
+        self._on_stop = on_stop
+        self._frozen = self._decided = False
+        self._published_stop = self._published_begun = False
         self._on_stop_task = SingleTask()
 
     @property
     def pause_s(self) -> float | None:
         """Seconds until the next poll; None: the usual pause is enough."""
-        return SOON_S + self._world * SOON_S_PER_RANK if self._frozen and not self._decided else None
+        if not self._frozen or self._decided:
+            return None
+        return SOON_S + self._world * SOON_S_PER_RANK
 
     def look(self, *, due: bool) -> None:
         """Poll for a stop, publish the last begun step of this rank, and read the agreed last step.
@@ -141,13 +147,18 @@ class StopCoordinator:
             board.ask_stop(f"{asked} at rank {self._rank}")
             self._published_stop = True
         if self._published_begun:
-            if (step := board.stop_step()) is not None:
+            step = board.stop_step()
+            if step is not None:
                 self._decide(step)
-            elif failure := board.failure():
+                return
+            failure = board.failure()
+            if failure:
                 self.gate.lose(failure)
             return
-        if not self._frozen and (self._published_stop or due) and board.calls() and (why := board.stop_asked()):
-            self._freeze(why)
+        if not self._frozen and (self._published_stop or due) and board.calls():
+            why = board.stop_asked()
+            if why:
+                self._freeze(why)
         if self._frozen:
             board.publish_begun(self.gate.freeze())
             self._published_begun = True

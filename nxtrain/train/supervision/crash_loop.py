@@ -28,10 +28,10 @@ def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
     Raises:
         CrashLoopError: The last `most` starts failed at the same step with this configuration.
     """
-    last = failures(read(logs))[-most:] if most else []
-    if len(last) < max(1, most) or {(start.spent.step, start.config) for start in last} != {
-        (last[-1].spent.step, config)
-    }:
+    if not most:
+        return
+    last = failures(read(logs))[-most:]
+    if len(last) < most or {(start.spent.step, start.config) for start in last} != {(last[-1].spent.step, config)}:
         return
     why = last[-1].why or "it said nothing, as if killed"
     raise CrashLoopError(
@@ -43,10 +43,10 @@ def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
 
 def failures(starts: Sequence[RunStart]) -> list[RunStart]:
     """Starts since the last one that ended with `done` or was asked to stop."""
-    found: list[RunStart] = []
+    failed: list[RunStart] = []
     for start in starts:
         if start.stop or start.outcome in {"done", "stopped"}:
-            found.clear()
+            failed = []
         else:
-            found.append(start)
-    return found
+            failed.append(start)
+    return failed

@@ -94,9 +94,10 @@ def judge(
     if silent:
         named = ", ".join(_names(sorted(silent), rank_name, hosts))
         seen = "; ".join(f"rank {rank} was last in {last[rank]}" for rank in sorted(last)[:SHOWN])
-        return f"{named} {late} and gives no sign of life: the process is stopped, or something holds Python's lock" + (
-            f"; {seen}" if seen else ""
-        )
+        verdict = f"{named} {late} and gives no sign of life: the process is stopped, or something holds Python's lock"
+        if seen:
+            verdict += f"; {seen}"
+        return verdict
     busy = {rank: beat for rank, beat in found.items() if not beat.waits} or found
     first = min(beat.step for beat in busy.values())
     behind = sorted(rank for rank, beat in busy.items() if beat.step == first)
@@ -114,7 +115,10 @@ def _names(ranks: list[int], rank_name: Callable[[int], str], hosts: Mapping[int
 
 
 def _at(named: list[str], hosts: Mapping[int, str]) -> str:
-    known = sorted({*named} - {""})
-    if len({*hosts.values()}) == 1 or not known:
+    names = sorted({*named} - {""})
+    if len({*hosts.values()}) == 1 or not names:
         return ""
-    return f" ({', '.join(known[:SHOWN])}{' and others' if len(known) > SHOWN else ''})"
+    shown = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        shown += " and others"
+    return f" ({shown})"

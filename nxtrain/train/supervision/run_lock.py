@@ -75,8 +75,10 @@ def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restart
             return True
         except BlockingIOError as error:
             host, pid = _holder(file)
-            here_s = DYING_S if restarted else ENDING_S
-            limit_s = min(here_s if host == socket.gethostname() else AWAY_S, most_s)
+            limit_s = AWAY_S
+            if host == socket.gethostname():
+                limit_s = DYING_S if restarted else ENDING_S
+            limit_s = min(limit_s, most_s)
             holder = f"process {pid} on {host or 'a machine that it does not name'}"
             if time.monotonic() - began > limit_s:
                 lock = folder / LOCK_FILE

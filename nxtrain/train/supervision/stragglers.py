@@ -36,7 +36,12 @@ class Stragglers:
 
     def changes(self, beats: Mapping[int, Beat]) -> Iterator[str]:
         """Take the newest heartbeats, and yield a line for each rank that became slow or recovered."""
-        rates = self.rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
+        rates: dict[int, Mapping[str, float]] = {}
+        for rank, beat in beats.items():
+            rate = self._rate(rank, beat)
+            if rate:
+                rates[rank] = rate
+        self.rates = rates
         for ranks in self._peers.values():
             if len(ranks) > 1 and all(rank in rates for rank in ranks):
                 yield from self._compare({rank: _same_work(rates[rank]) for rank in ranks})
@@ -49,7 +54,9 @@ class Stragglers:
             slow = sum(rate.values()) - usual > share * max((FACTOR - 1) * usual, MARGIN_S)
             if slow and rank not in self._slow:
                 self._slow.add(rank)
-                medians = {name: median_low([other.get(name, 0.0) for other in rates.values()]) for name in rate}
+                medians: dict[str, float] = {}
+                for name in rate:
+                    medians[name] = median_low([other.get(name, 0.0) for other in rates.values()])
                 worst = max(rate, key=lambda name: rate[name] - medians[name])
                 yield (
                     f"rank {rank} is slow: {1e3 * rate[worst]:.0f} ms per step in {worst}, where the median is "

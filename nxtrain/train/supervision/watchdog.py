@@ -53,7 +53,8 @@ class RestoreProgress:
 
     def look(self) -> None:
         """Poll the bytes of this process."""
-        if (seen := self._here()) != self._seen:
+        seen = self._here()
+        if seen != self._seen:
             self._seen, self.at = seen, time.monotonic()
 
     def share(self, board: HeartbeatStore) -> None:
@@ -68,8 +69,11 @@ class RestoreProgress:
 TICK_S = 0.25
 """Pause between checks of this rank."""
 
-SLOWEST_BEAT_S, FASTEST_BEAT_S, BEATS = 10.0, 0.5, 180
-"""Longest and shortest pause between heartbeats, and their number per limit: thousands of ranks share one store."""
+SLOWEST_BEAT_S, FASTEST_BEAT_S = 10.0, 0.5
+"""Longest and shortest pause between heartbeats."""
+
+BEATS = 180
+"""Number of heartbeats per limit: thousands of ranks share one store."""
 
 FILES_S = 5.0
 """Limit for each file written at a hang, since a disk may be its cause."""
@@ -99,7 +103,10 @@ class Watchdog(RunObserver):
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
         self._observers = RunObserver()
-        self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
+        self._backend = backend
+        self._limit_s = hang_timeout_s
+        self._logs = logs
+        self._signals = signals
         self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
@@ -202,7 +209,8 @@ class Watchdog(RunObserver):
     def _close(self) -> None:
         """End the watch after a run that ended well; the other ranks need not wait for this one."""
         self._end()
-        if (board := self._link.store) is not None:
+        board = self._link.store
+        if board is not None:
             try:
                 board.answer(Beat(self._at[0], "end", 0.0, waits=True))
                 self._stop.publish_finished(board)
@@ -269,14 +277,17 @@ class Watchdog(RunObserver):
         self._stop.look(due=time.monotonic() >= self._next_beat)
 
     def _pause(self) -> float:
-        if (soon_s := self._stop.pause_s) is not None:
+        soon_s = self._stop.pause_s
+        if soon_s is not None:
             return soon_s
         # Wake exactly at the limit, before a collective that began later times out.
         return min(TICK_S, max(0.01, self._limit() - self._age()))
 
     def _age(self) -> float:
         _, section, since = self._at
-        return time.monotonic() - (max(since, self._received.at) if section == RESTORE else since)
+        if section == RESTORE:
+            since = max(since, self._received.at)
+        return time.monotonic() - since
 
     def _limit(self) -> float:
         section = self._at[1]
@@ -318,10 +329,13 @@ class Watchdog(RunObserver):
 
     def _publish_rates(self, stragglers: Stragglers) -> None:
         """Replace the file of all ranks' times, on a thread that a disk may block."""
-        if (now_s := time.monotonic()) < self._next_ranks_s or not stragglers.rates:
+        now_s = time.monotonic()
+        if now_s < self._next_ranks_s or not stragglers.rates:
             return
         self._next_ranks_s = now_s + RANKS_S
-        rates = {rank: {kind: round(s, 6) for kind, s in rate.items()} for rank, rate in stragglers.rates.items()}
+        rates: dict[int, dict[str, float]] = {}
+        for rank, rate in stragglers.rates.items():
+            rates[rank] = {kind: round(s, 6) for kind, s in rate.items()}
 
         def write() -> None:
             with suppress(OSError):
@@ -343,7 +357,8 @@ class Watchdog(RunObserver):
         me = self._backend.rank
         verdict = f"{self._rank_name(me)} did not get on within {limit} seconds: {beat}"
         with suppress(RuntimeError):  # the store went with its rank, so this rank's own verdict stands
-            if (board := self._link.store) is not None:
+            board = self._link.store
+            if board is not None:
                 verdict = agree(board, beat, self._backend.world, self._rank_name, limit) or verdict
         call_with_timeout(FILES_S, self._dump)
         call_with_timeout(FILES_S, lambda: self._observers.end("failed", verdict))

@@ -9,8 +9,8 @@ import torch
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from tests.support.runs import run_plan, token_file
 
 GPUS = {"Tesla V100-SXM2-16GB": (7, 0), "Tesla T4": (7, 5), "NVIDIA A100-SXM4-40GB": (8, 0), "NVIDIA B200": (10, 0)}
@@ -45,7 +45,7 @@ def test_only_a_run_in_bf16_asks_once_and_only_an_old_gpu_is_named(
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 8)), "shuffle": False}
     precision = {"params": params, "update": "fp32_master" if params == "bf16" else "fp32"}
     resolved = run_plan(tmp_path / "run", data, steps=2, precision=precision)
-    train_on(RunContext.open(_OnGpu(), resolved), "this test")
+    train_on(RunContext.open(_OnGpu(), resolved))
     warnings = [line for line in capsys.readouterr().err.splitlines() if "compute capability" in line]
     assert len(reads) == (params == "bf16")
     assert len(warnings) == (params == "bf16" and GPUS[gpu] < (8, 0))

@@ -28,8 +28,8 @@ from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from nxtrain.train.run import train_on
 from tests.support.models import plan
 from tests.support.runs import run_plan, token_file
 
@@ -196,9 +196,7 @@ class _Telling(CpuBackend):
 def test_a_run_chooses_before_it_builds_and_prints_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 4)), "shuffle": False}
     backend = _Telling()
-    train_on(
-        RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend={"attention": "plain"})), "this test"
-    )
+    train_on(RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend={"attention": "plain"})))
     assert backend.asked == ("plain", AttentionShape(1, 16, 8, 8, "fp32"))
     assert "plain attention: as this test asks\n" in capsys.readouterr().err
 

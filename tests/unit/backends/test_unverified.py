@@ -24,7 +24,7 @@ from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.config.load import load
 from nxtrain.launch import neuron as launching
-from nxtrain.train import run
+from nxtrain.train import command, context
 from nxtrain.train.context import RunContext
 from tests.support.runs import run_plan, token_file
 
@@ -141,7 +141,7 @@ def test_a_run_with_it_prints_the_warning_once(
     backend = kind()
     backend.binding = _Bound()
     allowed: dict[str, Any] = {"allow_unverified": True}
-    run.train_on(RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed)), "this test")
+    command.train_on(RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed)))
     assert backend.allow_unverified
     said = capsys.readouterr().err
     assert " ".join(said.split()).count(WARNING) == count
@@ -169,17 +169,17 @@ def test_a_run_takes_what_the_key_allows_and_says_why(
         opened.append(layers)
         return CpuBackend()
 
-    monkeypatch.setattr(run, "choose", lambda name, **_: ("neuron", "a Trainium"))
-    monkeypatch.setattr(run, "open_backend", open_backend)
-    monkeypatch.setattr(run, "train_on", lambda context, reason: told.append(reason))
+    monkeypatch.setattr(context, "choose", lambda name, **_: ("neuron", "a Trainium"))
+    monkeypatch.setattr(context, "open_backend", open_backend)
+    monkeypatch.setattr(command, "train_on", lambda opened: told.append(opened.reason))
     loaded = load(CONFIG, [f"run.dir={tmp_path}", "backend.name=auto", *overrides])
     if layers:
-        run.train(loaded)
+        command.train(loaded)
         assert opened == [layers]
         assert told[0].startswith(f"a Trainium; layers {layers}: {reason}")
     else:
         with pytest.raises(BackendError, match=reason) as refused:
-            run.train(loaded)
+            command.train(loaded)
         assert (opened, refused.value.exit_code) == ([], 5)
         for way_out in ("pip install ", "backend.allow_unverified=true", "backend.layers=native"):
             assert way_out in str(refused.value)

@@ -1,33 +1,13 @@
-"""Names that show that checkpoints are gone, and their effect on a start."""
+"""Names that show that checkpoints are gone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.resume_plan import Refuse, ResumeRequest, plan_resume
-from nxtrain.checkpoint.resume_survey import LocationSurvey, ResumeSurvey
-from nxtrain.checkpoint.rewinds import FILE, MIRROR, Records, RunHistory
-
-FRESH = RunHistory(run="fresh", run_dir="/run")
-
-
-@pytest.mark.parametrize("where", [0, MIRROR])
-@pytest.mark.parametrize(("resume", "is_refused"), [("auto", True), ("never", False)])
-def test_what_is_left_of_lost_checkpoints_keeps_a_run_from_scratch(where: int, resume: str, is_refused: bool) -> None:
-    survey = ResumeSurvey(Path("/run"), "/mirror", Records({0: FRESH, MIRROR: FRESH}, FRESH))
-    listed = {0: LocationSurvey(), MIRROR: LocationSurvey()} | {where: LocationSurvey(remnants=("latest",))}
-    end = plan_resume(replace(survey, places=listed), ResumeRequest(resume))
-    assert isinstance(end, Refuse) == is_refused
-    if isinstance(end, Refuse):
-        assert "held: latest. " in end.error
-    whole = {0: LocationSurvey({3: 1}), MIRROR: LocationSurvey({3: 1})} | {
-        where: LocationSurvey({3: 1}, remnants=("latest",))
-    }
-    assert not isinstance(plan_resume(replace(survey, places=whole), ResumeRequest(resume)), Refuse)
+from nxtrain.checkpoint.rewinds import FILE
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,14 @@ class Run:
         """Checkpoint that a start chooses; a killed start has chosen and done nothing else."""
         config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
         self.said.clear()
-        resumption = ResumePlanner(config, self.mirrored, ALONE, self.said.append, restarted=restarted, job=job)
-        found = resumption.choose()
+        planner = ResumePlanner(config, self.mirrored, ALONE, self.said.append, restarted=restarted, job=job)
+        sources = planner.choose()
         if not killed:
-            resumption.begin()
-        place = found.place if found else None
-        assert place is None or isinstance(place, Path)
-        return place
+            planner.begin()
+        if not sources:
+            return None
+        assert isinstance(sources[0], Path)
+        return sources[0]
 
     def save(self, *steps: int, mirrored: bool = True) -> None:
         """Reach some steps."""

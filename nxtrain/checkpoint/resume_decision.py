@@ -1,0 +1,219 @@
+"""Decision which checkpoint a run resumes from: a pure function of a survey of all locations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nxtrain.checkpoint.directory import step_names, step_path
+from nxtrain.checkpoint.resume_survey import ResumeRequest, ResumeSurvey, Version
+from nxtrain.checkpoint.rewinds import Rewind, RunHistory
+from nxtrain.checkpoint.run_locations import MIRROR
+from nxtrain.common.errors import CheckpointError, DamagedError, NxtrainError
+from nxtrain.common.io.object_store import Location
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Copy of a version to the mirror, since no node can read the disks of the others.
+
+    Args:
+        version: The version.
+        senders: Files that each leader sends.
+        finisher: The leader that completes the copy.
+    """
+
+    version: Version
+    senders: Mapping[int, tuple[str, ...]]
+    finisher: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Decision about a start. The fields are in the order in which they are acted on.
+
+    Args:
+        lines: Lines for people.
+        error: The start fails with this error.
+        catch_up: The last step that stays, for locations that missed a rewind; then another survey follows.
+        quarantine: Damaged checkpoints by location and step; then another survey follows.
+        repeated: Record of a repeated request, for the locations that have seen all rewinds.
+        upload: Copy to the mirror.
+        sources: Locations of the checkpoint for each disk's ranks, by leader; the later ones are fallbacks. Empty: the
+            run starts from scratch.
+        is_own: The run resumes from its own newest checkpoint; damaged ones are quarantined.
+        abandon: The last step that stays in each location once the state is loaded.
+        record: Record to write to all locations afterwards.
+    """
+
+    lines: tuple[str, ...] = ()
+    error: NxtrainError | None = None
+    catch_up: Mapping[int, int] = field(default_factory=dict)
+    quarantine: Mapping[int, Mapping[int, DamagedError]] = field(default_factory=dict)
+    repeated: RunHistory | None = None
+    upload: Upload | None = None
+    sources: Mapping[int, tuple[Location, ...]] = field(default_factory=dict)
+    is_own: bool = False
+    abandon: Mapping[int, int] = field(default_factory=dict)
+    record: RunHistory | None = None
+
+
+def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
+    """Decide about a start; the decision is equal on all ranks."""
+    records = survey.records
+    goes_on = request.goes_on(records.newest)
+    if isinstance(survey.requested, NxtrainError) and not goes_on:
+        return Resume(error=survey.requested)
+    conflict = records.conflict(survey.folder, survey.mirror, takes_over=survey.step_in_mirror is not None)
+    if conflict:
+        return Resume(error=CheckpointError(conflict))
+    lines = tuple(f"WARNING: {error}; it is written anew" for error in records.damaged)
+    if goes_on:
+        return _go_on(survey, request, lines)
+    if request.is_restart and records.damaged:
+        return Resume(
+            error=CheckpointError(
+                f"{records.damaged[0]}; it would tell whether the run went back as checkpoint.resume={request.resume} "
+                "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
+                "from its newest checkpoint"
+            )
+        )
+    return _go_back(survey, request, lines)
+
+
+def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
+    """Go on from the newest complete version of the run's own checkpoints."""
+    records = survey.records
+    catch_up: dict[int, int] = {}
+    for where, location in survey.locations.items():
+        missed = records.missed(where)
+        if missed is not None and location.last > missed:
+            catch_up[where] = missed
+    if catch_up:
+        return Resume(lines, catch_up=catch_up)
+    if survey.damaged:
+        return Resume(lines, quarantine=survey.damaged)
+    for version in survey.versions(request):
+        problem = ""
+        if survey.mirror is not None:
+            problem = survey.problem_of(version)
+        if not problem:
+            return _from_version(survey, version, lines)
+        name = f"step {version[0]}"
+        lines += (f"{name} is not in {survey.mirror}, and {problem}; the one before it is tried",)
+    problem = _scratch_problem(survey, request.resume)
+    if problem:
+        return Resume(lines, error=CheckpointError(problem))
+    if request.resume == "auto":
+        return Resume(lines, is_own=True, abandon=dict.fromkeys(records.locations, 0), record=records.newest)
+    lines += (f"nothing that the run reached since is left: it goes back to {request.resume} again",)
+    if isinstance(survey.requested, NxtrainError):
+        return Resume(lines, error=survey.requested)
+    return _go_back(survey, request, lines)
+
+
+def _from_version(survey: ResumeSurvey, version: Version, lines: tuple[str, ...]) -> Resume:
+    """Resume from a complete version; the mirror gets the version if no node can read the disks of the others."""
+    step, seal = version
+    upload = None
+    is_mirrored = survey.is_mirrored(version)
+    if survey.mirror is not None and not is_mirrored and not survey.is_shared:
+        upload = _upload(survey, version)
+        is_mirrored = True
+    sources: dict[int, tuple[Location, ...]] = {}
+    for leader in survey.locations.keys() - {MIRROR}:
+        sources[leader] = ()
+        if survey.locations[leader].seals.get(step) == seal:
+            sources[leader] += (step_path(survey.folder, step),)
+        if survey.mirror is not None and is_mirrored:
+            sources[leader] += (survey.mirror / step_path(survey.folder, step).name,)
+    return Resume(
+        lines,
+        upload=upload,
+        sources=sources,
+        is_own=True,
+        abandon=dict.fromkeys(survey.records.locations, step),
+        record=survey.records.newest,
+    )
+
+
+def _upload(survey: ResumeSurvey, version: Version) -> Upload:
+    """Copy of a version to the mirror: the first leader that has a file sends the file."""
+    senders: dict[int, tuple[str, ...]] = {}
+    sent = set[str]()
+    for leader, files in sorted(survey.files[version].items()):
+        senders[leader] = tuple(name for name, is_whole in files.items() if is_whole and name not in sent)
+        sent.update(senders[leader])
+    return Upload(version, senders, finisher=min(senders))
+
+
+def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
+    """Start from scratch or from the requested checkpoint.
+
+    A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
+    """
+    records = survey.records
+    requested, on_disk, in_mirror = survey.requested, survey.step_on_disk, survey.step_in_mirror
+    sources: dict[int, tuple[Location, ...]] = {}
+    keeps = 0
+    if requested is not None:
+        assert not isinstance(requested, NxtrainError)
+        sources = dict.fromkeys(records.locations, (requested,))
+        keeps = -1
+        if on_disk is not None:
+            keeps = on_disk
+        elif in_mirror is not None:
+            keeps = in_mirror
+    after: dict[int, int] = {}
+    for where in records.locations:
+        step_there = on_disk
+        missed = records.missed(where)
+        if where == MIRROR:
+            step_there = in_mirror
+        elif records.is_foreign:
+            missed = -1
+        after[where] = keeps
+        if step_there is None and missed is not None:
+            after[where] = min(keeps, missed)
+    history = records.newest
+    repeated = None
+    # A restart must not take an earlier start with the same request for this one.
+    if not request.goes_on(history) and history.has_rewound(request.resume, request.job):
+        repeated = history.with_rewind(Rewind(told="", job=request.job))
+        history = repeated
+    record = history.with_rewind(Rewind(told=request.resume, job=request.job, keeps=keeps))
+    return Resume(lines, repeated=repeated, sources=sources, abandon=after, record=record)
+
+
+def _scratch_problem(survey: ResumeSurvey, resume: str) -> str:
+    """Error that keeps a run with damaged or lost checkpoints from a start from scratch; empty if there is none."""
+    unread = set[int]()
+    on_disks = set[str]()
+    in_mirror: list[str] = []
+    remnants = set[str]()
+    for where, location in survey.locations.items():
+        unread.update(location.unread)
+        remnants.update(location.remnants)
+        if where == MIRROR:
+            in_mirror += location.quarantined
+        else:
+            on_disks.update(location.quarantined)
+    damaged = [*sorted(on_disks), *in_mirror]
+    if unread:
+        return (
+            f"{step_names(sorted(unread))} of {survey.folder} cannot be read, and there is none before it. Start again "
+            "when the storage is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
+        )
+    if damaged and resume in {"auto", "never"}:
+        return (
+            f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "
+            "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
+        )
+    if remnants and resume == "auto":
+        return (
+            f"no complete checkpoint is left of those that {survey.folder} or its mirror held: "
+            f"{', '.join(sorted(remnants))}. A start from scratch would write over the rest. Bring back what is gone, "
+            "use another run.name or checkpoint.resume=PATH of a checkpoint, or checkpoint.resume=never to start from "
+            "scratch here"
+        )
+    return ""

@@ -1,0 +1,191 @@
+"""Assembly of a run on one rank: from an open context to a run that is ready to train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from nxtrain.backends.base import DeviceEvent
+from nxtrain.checkpoint.directory import Retention, clear, prune
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
+from nxtrain.config.duration import with_epochs_as_steps
+from nxtrain.config.show import dump
+from nxtrain.data import Data, StreamLoader, Streams
+from nxtrain.metrics.goodput_meter import GoodputMeter
+from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.metrics.run_observer import Observers, RunObserver
+from nxtrain.metrics.sinks import open_sinks
+from nxtrain.metrics.start_log import StepFile
+from nxtrain.metrics.work_meter import WorkMeter
+from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, WorkTimeline
+from nxtrain.optim.schedule import Schedule
+from nxtrain.train.adapters import base_fingerprint
+from nxtrain.train.announcements import announce_start
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
+from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.context import RunContext
+from nxtrain.train.environment import record_environment
+from nxtrain.train.health.fallbacks import Fallbacks
+from nxtrain.train.health.initial_norm import measure_initial_norm
+from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.health.recompiles import Recompiles
+from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.run import Run
+from nxtrain.train.run_data import open_run_data, train_loader, validation_loader
+from nxtrain.train.start import start
+from nxtrain.train.step import TrainState
+from nxtrain.train.supervision.coordinated_stop import StepGate
+from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
+from nxtrain.train.supervision.preflight import check_folder, check_space
+from nxtrain.train.trainer import Trainer
+
+
+def assemble(context: RunContext) -> Run:
+    """Open the data, start the state, and make the parts of the run."""
+    mirrored = _claim_folder(context)
+    data = open_run_data(context, mirrored)
+    context = _with_steps(context, data)
+    config, backend = context.config, context.backend
+    if context.is_leader:
+        refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
+    base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")
+    inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
+    context.enter(0, "restore")
+    rollbacks = Rollbacks(config.run.dir, context.ranks)
+    state, begun, is_drawn = start(context, inputs, mirrored, rollbacks)
+    initial_norm = RunObserver()
+    if is_drawn:
+        initial_norm, line = measure_initial_norm(state)
+        context.print_line(line)
+    rollbacks.resume(begun.step)
+    context.enter(begun.step, "start")
+    announce_start(context, data, begun)
+    _prepare_folder(context, state)
+
+    guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
+    guard.begin(begun.step, begun.stability)
+    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # its samples count the earlier ones
+    loader = train_loader(context, data, begun, skips)
+    cursor = loader.cursor if isinstance(loader, StreamLoader) else None
+    identity = RunIdentity(inputs, begun, data.tokenizer, guard.kept, cursor, skips)
+    goodput = _goodput_meter(context)
+    checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, goodput)
+    recompiles = Recompiles(backend, config.compile.max_recompiles)
+    work, has_sections = _work_meter(context)
+    observers = Observers(
+        goodput or _step_file(context, mirrored),
+        context.watchdog or RunObserver(),
+        recompiles,
+        Fallbacks(backend, allowed=config.compile.allow_fallbacks),
+        checkpoints,
+        work,
+        _profiler(context),
+        initial_norm,
+    )
+    if has_sections:
+        state = state.reporting(observers.section)
+    trainer = Trainer(
+        config=config,
+        state=state,
+        train=loader,
+        validation=validation_loader(context, data),
+        schedule=Schedule.of(config),
+        meter=_throughput_meter(context, begun),
+        sinks=open_sinks(config, begun.step, context.is_leader),
+        checkpoints=checkpoints,
+        guard=guard,
+        observers=observers,
+        gate=context.watchdog.gate if context.watchdog else StepGate(),
+    )
+    return Run(context, data, inputs, begun, trainer, checkpoints, recompiles, work)
+
+
+def _fingerprint(context: RunContext) -> str:
+    """Fingerprint of the configuration, by which a crash loop is known."""
+    return fingerprint(dump(context.config))
+
+
+def _claim_folder(context: RunContext) -> Mirrored | None:
+    """Open the mirror of the run's folder, if any, and refuse a folder in which the run cannot or should not start."""
+    config, mirrored = context.config, None
+    if config.checkpoint.mirror:
+        folder = config.run.dir / CHECKPOINTS_DIR
+        mirrored = open_mirrored(config.checkpoint.mirror, folder, context.ranks, context.backend.local_rank)
+    if context.is_leader:
+        check_folder(config.run.dir)
+    return mirrored
+
+
+def _with_steps(context: RunContext, data: Data) -> RunContext:
+    """The run with `train.epochs` as steps, once the rows are known."""
+    epochs = context.config.train.epochs
+    if not epochs:
+        return context
+    assert not isinstance(data.source, Streams)
+    config = with_epochs_as_steps(context.config, data.source.num_rows)
+    context.print_line(f"{epochs:g} epochs of {data.source.num_rows:,} rows: train.steps={config.train.steps}")
+    return replace(context, plan=replace(context.plan, config=config))
+
+
+def _prepare_folder(context: RunContext, state: TrainState) -> None:
+    """Tidy the run's folder, check its space, and record the configuration; only once the start is not refused."""
+    if not context.is_leader:
+        return
+    config, folder = context.config, context.config.run.dir
+    if config.checkpoint.every:
+        # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
+        clear(folder / CHECKPOINTS_DIR)
+        prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
+        check_space(folder, state)
+    (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    record_environment(folder, context)
+
+
+def _goodput_meter(context: RunContext) -> GoodputMeter | None:
+    """Meter of the run's starts, on the leader."""
+    if not context.is_leader:
+        return None
+    logs = context.config.run.dir / LOGS_DIR
+    return GoodputMeter(logs, context.print_line, context.began, config=_fingerprint(context))
+
+
+def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
+    """Writer of the last finished step on a disk that the leader does not see."""
+    if mirrored is None or not mirrored.scope.leads:
+        return RunObserver()
+    return StepFile(context.config.run.dir / LOGS_DIR)
+
+
+def _throughput_meter(context: RunContext, begun: Meta) -> ThroughputMeter:
+    flops = context.plan.dimensions.flops_per_token(context.config.train.seq_len)
+    peak = context.backend.peak_flops()
+    if peak:
+        peak *= context.mesh.world
+    return ThroughputMeter(flops, peak or None, tokens=begun.tokens)
+
+
+def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:
+    """Meter of this rank's work, and True if its timeline divides the step into sections."""
+    backend, wanted = context.backend, context.config.metrics.step_sections
+    timeline: WorkTimeline = HostTimeline(backend.waited_s)
+    has_sections = not backend.is_asynchronous and wanted != "off"
+    if backend.is_asynchronous and wanted == "on" and backend.event() is not None:
+        events = EventTimeline(lambda: cast("DeviceEvent", backend.event()))
+        backend.on_wait(events.wait)
+        timeline, has_sections = events, True
+    if context.is_leader:
+        return WorkMeter(timeline, backend.peak_memory_bytes), has_sections
+    return WorkMeter(timeline), has_sections
+
+
+def _profiler(context: RunContext) -> RunObserver:
+    """Profiler of this rank, if configured."""
+    metrics, rank = context.config.metrics, context.mesh.rank
+    if not metrics.profile_steps or rank not in metrics.profile_ranks:
+        return RunObserver()
+    from nxtrain.train.step_profiler import StepProfiler  # torch's profiler takes time to import
+
+    first, last = metrics.profile_steps
+    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line, context.backend)
