@@ -13,7 +13,7 @@ from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
-from nxtrain.data.prepare import Prepared, digest, prepare
+from nxtrain.data.prepare import Prepared, digest, prepare_tokens
 from nxtrain.data.samples import EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.stream_loader import Streams
@@ -85,12 +85,11 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         LostPeerError: The rank that prepares the data failed.
     """
     receipt = _receipt(config, seq_len, vocab_size, workdir)
-    make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
-    if config.source == "arrow":
-        from nxtrain.data.arrow.training import HeldOut, prepare_streams
+    make = partial(prepare_tokens, config, seq_len, vocab_size)
+    if config.source != "tokens":
+        from nxtrain.data.arrow.training import prepare_corpora
 
-        lengths = HeldOut(seq_len, validation_rows)
-        make = partial(prepare_streams, config, lengths, vocab_size, workdir, of_weights)
+        make = partial(prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows)
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:

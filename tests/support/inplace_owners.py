@@ -48,7 +48,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "BestFitLane._fill: flat[begin + length - 1] |=": "fresh: likewise",
     },
     "nxtrain/data/arrow/training.py": {
-        "_append_held_out: marked[-1] |=": "fresh: `astype` right above copies",
+        "_append: marked[-1] |=": "fresh: `astype` right above copies",
     },
     "nxtrain/tools/eval/scorer.py": {
         "Scorer._totals: left[owner] -=": "host: list of this very function",

@@ -13,7 +13,7 @@ from nxtrain.common.run_folder import CONFIG_FILE, DATA_DIR
 from nxtrain.common.vocab import END_BIT, ID_MASK
 from nxtrain.config.check import resolve_model
 from nxtrain.config.load import load
-from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_held_out
 
 MAX_TOKENS = 1 << 18
@@ -35,7 +35,7 @@ def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tu
     """
     if run is not None and (texts := _held_out(run, tokenizer, ends)):
         return "held-out text of the run", texts
-    return "standard library of Python", list(islice(stdlib_corpus(), MAX_MODULES))
+    return "standard library of Python", list(islice(stdlib_texts(), MAX_MODULES))
 
 
 def _held_out(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str]:
