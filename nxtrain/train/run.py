@@ -23,7 +23,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
-from nxtrain.data import Data, StreamLoader, Streams
+from nxtrain.data import Data
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
@@ -44,7 +44,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
-from nxtrain.train.run_data import open_run_data, train_loader, validation_loader
+from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.summary import Summary, summarize
@@ -157,9 +157,10 @@ def _with_steps(context: RunContext, data: Data) -> RunContext:
     epochs = context.config.train.epochs
     if not epochs:
         return context
-    assert not isinstance(data.source, Streams)
-    counted = with_epochs_as_steps(context.config, data.source.num_rows)
-    context.print_line(f"{epochs:g} epochs of {data.source.num_rows:,} rows: train.steps={counted.train.steps}")
+    num_rows = data.source.num_rows
+    assert num_rows is not None, "config/duration.py refuses epochs of rows without an end"
+    counted = with_epochs_as_steps(context.config, num_rows)
+    context.print_line(f"{epochs:g} epochs of {num_rows:,} rows: train.steps={counted.train.steps}")
     return replace(context, plan=replace(context.plan, config=counted))
 
 
@@ -197,9 +198,8 @@ def _train(
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
     on_saved = (goodput.saved,) if goodput else ()
     skips = tuple(skip for skip in rollbacks.skips if skip[0] >= meta.step)  # its samples count the earlier ones
-    loader = train_loader(context, data, meta, skips)
-    cursor = loader.cursor if isinstance(loader, StreamLoader) else None
-    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor, skips)
+    batches = train_batches(context, data, meta, skips)
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, batches.cursor, skips)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
@@ -215,7 +215,7 @@ def _train(
     trainer = Trainer(
         config=config,
         state=state.reporting(observers.section) if divides else state,
-        train=loader,
+        train=batches,
         validation=validation_loader(context, data),
         schedule=Schedule.of(config),
         meter=ThroughputMeter(flops, peak * context.mesh.world if peak else None, tokens=meta.tokens),
@@ -315,14 +315,9 @@ def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
     """Print the model, the data, and the step after which the run continues."""
     family, num_params = context.plan.family, context.plan.family.num_params(context.plan.model)
     seq_len = context.config.train.seq_len
-    rows = (
-        f"{data.source.num_documents:,} documents in"
-        if isinstance(data.source, Streams)
-        else f"{data.source.num_rows:,}"
-    )
     origin = f"the weights of model.hf={context.config.model.hf}" if context.config.model.init == "hf" else "scratch"
     context.print_line(
-        f"model {family.name}, {num_params:,} parameters; data {rows} rows of {seq_len} tokens; "
+        f"model {family.name}, {num_params:,} parameters; data {data.source.describe()} of {seq_len} tokens; "
         + (f"continues after step {meta.step}" if meta.step else f"starts from {origin}")
     )
 

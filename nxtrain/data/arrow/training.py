@@ -26,13 +26,13 @@ from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
 from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora, open_corpus
 from nxtrain.data.arrow.streams import Documents
+from nxtrain.data.batch_source import Streams
 from nxtrain.data.files import MARKED, Tokens, is_whole, read_array, writing_tokens
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest
 from nxtrain.data.samples import probe
 from nxtrain.data.storage import cache_folder
-from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
@@ -135,7 +135,9 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         seq_len=seq_len,
         cache=cache_folder(config),
     )
-    return Streams(source, tuple(len(documents.corpus) for documents in source.documents()), run.mixture)
+    assert prepared.end_id is not None
+    sizes = tuple(len(documents.corpus) for documents in source.documents())
+    return Streams(source, sizes, seq_len, prepared.end_id, run.mixture)
 
 
 def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
