@@ -1,21 +1,25 @@
 """Corpora, tokenization, packing, the order of samples and the loader.
 
-`open_data` turns the `[data]` section into samples, and a `Loader` turns samples into batches without any state: a
-batch is a function of the seed and the step. For `source=arrow` they are `Streams` and a `StreamLoader`, whose state is
-two numbers for each of its lanes. Resuming or changing the layout does not change the batches of either.
+`open_data` turns the `[data]` section into a `BatchSource`, from which each rank takes its batches. Those of rows come
+from a `Loader` without any state: a batch is a function of the seed and the step. Those of documents come from a
+`StreamLoader`, whose state is two numbers for each of its lanes. Neither a resume nor another layout changes a batch.
 """
 
 from __future__ import annotations
 
+from nxtrain.data.batch_source import Batches, BatchOrder, BatchSource, Streams
 from nxtrain.data.dataset import Data, open_data
 from nxtrain.data.held_out import target_bytes, target_counts, unigram_entropy
 from nxtrain.data.loader import Batch, BatchShare, Loader
 from nxtrain.data.samples import Samples
-from nxtrain.data.stream_loader import StreamLoader, Streams
+from nxtrain.data.stream_loader import StreamLoader
 
 __all__ = [
     "Batch",
+    "BatchOrder",
     "BatchShare",
+    "BatchSource",
+    "Batches",
     "Data",
     "Loader",
     "Samples",

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from nxtrain.common.errors import DataError, LostPeerError, refused
 from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
+from nxtrain.data.batch_source import BatchSource, Rows
 from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
-from nxtrain.data.prepare import Prepared, digest, prepare
+from nxtrain.data.prepare import Prepared, digest, prepare_tokens
 from nxtrain.data.samples import EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file
-from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Data:
         skipped: Skipped files, with the reason.
     """
 
-    source: Samples | MixedSamples | Streams
+    source: BatchSource
     validation: Samples | None
     tokenizer: Path | None
     fingerprint: str
@@ -51,9 +51,9 @@ class Data:
 
     @property
     def train(self) -> Samples:
-        """Rows to train on, of one corpus that has rows before training."""
-        assert not isinstance(self.source, Streams | MixedSamples)
-        return self.source
+        """Rows to train on, of data that has rows before training."""
+        assert isinstance(self.source, Rows)
+        return self.source.samples
 
 
 def open_data(  # 8 arguments: each is of another part of the run, and there is one call
@@ -85,12 +85,11 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         LostPeerError: The rank that prepares the data failed.
     """
     receipt = _receipt(config, seq_len, vocab_size, workdir)
-    make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
-    if config.source == "arrow":
-        from nxtrain.data.arrow.training import HeldOut, prepare_streams
+    make = partial(prepare_tokens, config, seq_len, vocab_size)
+    if config.source != "tokens":
+        from nxtrain.data.arrow.training import prepare_corpora
 
-        lengths = HeldOut(seq_len, validation_rows)
-        make = partial(prepare_streams, config, lengths, vocab_size, workdir, of_weights)
+        make = partial(prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows)
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
@@ -103,14 +102,14 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     if not leader:
         prepared = _read_receipt(receipt)
 
-    train: Samples | MixedSamples | Streams
+    source: BatchSource
     validation = None
     if config.source == "arrow":
         from nxtrain.data.arrow.training import open_streams
 
-        train = open_streams(config, prepared, seq_len=seq_len, vocab_size=vocab_size)
+        source = open_streams(config, prepared, seq_len=seq_len, vocab_size=vocab_size)
     else:
-        train = _open_rows(config, prepared, seq_len, vocab_size)
+        source = _open_rows(config, prepared, seq_len, vocab_size)
     if prepared.validation:
         validation = _open_prepared(prepared, prepared.validation, prepared.validation_probe, seq_len, vocab_size)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
@@ -119,7 +118,7 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
             held_out, way_out = f"of data.validation_path={config.validation_path} has", "give more text"
         _refuse_too_short(validation, prepared.validation, held_out, way_out)
     return Data(
-        train,
+        source,
         validation,
         prepared.tokenizer,
         digest(prepared.fingerprint, seq_len),
@@ -180,13 +179,13 @@ def _open_prepared(prepared: Prepared, path: Path, probe: str, seq_len: int, voc
     return FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
 
 
-def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Samples | MixedSamples:
+def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Rows:
     """Rows to train on, of one token file or of a mixture of several."""
     if config.source != "tokens":
         path = Path(prepared.train)
         train = _open_prepared(prepared, path, prepared.probe, seq_len, vocab_size)
         _refuse_too_short(train, path, "leaves for training", "add text, or lower train.seq_len")
-        return train
+        return Rows(train)
     files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
     probes = zip(files, prepared.probe.split(), strict=True)
     parts: tuple[Samples, ...] = tuple(
@@ -195,7 +194,9 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
     if config.doc_mask:
         assert prepared.end_id is not None, "config/check.py asks for the tokenizer"
         parts = tuple(EndedSamples(part, prepared.end_id) for part in parts)
-    return MixedSamples(Mixture.of(config.mixture, config.weights), parts) if config.mixture else parts[0]
+    if config.mixture:
+        return Rows(MixedSamples(Mixture.of(config.mixture, config.weights), parts))
+    return Rows(parts[0])
 
 
 def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:

@@ -103,6 +103,17 @@ def read_array(path: Path) -> NDArray[Any]:
     return array
 
 
+def is_whole(path: Path) -> bool:
+    """True if an earlier start wrote the file and its checksums, and both can be opened; else they are written again.
+
+    The content is verified when rows are read. Damage of the content is an error then, because a disk may cause it.
+    """
+    try:
+        return path.exists() and read_array(path).nbytes == read_checksums(path).num_bytes > 0
+    except DataError:
+        return False
+
+
 def unreadable(what: str, error: OSError) -> NxtrainError:
     """Make the error for a failed read: DataError for a wrong name or missing rights, StorageError for the storage."""
     mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError

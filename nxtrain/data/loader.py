@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
-from nxtrain.data.mixture import MixedSamples
-from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
 
-_PERMUTED_STEPS = 16
+_ORDERED_STEPS = 16
 """Steps whose rows are found at once."""
 
 
@@ -123,7 +121,7 @@ class Loader:
     # 8 arguments: the order has its origin, its end and its gaps
     def __init__(
         self,
-        samples: Samples | MixedSamples,
+        samples: Samples,
         share: BatchShare,
         *,
         seed: int,
@@ -137,7 +135,7 @@ class Loader:
         self._seed, self._shuffle = seed, shuffle
         self._origin, self._past_end = origin, past_end
         self._doc_mask, self._skips = doc_mask, skips
-        self._permuted: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
+        self._ordered: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -147,13 +145,8 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """Batch of this rank for a step, counted from 0."""
         share, positions = self._share, self._positions(step)
-        samples, num_rows = self._samples, self._samples.num_rows
-        if isinstance(samples, MixedSamples):
-            rows = samples.drawn(positions, self._seed, shuffle=self._shuffle)
-        elif self._shuffle:
-            rows = samples.rows(self._numbers(samples, step))
-        else:
-            rows = samples.rows(positions % num_rows)
+        num_rows = self._samples.num_rows
+        rows = self._samples.rows(self._indices(step))
         batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask)
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
@@ -161,10 +154,12 @@ class Loader:
             return replace(batch, targets=targets, num_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)))
         return batch
 
+    def cursor(self) -> dict[int, tuple[int, ...]]:
+        """Nothing: the rows of a step follow from its number."""
+        return {}
+
     def progress(self, step: int) -> dict[str, float]:
         """Tokens and epochs of each corpus of a mixture after a step, counted from 1; empty without a mixture."""
-        if not isinstance(self._samples, MixedSamples):
-            return {}
         passed = step + left_out(self._skips, 0, step - 1)
         return self._samples.progress(self._origin + passed * self._share.global_batch)
 
@@ -174,16 +169,16 @@ class Loader:
         start = self._origin + passed * self._share.global_batch + self._share.dp_rank * self._share.num_rows
         return np.arange(start, start + self._share.num_rows)
 
-    def _numbers(self, samples: Samples, step: int) -> NDArray[np.int64]:
-        """Numbers of a step's rows in the random order, permuted for several steps at once: numpy's calls cost most."""
-        begin, numbers = self._permuted  # read once: two threads may ask for steps that are far apart
-        if begin != step - step % _PERMUTED_STEPS:
-            begin = step - step % _PERMUTED_STEPS
-            steps = range(begin, begin + _PERMUTED_STEPS)
+    def _indices(self, step: int) -> NDArray[np.int64]:
+        """Indices of a step's rows, computed for several steps at once: numpy's calls cost most."""
+        begin, indices = self._ordered  # read once: two threads may ask for steps that are far apart
+        if begin != step - step % _ORDERED_STEPS:
+            begin = step - step % _ORDERED_STEPS
+            steps = range(begin, begin + _ORDERED_STEPS)
             positions = np.concatenate([self._positions(near) for near in steps])
-            numbers = shuffled(positions, samples.num_rows, self._seed).reshape(_PERMUTED_STEPS, -1)
-            self._permuted = begin, numbers
-        of_step: NDArray[np.int64] = numbers[step - begin]
+            indices = self._samples.ordered(positions, self._seed, shuffle=self._shuffle).reshape(_ORDERED_STEPS, -1)
+            self._ordered = begin, indices
+        of_step: NDArray[np.int64] = indices[step - begin]
         return of_step
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.config.bounds import row_shares
-from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
 
 _SEEDS = 0x9E3779B97F4A7C15
@@ -90,8 +89,8 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class MixedSamples:
-    """Rows of several tables, mixed.
+class MixedSamples(Samples):
+    """Rows of several tables, mixed; the rows of each table are numbered after those of the tables before.
 
     Args:
         mixture: Corpus of each row.
@@ -111,29 +110,33 @@ class MixedSamples:
         """Targets in a row."""
         return self.parts[0].seq_len
 
-    def drawn(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
-        """Rows at positions of the endless order: (n,) to (n, S + 1)."""
-        rows = np.empty((positions.size, self.seq_len + 1), np.int64)
+    def ordered(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
+        """Indices of the rows at positions of the endless order, in which each corpus has its own epochs."""
         corpora, numbers = self.mixture.rows(positions)
+        indices = np.empty_like(positions)
+        first = 0
         for corpus, part in enumerate(self.parts):
             mine = corpora == corpus
+            indices[mine] = first + part.ordered(numbers[mine], self.mixture.seed(seed, corpus), shuffle=shuffle)
+            first += part.num_rows
+        return indices
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows at indices: (n,) to (n, S + 1)."""
+        rows = np.empty((indices.size, self.seq_len + 1), np.int64)
+        first = 0
+        for part in self.parts:
+            mine = (first <= indices) & (indices < first + part.num_rows)
             if mine.any():
-                rows[mine] = drawn(part, numbers[mine], self.mixture.seed(seed, corpus), shuffle=shuffle)
+                rows[mine] = part.rows(indices[mine] - first)
+            first += part.num_rows
         return rows
 
     def progress(self, num_rows: int) -> dict[str, float]:
-        """Values of `progress` after the first rows of the endless order."""
+        """Tokens and epochs of each corpus after the first rows of the endless order."""
         counts = self.mixture.counts(num_rows)
         epochs = [count / part.num_rows for count, part in zip(counts, self.parts, strict=True)]
         return progress(self.mixture, num_rows, self.seq_len, epochs)
-
-
-def drawn(samples: Samples, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
-    """Rows of one table at positions of its endless order: (n,) to (n, S + 1)."""
-    num_rows = samples.num_rows
-    if shuffle:
-        return samples.rows(shuffled(positions, num_rows, seed))
-    return samples.rows(positions % num_rows)
 
 
 def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[float]) -> dict[str, float]:

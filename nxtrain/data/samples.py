@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.common.vocab import END_BIT, ID_MASK
 from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
+from nxtrain.data.order import shuffled
 from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
@@ -28,25 +30,36 @@ _HEADER_BYTES = 1 << 17
 _CHANGED = "somebody has changed it since, or this machine has another copy; leave it alone, and start again"
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Token rows of one length, S = seq_len."""
 
     @property
+    @abstractmethod
     def num_rows(self) -> int:
         """Rows in an epoch."""
-        ...
 
     @property
+    @abstractmethod
     def seq_len(self) -> int:
         """Targets in a row."""
-        ...
 
+    @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1); inputs are [:, :-1], targets [:, 1:]."""
-        ...
+
+    def ordered(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
+        """Indices of the rows at positions of the endless order: (n,) to (n,)."""
+        if shuffle:
+            return shuffled(positions, self.num_rows, seed)
+        return positions % self.num_rows
+
+    def progress(self, num_rows: int) -> dict[str, float]:
+        """Values for the record of a step after the first rows of the endless order; empty without a mixture."""
+        del num_rows
+        return {}
 
 
-class TableSamples:
+class TableSamples(Samples):
     """Rows of a 2-d array in memory.
 
     Args:
@@ -71,7 +84,7 @@ class TableSamples:
         return self._table[indices].astype(np.int64)
 
 
-class FileSamples:
+class FileSamples(Samples):
     """Rows of a .npy file of ids, each checked when it is read.
 
     If the open file is modified, a sample of its rows must still match. A file that is replaced or deleted under its
@@ -169,7 +182,7 @@ class FileSamples:
             raise DataError(f"{self._file.name} does not hold what was checked when the run began: {_CHANGED}")
 
 
-class EndedSamples:
+class EndedSamples(Samples):
     """Rows of a token file that somebody else has made, in which an id ends each document.
 
     Such a file has nothing else that tells its documents apart.

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import CheckpointError
 from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
-from nxtrain.data.mixture import Mixture, progress
 
 Place = tuple[int, ...]
 """Place of a lane: an ordinal of its documents, and a token or a row.
@@ -63,40 +62,6 @@ class LaneSource(Protocol):
             mark: Called with the name of each document before it is read.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Documents that are tokenized and packed while they are consumed.
-
-    Args:
-        source: Opens the lanes.
-        sizes: Documents of each corpus.
-        mixture: Shares of several corpora; None for one.
-    """
-
-    source: LaneSource
-    sizes: tuple[int, ...]
-    mixture: Mixture | None = None
-
-    @property
-    def num_documents(self) -> int:
-        """Documents of all corpora."""
-        return sum(self.sizes)
-
-    def progress(self, lanes: int, seq_len: int, places: Mapping[int, Place]) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture; the epochs are those of the first known lane.
-
-        Args:
-            lanes: Number of lanes.
-            seq_len: Targets in a row.
-            places: Places of some lanes.
-        """
-        if self.mixture is None:
-            return {}
-        lane, place = min(places.items())
-        epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
-        return progress(self.mixture, place[0] * lanes, seq_len, epochs)
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], Place]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.data import Data, Streams
+from nxtrain.data import Data
 from nxtrain.train.context import RunContext
 
 
@@ -23,10 +23,6 @@ def announce(context: RunContext) -> None:
 def announce_start(context: RunContext, data: Data, meta: Meta) -> None:
     """Print the model, the data, and the step after which the run continues."""
     config, family = context.config, context.plan.family
-    if isinstance(data.source, Streams):
-        rows = f"{data.source.num_documents:,} documents in"
-    else:
-        rows = f"{data.source.num_rows:,}"
     beginning = "starts from scratch"
     if meta.step:
         beginning = f"continues after step {meta.step}"
@@ -34,7 +30,7 @@ def announce_start(context: RunContext, data: Data, meta: Meta) -> None:
         beginning = f"starts from the weights of model.hf={config.model.hf}"
     context.print_line(
         f"model {family.name}, {context.plan.dimensions.num_params:,} parameters; "
-        f"data {rows} rows of {config.train.seq_len} tokens; {beginning}"
+        f"data {data.source.describe()} of {config.train.seq_len} tokens; {beginning}"
     )
 
 

@@ -12,7 +12,7 @@ from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.show import dump
-from nxtrain.data import Data, StreamLoader, Streams
+from nxtrain.data import Data
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, RunObserver
@@ -33,7 +33,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.run import Run
-from nxtrain.train.run_data import open_run_data, train_loader, validation_loader
+from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.supervision.coordinated_stop import StepGate
@@ -67,9 +67,8 @@ def assemble(context: RunContext) -> Run:
     guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
     guard.begin(begun.step, begun.stability)
     skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # its samples count the earlier ones
-    loader = train_loader(context, data, begun, skips)
-    cursor = loader.cursor if isinstance(loader, StreamLoader) else None
-    identity = RunIdentity(inputs, begun, data.tokenizer, guard.kept, cursor, skips)
+    batches = train_batches(context, data, begun, skips)
+    identity = RunIdentity(inputs, begun, data.tokenizer, guard.kept, batches.cursor, skips)
     goodput = _goodput_meter(context)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, goodput)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
@@ -89,7 +88,7 @@ def assemble(context: RunContext) -> Run:
     trainer = Trainer(
         config=config,
         state=state,
-        train=loader,
+        train=batches,
         validation=validation_loader(context, data),
         schedule=Schedule.of(config),
         meter=_throughput_meter(context, begun),
@@ -123,9 +122,10 @@ def _with_steps(context: RunContext, data: Data) -> RunContext:
     epochs = context.config.train.epochs
     if not epochs:
         return context
-    assert not isinstance(data.source, Streams)
-    config = with_epochs_as_steps(context.config, data.source.num_rows)
-    context.print_line(f"{epochs:g} epochs of {data.source.num_rows:,} rows: train.steps={config.train.steps}")
+    num_rows = data.source.num_rows
+    assert num_rows is not None, "config/duration.py refuses epochs of rows without an end"
+    config = with_epochs_as_steps(context.config, num_rows)
+    context.print_line(f"{epochs:g} epochs of {num_rows:,} rows: train.steps={config.train.steps}")
     return replace(context, plan=replace(context.plan, config=config))
 
 

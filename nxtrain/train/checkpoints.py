@@ -44,7 +44,7 @@ class RunIdentity:
     begun: Meta
     tokenizer: Path | None = None
     stability: Callable[[], dict[str, Any]] = dict
-    cursor: Callable[[], dict[int, Place]] | None = None
+    cursor: Callable[[], dict[int, Place]] = dict
     skips: Skips = ()
 
 
@@ -103,8 +103,8 @@ class Checkpoints(RunObserver):
             CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
         meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
-        cursor = self._identity.cursor
-        places = merged(self._state.ranks.gather(cursor())) if cursor else {}
+        cursor = self._identity.cursor()
+        places = merged(self._state.ranks.gather(cursor)) if cursor else {}
         skipped = left_out(self._identity.skips, self._identity.begun.step, step - 1) * meta.global_batch
         update = {
             "stability": self._identity.stability(),

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Literal
-
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.common.run_folder import DATA_DIR
-from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
+from nxtrain.data import Batches, BatchOrder, BatchShare, Data, Loader, open_data
 from nxtrain.data.loader import Skips
-from nxtrain.data.mixture import MixedSamples
-from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
-from nxtrain.data.workers import WorkerPolicy, Workers
+from nxtrain.data.workers import WorkerPolicy
 from nxtrain.train.context import RunContext
 from nxtrain.train.tokenizer import tokenizer_of_weights
 
@@ -40,63 +34,43 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
     return data
 
 
-def train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Loader | StreamLoader:
-    """Loader of training batches that goes on after a step."""
-    config, source = context.config, data.source
-    if not isinstance(source, Streams):
-        origin = meta.samples - meta.step * config.train.global_batch
-        return _loader(context, source, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips)
-    assert data.end_id is not None
-    lanes = num_lanes(config.train.global_batch)
-    order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
-    return StreamLoader(
-        _open_lanes(context, source, order),
-        lanes,
+def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Batches:
+    """Training batches that go on after a step."""
+    config = context.config
+    order = BatchOrder(
         _share(context),
-        end_id=data.end_id,
+        config.run.seed,
+        config.data.shuffle,
         doc_mask=config.data.doc_mask,
-        places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
-        progress=partial(source.progress, lanes, config.train.seq_len),
+        origin=meta.samples - meta.step * config.train.global_batch,
+        cursor=meta.data_cursor,
         skips=skips,
+        workers=_workers(context),
     )
+    return data.source.batches(order)
 
 
-def _open_lanes(context: RunContext, streams: Streams, order: LaneOrder) -> Callable[[Mapping[int, Place], int], Lanes]:
-    """Function that opens lanes, in this process or in workers."""
+def _workers(context: RunContext) -> WorkerPolicy | None:
+    """Policy of the processes that tokenize and pack; None: a thread of the rank does."""
     data, recovery = context.config.data, context.config.recovery
     if not data.workers:
-        return partial(LocalLanes, partial(streams.source.opened(), order))
+        return None
     # All replacements together take less time than the rank has before it counts as hung itself.
     timeout_s = recovery.hang_timeout_s / (data.worker_restarts + 2)
-    policy = WorkerPolicy(data.workers, data.worker_restarts, timeout_s, context.backend.rank)
-    return partial(Workers, streams.source, order, policy)
+    return WorkerPolicy(data.workers, data.worker_restarts, timeout_s, context.backend.rank)
 
 
 def validation_loader(context: RunContext, data: Data) -> Loader | None:
     """Loader of held-out batches; None if the run has no held-out data."""
     if data.validation is None:
         return None
-    return _loader(context, data.validation, shuffle=False, past_end="pad")
-
-
-def _loader(
-    context: RunContext,
-    samples: Samples | MixedSamples,
-    *,
-    shuffle: bool,
-    past_end: Literal["wrap", "pad"],
-    origin: int = 0,
-    skips: Skips = (),
-) -> Loader:
     return Loader(
-        samples,
+        data.validation,
         _share(context),
         seed=context.config.run.seed,
-        shuffle=shuffle,
-        origin=origin,
+        shuffle=False,
         doc_mask=context.config.data.doc_mask,
-        past_end=past_end,
-        skips=skips,
+        past_end="pad",
     )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
+from nxtrain.data.batch_source import Batches
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.data.stream_loader import StreamLoader
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.retrying_sink import Sink
 from nxtrain.metrics.run_observer import RunObserver
@@ -52,7 +52,7 @@ class Trainer:
 
     config: RunConfig
     state: TrainState
-    train: Loader | StreamLoader
+    train: Batches
     validation: Loader | None
     schedule: Schedule
     meter: ThroughputMeter

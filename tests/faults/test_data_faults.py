@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from nxtrain.common.errors import DataError, StorageError
-from nxtrain.data import dataset, prepare
+from nxtrain.data import dataset
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import at_batch, command, train, write_config
 from tests.support.runs import course
@@ -143,14 +144,14 @@ def test_a_token_file_that_vanishes_or_is_replaced_under_its_name_is_read_on_as_
 
 
 def _after_the_check(change: Callable[[Path], object], path: Path) -> None:
-    checked = vars(dataset)["prepare"]
+    checked = vars(dataset)["prepare_tokens"]
 
     def and_changed(*args: Any, **kwargs: Any) -> Any:
         prepared = checked(*args, **kwargs)
         change(path)
         return prepared
 
-    vars(dataset)["prepare"] = and_changed
+    vars(dataset)["prepare_tokens"] = and_changed
 
 
 @pytest.mark.parametrize("change", [Path.unlink, _replace, _truncate])
@@ -178,54 +179,45 @@ def write_text(folder: Path) -> tuple[str, ...]:
     return (*TEXT, f"data.path={folder}/text")
 
 
-def _at_read(number: int, action: Callable[[], object]) -> None:
-    """Do something before the corpus is read for the so-manieth time: to survey, for the tokenizer, to encode."""
-    read, count = prepare.sections, 0
+def _before(module_name: str, name: str, action: Callable[[], object]) -> None:
+    """Do something before a function of a module of `nxtrain.data.arrow` is called."""
+    module = import_module(f"nxtrain.data.arrow.{module_name}")
+    function = vars(module)[name]
 
-    def counted(corpus: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == number:
-            action()
-        return read(corpus)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return function(*args, **kwargs)
 
-    prepare.sections = counted
+    setattr(module, name, called)
 
 
 def _rewrite(path: Path) -> None:
     path.write_text("other words\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("number", [2, 3])
-@pytest.mark.parametrize("change", [Path.unlink, _rewrite, Path.touch])
+def _empty(path: Path) -> None:
+    path.write_text("", encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [7, 19])
+@pytest.mark.parametrize("change", [Path.unlink, _rewrite, _empty])
 def test_a_corpus_that_changes_while_it_is_read_is_refused_with_the_file(
     tmp_path: Path, number: int, change: Callable[[Path], object]
 ) -> None:
     overrides = write_text(tmp_path)
-    file = tmp_path / "text/07.txt"
-    code, told = train(tmp_path, *overrides, first=partial(_at_read, number, partial(change, file)))
-    if change is Path.touch:
-        assert code == 0, told
-        return
+    file = tmp_path / f"text/{number:02}.txt"
+    first = partial(_before, "preparation", "source_rows", partial(change, file))
+    code, told = train(tmp_path, *overrides, first=first)
     assert code == DataError.exit_code, told
     assert str(file) in told
     assert "Traceback" not in told
-    assert not [*(tmp_path / "run/data").glob("train-*"), *(tmp_path / "run/data").glob(".*")]
-
-
-def test_a_corpus_whose_end_vanishes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    overrides = write_text(tmp_path)
-    file = tmp_path / "text/19.txt"
-    empty = partial(file.write_text, "", encoding="utf-8")
-    code, told = train(tmp_path, *overrides, first=partial(_at_read, 3, empty))
-    assert code == DataError.exit_code, told
-    assert "its end (document 19 of the corpus, from 0, is gone)" in told
+    assert not [*(tmp_path / "run/data").glob("*-*"), *(tmp_path / "run/data").glob(".*")]
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"good\n\xff bad\n", "07.txt, line 2, byte 5: 0xff is not UTF-8"),
+        (b"good\n\xff bad\n", "07.txt, row 1: invalid UTF-8: byte 5 is 0xff"),
         (b"", ""),
         (b"a", ""),
         (b"long words without any end " * 40_000, ""),
@@ -236,7 +228,7 @@ def test_odd_documents_are_named_or_read(tmp_path: Path, content: bytes, says: s
     (tmp_path / "text/07.txt").write_bytes(content)
     code, told = train(tmp_path, *overrides)
     assert code == (DataError.exit_code if says else 0), told
-    assert says in told
+    assert says in " ".join(told.split())
 
 
 def _kill_in(attribute: str) -> None:
@@ -256,11 +248,13 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
     overrides = write_text(tmp_path)
     code, told = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
     assert code == 0, told
-    for number in (3, 2):  # the second time the tokenizer is there, which takes no reading
-        code, told = train(tmp_path, *overrides, first=partial(_at_read, number, partial(_kill_in, "fsync")))
+    data = tmp_path / "run/data"
+    for function, call in (("prepare_sources", "fdatasync"), ("_validation", "fsync"), ("_training", "fsync")):
+        module = "run_corpora" if function == "prepare_sources" else "training"
+        code, told = train(tmp_path, *overrides, first=partial(_before, module, function, partial(_kill_in, call)))
         assert code == -signal.SIGKILL, told
-        assert [*(tmp_path / "run/data").glob(".*")], "the test kills too late"
-        assert not [*(tmp_path / "run/data").glob("train-*")]
+        assert [*data.glob(".*"), *data.glob("*.partial")], "the test kills too late"
+        assert not [*data.glob("train-*")]
     code, told = train(tmp_path, *overrides)
     assert code == 0, told
     assert course(tmp_path / "run") == course(tmp_path / "straight")
@@ -271,11 +265,12 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
     assert names == {path.name for path in (tmp_path / "again/run/data").iterdir()}
 
 
-def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train-*.npy", "corpus-*.arrow"])
+def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path, name: str) -> None:
     overrides = write_text(tmp_path)
     assert train(tmp_path, *overrides)[0] == 0
     before, done = prepared(tmp_path), course(tmp_path / "run")
-    (file,) = (tmp_path / "run/data").glob("train-*.npy")
+    (file,) = (tmp_path / "run/data").glob(name)
     _truncate(file)
     code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
     assert code == 0, told

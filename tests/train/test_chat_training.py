@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 
 from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.config.schema import DataConfig
+from nxtrain.data.batch_source import BatchOrder
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare
-from nxtrain.data.stream_loader import LaneOrder, LocalLanes, StreamLoader, Streams
 from nxtrain.data.tokenization import load_tokenizer
 from tests.support.commands import command, in_process, write_config
 from tests.support.conversations import (
@@ -49,11 +48,8 @@ def answers_of_steps(folder: Path, documents: list[Answered]) -> Iterator[list[A
     data = open_data(
         config, seq_len=SEQ_LEN, vocab_size=VOCABULARY, workdir=folder / "w", leader=True, barrier=lambda: None
     )
-    assert isinstance(data.source, Streams)
-    assert data.end_id is not None
-    open_lanes = partial(LocalLanes, partial(data.source.source.opened(), LaneOrder(GLOBAL_BATCH, 0, False)))
-    loader = StreamLoader(open_lanes, GLOBAL_BATCH, BatchShare(GLOBAL_BATCH, 1), end_id=data.end_id, doc_mask=True)
-    for batch in loader.prefetched(0):
+    order = BatchOrder(BatchShare(GLOBAL_BATCH, 1), 0, False, doc_mask=True)
+    for batch in data.source.batches(order).prefetched(0):
         rows = batch.inputs.reshape(-1, SEQ_LEN).tolist()
         yield [piece.document for row in rows for piece in pieces_of_whole(documents, row)]
 

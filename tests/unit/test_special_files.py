@@ -25,8 +25,9 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.training import prepare_corpora
 from nxtrain.data.files import read_array, read_checksums
-from nxtrain.data.prepare import prepare
+from nxtrain.data.prepare import prepare_tokens
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import open_file as open_data_file
 from nxtrain.data.tokenization import declared_end, load_tokenizer
@@ -72,7 +73,7 @@ def test_links_to_files_are_followed_and_folders_are_named_as_such(tmp_path: Pat
 
 def _text(path: Path) -> object:
     config = DataConfig(source="text", path=str(path))
-    return prepare(config, seq_len=8, vocab_size=300, workdir=path.parent / "work")
+    return prepare_corpora(config, 8, 300, path.parent / "work")
 
 
 def _arrow(path: Path) -> object:
@@ -98,7 +99,7 @@ def _tokenizer(path: Path) -> object:
 
 def _tokens(path: Path) -> object:
     config = DataConfig(source="tokens", path=str(path))
-    return prepare(config, seq_len=8, vocab_size=300, workdir=path.parent)
+    return prepare_tokens(config, 8, 300)
 
 
 def _below(read: Callable[[Path], object]) -> Callable[[Path], object]:

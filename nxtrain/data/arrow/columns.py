@@ -56,6 +56,7 @@ class Settings:
         shard_bytes: Size at which a shard ends; 0 for one file.
         prompt: Field or column that holds the prompts; empty: none.
         chat: Digest of the template that writes conversations; empty: documents are text.
+        sections: Text files become a document for each of their sections.
     """
 
     field: str
@@ -64,10 +65,12 @@ class Settings:
     shard_bytes: int
     prompt: str = ""
     chat: str = ""
+    sections: bool = False
 
     def to_json(self) -> str:
-        """Settings as JSON, for the schema's metadata and the journal; corpora without prompts do not name them."""
-        named = {key: value for key, value in asdict(self).items() if value or key not in ("prompt", "chat")}
+        """Settings as JSON, for the schema's metadata and the journal; the later ones are named where they are set."""
+        later = ("prompt", "chat", "sections")
+        named = {key: value for key, value in asdict(self).items() if value or key not in later}
         return json.dumps(named, sort_keys=True)
 
 

@@ -27,7 +27,7 @@ from nxtrain.data.arrow.columns import (
     TextColumn,
     open_tokenizer,
 )
-from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, FileProgress, SourceRow, is_blank, text_rows
+from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, FileProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, PreparationWork, read_summary, refuse, shard_name
@@ -44,7 +44,7 @@ MIN_SHARD_BYTES = 1 << 16
 SHOWN_BAD = 5
 """Skipped rows that are shown; all of them are in the file of bad rows."""
 
-OnBad = Literal["stop", "skip"]
+OnBad = Literal["stop", "skip", "skip binary"]
 
 _EXAMPLES = {
     False: '{"prompt": "...", "text": "..."}',
@@ -69,6 +69,7 @@ class PreparationRequest:
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
         mixed: A folder may hold text next to other formats.
+        sections: Text files become documents of at most `SECTION_BYTES`.
     """
 
     sources: Sequence[Location]
@@ -83,6 +84,7 @@ class PreparationRequest:
     prompt: str = ""
     chat: bool = False
     mixed: bool = False
+    sections: bool = False
 
 
 class Watcher:
@@ -126,14 +128,18 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
         StorageError: The storage fails.
         StoppedBySignal: The watcher was asked to stop.
     """
-    outputs = Outputs(request.out)
     _check(request)
     if request.restart:
-        outputs.clear()
-    sources = find_sources(request.sources, request.only, request.mixed)
+        Outputs(request.out).clear()
+    return prepare_sources(request, find_sources(request.sources, request.only, request.mixed), watcher)
+
+
+def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watcher: Watcher) -> PreparationOutcome:
+    """Prepare a corpus of files that are recognised already; raises the errors of `prepare_corpus`."""
+    outputs = Outputs(request.out)
     _check_fields(request, sources)
-    fields = Fields(request.field, request.prompt)
-    settings = Settings(request.field, request.lines, "", request.shard_bytes, request.prompt)
+    fields = Fields(request.field, request.prompt, sections=request.sections)
+    settings = Settings(request.field, request.lines, "", request.shard_bytes, request.prompt, "", request.sections)
     column: Column = TextColumn()
     if request.tokenizer:
         tokenizer = open_tokenizer(request.tokenizer)
@@ -201,7 +207,7 @@ def source_rows(
         row = offset = 0
         passed += source.size
         if open_file(source.path, None).version() != source.version:
-            reason = "changed while it was read; begin again with --restart when nobody writes to it"
+            reason = "changed while it was read; begin again when nobody writes to it, data prepare with --restart"
             raise DataError(f"{source.path} {reason}")
 
 
@@ -286,6 +292,8 @@ def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: Pre
         raise DataError(
             f"{text}\n    or skip and count such rows: the same command with --on-bad skip goes on from here"
         )
+    if request.on_bad == "skip binary" and bad.reason != BINARY:
+        raise DataError(text)
     work.counts.rows += bad.num_rows
     shown = sum(work.counts.skipped.values())
     work.counts.skipped[bad.reason] += bad.num_rows

@@ -187,6 +187,15 @@ class PreparedCorpus:
         digest.update(repr([(batch.rows, batch.size) for batch in self._batches]).encode())
         return digest.hexdigest()
 
+    @property
+    def checksum(self) -> str:
+        """Checksum of all bytes, of a corpus with checksums."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            assert isinstance(file, CheckedFile)
+            digest.update(file.table())
+        return digest.hexdigest()
+
     def expect(self, documents: Iterable[int]) -> None:
         """Begin to fetch documents that are read soon; those of a disk come fast enough."""
         for document in documents:

@@ -21,6 +21,9 @@ MAX_DOCUMENT_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 """Bytes of text that are read at once."""
 
+SECTION_BYTES = 1 << 16
+"""Longest section of a text file that becomes several documents."""
+
 INVALID_UTF8 = "invalid UTF-8"
 BROKEN_JSON = "broken JSON"
 MISSING_FIELD = "missing field"
@@ -93,11 +96,13 @@ class Fields:
         text: Field that holds the documents, or the conversations.
         prompt: Field of the prompts, each of which comes before its document; empty: none.
         chat: Writer of conversations; None: the field is text.
+        sections: A text file becomes a document for each of its sections.
     """
 
     text: str
     prompt: str = ""
     chat: ChatWriter | None = None
+    sections: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,8 +144,8 @@ def text_rows(
 ) -> Iterator[SourceRow | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, after a place.
 
-    A text file is one row, or, with `lines`, each of its lines that is not blank. Blank lines of JSON lines are no
-    rows.
+    A text file is one row. With `lines` each of its lines that is not blank is a row, with `fields.sections` each
+    section. Blank lines of JSON lines are not rows.
 
     Args:
         source: The file.
@@ -155,6 +160,12 @@ def text_rows(
     row, offset = start
     try:
         with _opened(source) as (file, raw):
+            if source.kind == "text" and fields.sections:
+                for section in _section_rows(file, row):
+                    row, offset = section.row, section.offset
+                    progress.num_bytes = min(source.size, raw.tell())
+                    yield section
+                return
             if source.kind == "text" and not lines:
                 if not row:
                     yield _whole(file)
@@ -257,6 +268,53 @@ def split_lines(
         yield None if is_long else b"".join(held), offset + num_held
 
 
+def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
+    """Sections of a binary stream, each of which ends at the end of a line where it can.
+
+    Args:
+        file: The stream.
+        limit: Longest section in bytes.
+    """
+    held = b""
+    while True:
+        chunk = bytes(file.read(CHUNK_BYTES))
+        held += chunk
+        start = 0
+        while len(held) - start > limit:
+            end = held.rfind(b"\n", start, start + limit) + 1
+            if not end:
+                end = start + limit
+                while held[end] & 0xC0 == 0x80 and end > start + limit - 4:  # noqa: PLR2004 - inside of a letter
+                    end -= 1
+            yield held[start:end]
+            start = end
+        held = held[start:]
+        if not chunk:
+            break
+    if held:
+        yield held
+
+
+def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
+    """Rows of the sections of a text file after a row; the file ends for us with its first NUL byte."""
+    position = 0
+    for number, section in enumerate(split_sections(file), 1):
+        begin = position
+        position += len(section)
+        if number <= row:  # a start cuts all sections again, so that a kill does not move their ends
+            continue
+        content = section
+        if not begin:
+            content = section.removeprefix(b"\xef\xbb\xbf")
+        if b"\0" in content:
+            yield BadRow(number, position, BINARY, f"bytes {begin:,} to {position:,} hold a NUL byte")
+            return
+        try:
+            yield SourceRow(valid_utf8(content, begin), number, position)
+        except BadRowError as error:
+            yield BadRow(number, position, *error.args)
+
+
 def _whole(file: Any) -> SourceRow | BadRow:
     """Row of a text file that is one document."""
     pieces, num_bytes = [], 0
@@ -285,12 +343,13 @@ def is_blank(text: bytes) -> bool:
     return not rest or (rest[:4].decode(errors="ignore")[:1].isspace() and rest.decode(errors="replace").isspace())
 
 
-def valid_utf8(content: bytes) -> bytes:
-    """Content that is valid UTF-8, unchanged."""
+def valid_utf8(content: bytes, begin: int = 0) -> bytes:
+    """Content that is valid UTF-8, unchanged; `begin` is the offset of its first byte, for the message."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        detail = f"byte {error.start} is 0x{content[error.start]:02x} ({error.reason}); convert it with iconv -t utf-8"
+        byte = f"byte {begin + error.start} is 0x{content[error.start]:02x}"
+        detail = f"{byte} ({error.reason}); convert it with iconv -t utf-8"
         raise BadRowError(INVALID_UTF8, detail) from None
     return content
 

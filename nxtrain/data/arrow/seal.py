@@ -122,6 +122,10 @@ class CheckedFile:
             progress(min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES))
         return damages
 
+    def table(self) -> bytes:
+        """Checksums of all blocks, which differ for every other content."""
+        return bytes(read_exactly(self._file, ENTRY_BYTES * len(self._is_verified), self._covered))
+
     def version(self) -> object:
         """See `DataFile`."""
         return self._file.version()

@@ -83,13 +83,16 @@ class Source:
     sample: str
 
 
-def find_sources(arguments: Sequence[Location], only: str = "", mixed: bool = False) -> list[Source]:
+def find_sources(
+    arguments: Sequence[Location], only: str = "", mixed: bool = False, any_text: bool = False
+) -> list[Source]:
     """Find and recognise the files of a corpus, in the order of the arguments, those of a folder sorted by path.
 
     Args:
         arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
         mixed: A folder may hold text next to other formats.
+        any_text: A file of an unknown format counts as text, whose reader skips or refuses other content.
 
     Raises:
         ConfigError: An argument does not exist, or a folder holds no file.
@@ -99,9 +102,9 @@ def find_sources(arguments: Sequence[Location], only: str = "", mixed: bool = Fa
     for argument in arguments:
         names = _listed(argument)
         if names is None:
-            sources.append(_recognise(argument, argument.name))
+            sources.append(_recognise(argument, argument.name, any_text))
             continue
-        of_folder = [_recognise(argument / name, name) for name in _chosen(argument, names, only)]
+        of_folder = [_recognise(argument / name, name, any_text) for name in _chosen(argument, names, only)]
         if not mixed:
             _refuse_mixture(argument, of_folder)
         sources += of_folder
@@ -195,7 +198,7 @@ def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
         )
 
 
-def _recognise(path: Location, name: str) -> Source:
+def _recognise(path: Location, name: str, any_text: bool) -> Source:
     """Read a file's begin and sample.
 
     Raises:
@@ -221,7 +224,7 @@ def _recognise(path: Location, name: str) -> Source:
         compression = compression or by_name
     if compression:
         head = _uncompressed(path, compression)
-    kind = _kind(path, plain.suffix.lower(), head)
+    kind = _kind(path, plain.suffix.lower(), head, any_text)
     if compression and kind not in {"text", "jsonl"}:
         raise DataError(
             f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it has compression inside"
@@ -240,7 +243,7 @@ def _uncompressed(path: Location, compression: str) -> bytes:
         return b""
 
 
-def _kind(path: Location, suffix: str, head: bytes) -> Kind:
+def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
     """Format of a file by its first bytes, and by its suffix where these fit several."""
     if head.startswith(b"PAR1"):
         return "parquet"
@@ -254,7 +257,7 @@ def _kind(path: Location, suffix: str, head: bytes) -> Kind:
         return by_name
     if _looks_like_json_lines(head):
         return "jsonl"
-    if by_name == "text":
+    if by_name == "text" or any_text:
         return "text"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if suffix == ".json" and text[:1] in {b"[", b"{"}:

@@ -133,8 +133,12 @@ class Documents:
         """True for a document of the held-out share; equal documents are on one side, in every order."""
         if not self.held_out:
             return False
-        number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-        return number < self.held_out * 2.0**64
+        return content_hash(content) < self.held_out * 2.0**64
+
+
+def content_hash(content: bytes) -> int:
+    """Hash of a document, uniform below 2^64."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _marked(ids: Ids, num_tokens: int) -> Ids:

@@ -1,8 +1,16 @@
-"""Training on a prepared corpus: tokenizer and held-out tokens, made by one rank, and the streams of every rank."""
+"""Preparation of a run's documents by one rank: corpora, tokenizer and token files, and the streams of every rank.
+
+A run on text or on the standard library first makes a corpus of it, as `nxtrain data prepare` does. Its documents then
+become a stream of tokens in the run's folder. Documents of a prepared corpus are tokenized while they are consumed.
+
+The name of every file has the fingerprint of its inputs. A second start therefore reuses the file, and a changed corpus
+never uses an old one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,89 +19,70 @@ import numpy as np
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.atomic import clear_drafts
-from nxtrain.common.io.object_store import place_of
+from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
-from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora, open_corpus
 from nxtrain.data.arrow.streams import Documents
-from nxtrain.data.files import MARKED, Tokens, read_array, writing_tokens
-from nxtrain.data.mixture import Mixture
+from nxtrain.data.batch_source import Streams
+from nxtrain.data.files import MARKED, Tokens, is_whole, read_array, writing_tokens
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
-from nxtrain.data.prepare import Prepared, digest, is_whole, train_tokenizer
+from nxtrain.data.prepare import Prepared, digest
 from nxtrain.data.samples import probe
 from nxtrain.data.storage import cache_folder
-from nxtrain.data.stream_loader import Streams
-from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer
+from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
 
 _TOKENIZER_BYTES = 32 << 20
-"""Text from which a tokenizer is trained."""
+"""Text from which a tokenizer is trained; a larger sample hardly changes the frequent merges, but takes longer."""
+
+_GROUP_BYTES = 1 << 20
+"""Text that is tokenized at once."""
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Rows that an evaluation reads.
-
-    Args:
-        seq_len: Targets in a row.
-        num_rows: Most rows; 0: the run does not evaluate.
-    """
-
-    seq_len: int
-    num_rows: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows, each of which begins with the last token of the row before."""
-        return self.num_rows * self.seq_len + 1
-
-
-def prepare_streams(
+def prepare_corpora(  # 6 arguments: each is of another part of the run, and there is one call
     config: DataConfig,
-    held_out: HeldOut,
+    seq_len: int,
     vocab_size: int,
     workdir: Path,
-    of_weights: Callable[[], KnownTokenizer | None],
+    of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
+    validation_rows: int = 0,
 ) -> Prepared:
-    """Check prepared corpora, and write their held-out tokens, unless they are written already.
+    """Make or check the corpora of a run, and write its tokenizer and token files, unless they are written already.
+
+    Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
 
     Args:
         config: The `[data]` section.
-        held_out: Rows that an evaluation reads.
+        seq_len: Targets in a row.
         vocab_size: Entries of the model's vocabulary.
         workdir: Folder for prepared files.
         of_weights: Returns the tokenizer of the initial weights.
+        validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
 
     Raises:
         DataError: A corpus is damaged or empty, or its ids are those of another tokenizer or vocabulary.
         StorageError: The storage fails.
     """
     clear_drafts(workdir)
-    mixture, corpora = _corpora(config)
+    run = open_corpora(config, workdir)
     given = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
-    made = {corpus.tokenizer for corpus in corpora if corpus.is_ids}
-    trained = given is None and not made
+    has_ids = any(corpus.is_ids for corpus in run.corpora)
+    trained = given is None and not has_ids
     if trained:
-        given = KnownTokenizer(_train_tokenizer(corpora, mixture, config, vocab_size, workdir))
+        given = KnownTokenizer(_train_tokenizer(run, vocab_size, workdir))
     tokenizer: TextTokenizer | None = None
     origin = ""
     if given:
         tokenizer = load_tokenizer(given.path, vocab_size, given.end)
         origin = given.origin
-    if tokenizer is None and len({corpus.tokenizer for corpus in corpora}) > 1:
-        raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
-    for corpus in corpora:
-        if tokenizer and corpus.is_ids and tokenizer.digest != corpus.tokenizer:
-            raise DataError(
-                f"data.tokenizer: {tokenizer.path} did not make the ids of {corpus.path}; name the one that did, or "
-                "prepare the corpus without --tokenizer"
-            )
-    first = corpora[0]
+    _check_tokenizer(run, tokenizer)
+    first = run.corpora[0]
     path: Path | None = None
     if tokenizer:
         path, identity = tokenizer.path, tokenizer.digest
@@ -102,22 +91,25 @@ def prepare_streams(
         identity = first.tokenizer
         end = first.metadata.get(END_KEY, b"").decode(errors="replace")
         end_id = int(first.metadata[END_ID_KEY])
-    validation = _validation(config, held_out, (mixture, corpora), tokenizer, identity, vocab_size, workdir)
-    validation_probe = ""
-    if validation:
-        validation_probe = probe(concat(read_array(validation), held_out.seq_len))
+    encoding = _Encoding(tokenizer, identity, vocab_size, workdir)
+    validation = _validation(config, run, encoding, validation_rows * seq_len + 1)
+    train, train_probe = str(first.path), " ".join(corpus.identity for corpus in run.corpora)
+    if run.is_text:
+        file = _training(run, encoding)
+        train, train_probe = str(file), probe(concat(read_array(file), seq_len))
     return Prepared(
-        train=str(first.path),
+        train=train,
         validation=validation,
         tokenizer=path,
         tokenizer_origin=origin,
         end_of_text=end,
         end_id=end_id,
         trained=trained,
-        fingerprint=digest(_contents(mixture, corpora), identity, config.packing, config.validation_fraction),
+        fingerprint=digest(run.contents, identity, config.packing, config.validation_fraction),
         has_checksums=True,
-        probe=" ".join(corpus.identity for corpus in corpora),
-        validation_probe=validation_probe,
+        probe=train_probe,
+        validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
+        skipped=run.skipped,
     )
 
 
@@ -127,14 +119,14 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
     Raises:
         DataError: A corpus differs from that which was checked.
     """
-    mixture, corpora = _corpora(config)
+    run = open_corpora(config, Path())
     tokenizer = prepared.tokenizer
-    if all(corpus.is_ids for corpus in corpora):
+    if all(corpus.is_ids for corpus in run.corpora):
         tokenizer = None
     source = CorpusLanes(
-        paths=tuple(corpus.path for corpus in corpora),
+        paths=tuple(corpus.path for corpus in run.corpora),
         identities=tuple(prepared.probe.split()),
-        mixture=mixture,
+        mixture=run.mixture,
         tokenizer=tokenizer,
         end_of_text=prepared.end_of_text,
         vocab_size=vocab_size,
@@ -143,110 +135,143 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         seq_len=seq_len,
         cache=cache_folder(config),
     )
-    return Streams(source, tuple(len(documents.corpus) for documents in source.documents()), mixture)
+    assert prepared.end_id is not None
+    sizes = tuple(len(documents.corpus) for documents in source.documents())
+    return Streams(source, sizes, seq_len, prepared.end_id, run.mixture)
 
 
-def _corpora(config: DataConfig) -> tuple[Mixture | None, list[PreparedCorpus]]:
-    if not config.mixture:
-        return None, [_open(config, config.path, "data.path")]
-    corpora = [_open(config, name, "data.mixture") for name in config.mixture]
-    return Mixture.of(config.mixture, config.weights), corpora
+def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
+    """Train a tokenizer on some of the documents to train on, drawn from all, unless it is there."""
+    path = workdir / f"tokenizer-{digest(run.contents, run.fraction, vocab_size)}.json"
+    if path.exists():
+        return path
+    num_bytes = min(_TOKENIZER_BYTES, sum(corpus.value_bytes for corpus in run.corpora))
+    line = f"training a tokenizer of {vocab_size:,} entries on {num_bytes:,} bytes of text or less"
+    standard_error().print(line, markup=False)
 
+    def texts(progress: Progress) -> Iterator[str]:
+        num_read = 0
+        for corpus, wanted in zip(run.corpora, run.parts(_TOKENIZER_BYTES), strict=True):
+            for content in _sampled(open_documents(corpus, None, run.held_out, vocab_size), wanted):
+                yield content.decode()
+                num_read += len(content)
+                progress.show(num_read)
+        progress.total = 0
+        progress.show(0, "training a tokenizer: merging words")
 
-def _contents(mixture: Mixture | None, corpora: Sequence[PreparedCorpus]) -> object:
-    """Identity of the corpora and of their shares."""
-    if mixture is None:
-        return corpora[0].identity
-    return tuple(corpus.identity for corpus in corpora), mixture.shares
-
-
-def _open(config: DataConfig, name: str, key: str) -> PreparedCorpus:
-    path = place_of(name)
-    if isinstance(path, Path) and not path.exists():
-        relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
-        raise DataError(
-            f"{key}: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
-            f"nxtrain data prepare FILES --out {path}"
-        )
-    corpus = PreparedCorpus(path, cache_folder(config))
-    if not len(corpus):
-        raise DataError(f"{corpus.path} holds no document; prepare it again from files with text")
-    return corpus
-
-
-def _parts(mixture: Mixture | None, total: int) -> list[int]:
-    """Parts of a number by the shares of the corpora; their sum is not less."""
-    if mixture is None:
-        return [total]
-    return [-(-total * share // mixture.period) for share in mixture.shares]
-
-
-def _train_tokenizer(
-    corpora: Sequence[PreparedCorpus], mixture: Mixture | None, config: DataConfig, vocab_size: int, workdir: Path
-) -> Path:
-    """Train a tokenizer on some of the documents to train on, drawn from all."""
-    path = workdir / f"tokenizer-{digest(_contents(mixture, corpora), config.validation_fraction, vocab_size)}.json"
-
-    def texts() -> Iterator[str]:
-        for corpus, wanted in zip(corpora, _parts(mixture, _TOKENIZER_BYTES), strict=True):
-            yield from _sampled(open_documents(corpus, None, config.validation_fraction, vocab_size), wanted)
-
-    if not path.exists():
-        train_tokenizer(texts(), 0, vocab_size, path)
+    with Progress("training a tokenizer: counting words", num_bytes) as progress:
+        train_bpe(texts(progress), vocab_size, path)
     return path
 
 
-def _sampled(documents: Documents, wanted_bytes: int) -> Iterator[str]:
+def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
     """Text of documents to train on, drawn from a whole corpus, up to a number of bytes."""
     corpus, num_bytes = documents.corpus, 0
     for document in shuffled(np.arange(len(corpus)), len(corpus), 0).tolist():
         content = corpus.content(document)
         if not documents.is_held_out(content):
-            yield content.decode()
+            yield content
             num_bytes += len(content)
             if num_bytes >= wanted_bytes:
                 return
 
 
-def _validation(  # 7 arguments: each is of another part of the preparation, and there is one call
-    config: DataConfig,
-    held_out: HeldOut,
-    sources: tuple[Mixture | None, Sequence[PreparedCorpus]],
-    tokenizer: TextTokenizer | None,
-    identity: str,
-    vocab_size: int,
-    workdir: Path,
-) -> Path | None:
+def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
+    """Refuse corpora whose ids are those of another tokenizer.
+
+    Raises:
+        DataError: As the sentence says.
+    """
+    if tokenizer is None and len({corpus.tokenizer for corpus in run.corpora}) > 1:
+        raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
+    for corpus in run.corpora:
+        if tokenizer and corpus.is_ids and tokenizer.digest != corpus.tokenizer:
+            raise DataError(
+                f"data.tokenizer: {tokenizer.path} did not make the ids of {corpus.path}; name the one that did, or "
+                "prepare the corpus without --tokenizer"
+            )
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """Way from documents to token files.
+
+    Args:
+        tokenizer: Tokenizer of text; None for ids.
+        identity: Identity of the tokenizer.
+        vocab_size: Entries of the model's vocabulary.
+        workdir: Folder of the token files.
+    """
+
+    tokenizer: TextTokenizer | None
+    identity: str
+    vocab_size: int
+    workdir: Path
+
+
+def _validation(config: DataConfig, run: RunCorpora, encoding: _Encoding, num_tokens: int) -> Path | None:
     """Write the tokens that an evaluation reads, unless they are there; None without an evaluation."""
-    mixture, corpora = sources
     if config.validation_path:
-        evaluated = _open(config, config.validation_path, "data.validation_path")
-        if evaluated.tokenizer not in {"", identity}:
-            what = f"{evaluated.path} has ids of another tokenizer than {corpora[0].path}"
+        evaluated = open_corpus(config, config.validation_path, "data.validation_path")
+        if evaluated.tokenizer not in {"", encoding.identity}:
+            what = f"{evaluated.path} has ids of another tokenizer than {run.corpora[0].path}"
             raise DataError(f"data.validation_path: {what}")
-        mixture, corpora = None, [evaluated]
-    if not held_out.num_rows or not (config.validation_path or config.validation_fraction):
+        run = RunCorpora([evaluated], None, 0.0)
+    most_tokens = math.inf if run.is_text else num_tokens
+    if not (config.validation_path or run.fraction) or most_tokens <= 1:
         return None
-    name = digest(_contents(mixture, corpora), identity, config.validation_fraction, held_out.num_tokens)
-    validation = workdir / f"validation-marked-{name}.npy"
-    if not is_whole(validation):
-        with Progress("tokenizing held-out documents"), writing_tokens(validation, MARKED) as append:
-            for corpus, wanted in zip(corpora, _parts(mixture, held_out.num_tokens), strict=True):
-                documents = open_documents(corpus, tokenizer, config.validation_fraction, vocab_size)
-                _append_held_out(documents, append, wanted)
-    return validation
+    name = digest(run.contents, encoding.identity, run.fraction, most_tokens)
+    file = encoding.workdir / f"validation-marked-{name}.npy"
+    if is_whole(file):
+        return file
+    with Progress("tokenizing held-out documents"), writing_tokens(file, MARKED) as append:
+        for corpus, wanted in zip(run.corpora, run.parts(most_tokens), strict=True):
+            documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
+            _append(_stream(documents, is_held_out=run.held_out > 0), append, wanted)
+    return file
 
 
-def _append_held_out(documents: Documents, append: Callable[[Tokens], None], num_tokens: int) -> None:
-    """Write the tokens of held-out documents, in the order of the corpus, up to a number; without a share, of all."""
-    corpus, written = documents.corpus, 0
+def _training(run: RunCorpora, encoding: _Encoding) -> Path:
+    """Write the tokens of text that are trained on, unless they are there."""
+    file = encoding.workdir / f"train-marked-{digest(run.contents, encoding.identity, run.fraction)}.npy"
+    if is_whole(file):
+        return file
+    (corpus,) = run.corpora
+    standard_error().print(f"tokenizing {corpus.value_bytes:,} bytes of {run.name}", markup=False)
+    documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
+    with Progress("tokenizing", corpus.value_bytes) as progress, writing_tokens(file, MARKED) as append:
+        _append(_stream(documents, is_held_out=False, progress=progress), append, math.inf)
+    return file
+
+
+def _stream(documents: Documents, *, is_held_out: bool, progress: Progress | None = None) -> Iterator[Tokens]:
+    """Marked tokens of the documents on one side of the split, in the order of the corpus."""
+    corpus = documents.corpus
+    contents: list[bytes] = []
+    prompts: list[int] = []
+    num_bytes = num_read = 0
     for document in range(len(corpus)):
-        if written >= num_tokens:
-            return
         content = corpus.raw(document)
-        if not documents.held_out or documents.is_held_out(content):
-            (ids,) = documents.ids([content], [corpus.prompt(document, content)])
-            marked = ids.astype(MARKED)
-            marked[-1] |= END_BIT
-            append(marked[: num_tokens - written])
-            written += ids.size
+        num_read += len(content)
+        if documents.is_held_out(content) == is_held_out:
+            contents.append(content)
+            prompts.append(corpus.prompt(document, content))
+            num_bytes += len(content)
+        if num_bytes >= _GROUP_BYTES or document == len(corpus) - 1:
+            yield from documents.ids(contents, prompts)
+            contents, prompts, num_bytes = [], [], 0
+            if progress:
+                progress.show(num_read)
+
+
+def _append(stream: Iterable[Tokens], append: Callable[[Tokens], None], most_tokens: float) -> None:
+    """Write tokens of documents, each with the mark of its end, up to a number."""
+    written = 0
+    for ids in stream:
+        marked = ids.astype(MARKED)
+        marked[-1] |= END_BIT
+        if written + ids.size >= most_tokens:
+            append(marked[: int(most_tokens) - written])
+            return
+        append(marked)
+        written += ids.size

@@ -25,7 +25,7 @@ from nxtrain.data.arrow.preparation import BATCH_BYTES, PreparationRequest, Watc
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS
-from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.tools.bench.data_turns import packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import measure_wait
@@ -66,7 +66,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
 
 def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLanes, TextTokenizer]:
     """Prepare the documents of the standard library, and train a tokenizer on some of them."""
-    texts = list(stdlib_corpus(num_bytes))
+    texts = list(stdlib_texts(num_bytes))
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
     prepare_corpus(PreparationRequest([folder / "text.jsonl"], folder / "text.arrow"), Watcher())

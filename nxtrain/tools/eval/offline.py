@@ -20,7 +20,7 @@ from nxtrain.common.run_folder import CONFIG_FILE, DATA_DIR
 from nxtrain.common.vocab import END_BIT, ID_MASK
 from nxtrain.config.check import resolve_model
 from nxtrain.config.load import load
-from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_held_out
 from nxtrain.tools.eval.task import Request, Task
 
@@ -170,7 +170,7 @@ def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tu
         texts = _held_out_texts(run, tokenizer, ends)
     if texts:
         return "held-out text of the run", texts
-    return "standard library of Python", list(islice(stdlib_corpus(), MAX_MODULES))
+    return "standard library of Python", list(islice(stdlib_texts(), MAX_MODULES))
 
 
 def _held_out_texts(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str]:

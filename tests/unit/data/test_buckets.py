@@ -200,7 +200,7 @@ def batches(
     """First batches from some places on; `opened` is called when this process has opened all files."""
     share = BatchShare(GLOBAL_BATCH, 2)
     if not isinstance(data.source, Streams):
-        loader = Loader(data.source, share, seed=3, shuffle=True)
+        loader = Loader(data.train, share, seed=3, shuffle=True)
         opened()
         return [loader.batch(step) for step in range(number)]
     source, order = data.source.source, LaneOrder(num_lanes(GLOBAL_BATCH), 3, True)
@@ -347,8 +347,9 @@ def test_faults_of_ranges_change_no_row_of_a_worker_or_end_it_with_the_address(
         monkeypatch.setenv("AWS_ENDPOINT_URL", variables["AWS_ENDPOINT_URL"])
         data = opened(tmp_path, corpora, bucket, "text.arrow")
         for name, found in (("torn", ["torn", "error", ""]), ("down", ["error"] * 99)):
-            source = replace(data.source.source, cache=tmp_path / name)  # type: ignore[union-attr,type-var]
-            each = replace(data, source=replace(data.source, source=source))  # type: ignore[type-var]
+            assert isinstance(data.source, Streams)
+            source = replace(data.source.source, cache=tmp_path / name)  # type: ignore[type-var]
+            each = replace(data, source=replace(data.source, source=source))
             faults[:] = found  # type: ignore[assignment]
             if name == "torn":
                 assert listed(batches(each, 8, workers)) == theirs

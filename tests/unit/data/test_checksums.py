@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
 from nxtrain.data import checksums as checksums_module
+from nxtrain.data.arrow import seal, work
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.data.files import read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
@@ -24,7 +25,8 @@ VOCAB = 60_000
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums_module, "BLOCK_BYTES", BLOCK)
+    for module in (checksums_module, seal, work):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
 
 
 def written(path: Path, num_tokens: int, dtype: type = np.uint16) -> NDArray[np.int64]:
@@ -167,7 +169,8 @@ def test_a_start_reads_no_more_of_a_prepared_file_than_its_sample(
     tmp_path: Path, folder_of_text: Path, open_alone: OpenAlone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damage between the rows of the sample is left for the step that reads it, so that starts stay fast."""
-    monkeypatch.setattr(checksums_module, "BLOCK_BYTES", 16)
+    for module in (checksums_module, seal, work):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
     keys = {"source": "text", "path": str(folder_of_text), "seq_len": 2}
     num_rows = open_alone(**keys).train.num_rows
     assert num_rows > 1000

@@ -1,130 +1,199 @@
-"""Corpora: which documents there are, in which order, and what is said about files that are none."""
+"""Corpora that a run makes: which documents there are, in which order, and messages about files that are not text."""
 
 from __future__ import annotations
 
 import json
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nxtrain.common.errors import DataError
-from nxtrain.data.corpora import stdlib_corpus, text_corpus
+from nxtrain.config.schema import DataConfig
+from nxtrain.data.arrow import rows
+from nxtrain.data.arrow.rows import split_sections
+from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora
+from nxtrain.data.arrow.streams import content_hash
+from nxtrain.data.corpora import stdlib_files, stdlib_texts, text_files
+
+
+class Pieces:
+    """Stream that gives few bytes at once."""
+
+    def __init__(self, content: bytes, piece: int) -> None:
+        self._content, self._piece = content, piece
+
+    def read(self, size: int) -> bytes:
+        part, self._content = self._content[: min(size, self._piece)], self._content[min(size, self._piece) :]
+        return part
+
+
+def corpus_of(path: Path | str, workdir: Path, fraction: float = 0.0) -> RunCorpora:
+    return open_corpora(DataConfig(source="text", path=str(path), validation_fraction=fraction), workdir)
+
+
+def documents(path: Path | str, workdir: Path) -> list[str]:
+    (corpus,) = corpus_of(path, workdir).corpora
+    return [corpus.text(number) for number in range(len(corpus))]
 
 
 def test_stdlib_is_real_text_in_the_same_order_each_time() -> None:
     root = Path(sysconfig.get_path("stdlib"))
-    corpus = stdlib_corpus()
-    names = {file.relative_to(root).as_posix() for file in corpus.files}
+    files = stdlib_files()
+    names = {file.relative_to(root).as_posix() for file in files}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any("/test" in f"/{name}" and "unittest" not in name for name in names)
-    assert sum(file.stat().st_size for file in corpus.files) > 5_000_000
-    assert (root / "argparse.py").read_text() in set(corpus)
-    assert stdlib_corpus() == corpus
+    assert sum(file.stat().st_size for file in files) > 5_000_000
+    assert (root / "argparse.py").read_text() in set(stdlib_texts())
+    assert stdlib_files() == files
 
 
 def test_stdlib_limit_takes_the_first_files_of_the_same_order() -> None:
-    whole, part = stdlib_corpus(), stdlib_corpus(limit_bytes=500_000)
-    assert part.files == whole.files[: len(part.files)]
-    assert 300_000 < sum(file.stat().st_size for file in part.files) <= 500_000
-    assert len({file.name[0] for file in part.files}) > 5, "a limit must sample the library, not cut its alphabet"
+    whole, part = stdlib_files(), stdlib_files(limit_bytes=500_000)
+    assert part == whole[: len(part)]
+    assert 300_000 < sum(file.stat().st_size for file in part) <= 500_000
+    assert len({file.name[0] for file in part}) > 5, "a limit must sample the library, not cut its alphabet"
 
 
 def test_a_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path: Path) -> None:
-    (tmp_path / "b" / "deep").mkdir(parents=True)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "HEAD").write_text("ref")
-    (tmp_path / "b" / "deep" / "two.md").write_text("two")
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\xff")
-    corpus = text_corpus(str(tmp_path))
-    assert list(corpus) == ["one", "two"]
-    assert corpus.skipped == {tmp_path / "picture.png": "binary: it holds a NUL byte"}
+    root = tmp_path / "text"
+    (root / "b" / "deep").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text("ref")
+    (root / "b" / "deep" / "two.md").write_text("two")
+    (root / "a.txt").write_text("one")
+    (root / "empty.txt").write_text(" \n")
+    (root / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    for _ in range(2):  # a second start, which reads no file, reports the same
+        assert documents(root, tmp_path / "work") == ["one", "two"]
+        (skipped,) = corpus_of(root, tmp_path / "work").skipped
+        assert skipped == f"{root}/picture.png: binary: bytes 0 to 6 hold a NUL byte"
 
 
 def test_a_glob_and_a_file_name_what_they_match(tmp_path: Path) -> None:
     for name in ("x.txt", "y.txt", "z.md"):
         (tmp_path / name).write_text(name)
-    assert list(text_corpus(str(tmp_path / "*.txt"))) == ["x.txt", "y.txt"]
-    assert list(text_corpus(str(tmp_path / "z.md"))) == ["z.md"]
+    assert documents(tmp_path / "*.txt", tmp_path / "work") == ["x.txt", "y.txt"]
+    assert documents(tmp_path / "z.md", tmp_path / "work") == ["z.md"]
 
 
 def test_byte_order_mark_is_no_text_and_line_ends_stay(tmp_path: Path) -> None:
     (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
-    assert list(text_corpus(str(tmp_path))) == ["one\r\ntwo"]
+    assert documents(tmp_path / "windows.txt", tmp_path / "work") == ["one\r\ntwo"]
 
 
-def test_each_json_line_is_a_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.JSONL", "docs.ndjson", "docs.txt", "docs"])
+def test_each_json_line_is_a_document_under_any_name(tmp_path: Path, name: str) -> None:
     lines = [json.dumps({"text": text, "id": 1}) for text in ("first\nof two lines", "", "umlaut \u00fc")]
-    (tmp_path / "docs.jsonl").write_text("\n\n".join(lines))
-    assert list(text_corpus(str(tmp_path / "docs.jsonl"))) == ["first\nof two lines", "umlaut \u00fc"]
+    (tmp_path / name).write_text("\n\n".join(lines))
+    assert documents(tmp_path / name, tmp_path / "work") == ["first\nof two lines", "umlaut \u00fc"]
 
 
-def test_undecodable_text_names_file_line_and_byte(tmp_path: Path) -> None:
+def test_undecodable_text_names_file_and_byte(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"good\nna\xefve\n")
-    with pytest.raises(DataError, match=r"latin\.txt, line 2, byte 7: 0xef is not UTF-8"):
-        list(text_corpus(str(tmp_path)))
+    with pytest.raises(DataError, match=r"latin\.txt, row 1: invalid UTF-8: byte 7 is 0xef .*iconv -t utf-8"):
+        documents(tmp_path / "latin.txt", tmp_path / "work")
+    assert not [*(tmp_path / "work").iterdir()]
 
 
 def test_undecodable_stdlib_module_is_skipped_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "good.py").write_text("pass")
-    (tmp_path / "bad.py").write_bytes(b"# \xe9")
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    corpus = stdlib_corpus()
-    assert list(corpus) == ["pass"]
-    assert "byte 2: 0xe9" in corpus.skipped[tmp_path / "bad.py"]
+    root = tmp_path / "library"
+    root.mkdir()
+    (root / "good.py").write_text("pass")
+    (root / "bad.py").write_bytes(b"# \xe9")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(root))
+    run = open_corpora(DataConfig(source="stdlib"), tmp_path / "work")
+    assert [run.corpora[0].text(number) for number in range(len(run.corpora[0]))] == ["pass"]
+    assert run.skipped[0].startswith(f"{root}/bad.py: invalid UTF-8: byte 2 is 0xe9")
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "line 2: not JSON"),
-        (b'{"body": "x"}', 'line 2: no string under "text"'),
-        (b'["x"]', 'line 2: no string under "text"'),
-        (b'{"text": 3}', 'line 2: no string under "text"'),
-        (b'{"text": "ab\\ud800"}', "line 2: .*surrogate pair at character 2"),
-        (b'{"text": "\xff"}', "line 2, byte 24: 0xff is not UTF-8"),
+        (b"{", "broken JSON"),
+        (b'{"body": "x"}', 'missing field: no "text"'),
+        (b'["x"]', "wrong type: a list"),
+        (b'{"text": 3}', 'wrong type: "text" is a number'),
+        (b'{"text": "ab\\ud800"}', "invalid UTF-8: .*surrogate pair at character 2"),
+        (b'{"text": "\xff"}', "invalid UTF-8: byte 10 is 0xff"),
+        (b'{"text": ' + b"[" * 100_000, "broken JSON"),
     ],
 )
 def test_bad_json_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
     (tmp_path / "docs.jsonl").write_bytes(b'{"text": "x"}\n' + line)
-    with pytest.raises(DataError, match=rf"docs\.jsonl, {reason}"):
-        list(text_corpus(str(tmp_path)))
+    with pytest.raises(DataError, match=rf"docs\.jsonl, row 2: {reason}"):
+        documents(tmp_path / "docs.jsonl", tmp_path / "work")
 
 
 def test_missing_path_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=.*nowhere\.txt does not exist"):
-        text_corpus(str(tmp_path / "nowhere.txt"))
+        text_files(str(tmp_path / "nowhere.txt"))
     with pytest.raises(DataError, match=r"\*\.txt matches no file"):
-        text_corpus(str(tmp_path / "*.txt"))
+        text_files(str(tmp_path / "*.txt"))
     with pytest.raises(DataError, match="holds no file"):
-        text_corpus(str(tmp_path))
+        text_files(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["text.jsonl", "text.JSONL", "text.ndjson"])
-def test_json_lines_are_known_by_their_ending_however_it_is_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert list(text_corpus(str(tmp_path / name))) == ["one", "two"]
-
-
-@pytest.mark.parametrize("name", ["text.txt", "text.json", "text"])
-def test_json_lines_under_another_name_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text('{"id": 1, "text": "one"}\n{"text": "two"}\n')
-    with pytest.raises(DataError, match=r"each line is a JSON object with \"text\".*call it text\.jsonl"):
-        list(text_corpus(str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"text": 1}\n{"text": 2}\n', '{\n"text": "one"\n}\n', '{"text"\n{"text"\n', '{"text": "one"}', "[" * 100_000],
-)
+@pytest.mark.parametrize("text", ['{\n"text": "one"\n}\n', '{"text"\n{"text"\n', "[" * 100_000])
 def test_what_only_resembles_json_lines_stays_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
-    assert list(text_corpus(str(tmp_path))) == [text]
+    assert "".join(documents(tmp_path / "a.txt", tmp_path / "work")) == text
 
 
-def test_json_lines_nested_too_deeply_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: not JSON"):
-        list(text_corpus(str(tmp_path)))
+LETTERS = st.lists(st.sampled_from(["a", "\n", "\u00e9", "\u2603", "\U0001f642", "words of a line\n"]), max_size=60)
+
+
+@given(LETTERS, st.integers(8, 40), st.integers(1, 9))
+def test_sections_end_with_lines_or_letters_and_join_to_the_text(letters: list[str], limit: int, piece: int) -> None:
+    content = "".join(letters).encode()
+    sections = list(split_sections(Pieces(content, piece), limit))
+    assert b"".join(sections) == content
+    for section in sections:
+        assert 0 < len(section) <= limit
+        section.decode()
+    for section, following in pairwise(sections):
+        assert section.endswith(b"\n") or b"\n" not in section
+        assert len(section) + len(following.decode()[0].encode()) > limit or section.endswith(b"\n")
+
+
+def test_a_text_file_of_any_length_becomes_documents(tmp_path: Path) -> None:
+    text = "".join(f"{i} bottles of beer on the wall\n" for i in range(20_000))
+    (tmp_path / "song.txt").write_text(text)
+    found = documents(tmp_path / "song.txt", tmp_path / "work")
+    assert "".join(found) == text
+    assert all(len(part) <= rows.SECTION_BYTES and part.endswith("\n") for part in found)
+    assert len(found) == -(-len(text) // rows.SECTION_BYTES)
+
+
+def test_a_changed_time_makes_the_corpus_again_and_equal_content_keeps_its_identity(tmp_path: Path) -> None:
+    """A change of the same length in the middle of a large file shows in no sample of the file."""
+    work = tmp_path / "work"
+    file = tmp_path / "a.txt"
+    content = bytearray(b"a line of the text\n" * 30_000)
+    file.write_bytes(content)
+    first = corpus_of(file, work).contents
+    file.touch()
+    assert corpus_of(file, work).contents == first
+    content[200_000] ^= 1
+    file.write_bytes(content)
+    assert corpus_of(file, work).contents != first
+
+
+def test_split_ignores_the_order_of_the_corpus_and_hardly_changes_with_its_growth(tmp_path: Path) -> None:
+    texts = [f"document {number} of some words, " * 9 for number in range(40)]
+
+    def held(name: str, corpus: list[str]) -> set[bytes]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in corpus))
+        run = corpus_of(path, tmp_path / name, 0.3)
+        hashed = {text.encode(): content_hash(text.encode()) for text in corpus}
+        return {text for text, number in hashed.items() if number < run.held_out * 2.0**64}
+
+    before = held("first", texts)
+    assert before == held("reversed", texts[::-1])
+    assert 12 <= len(before) <= 13
+    grown = held("grown", [*texts, "one more document, which moves the threshold by one document at most"])
+    assert len(before ^ grown) <= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from nxtrain.common.errors import DataError, LostPeerError, StorageError
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Samples, open_data
-from nxtrain.data import prepare as prepare_module
+from nxtrain.data.arrow import rows, training
 from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
-from nxtrain.data.prepare import CorpusSurvey, sections
+from nxtrain.data.tokenization import train_bpe
 from tests.unit.data.conftest import OpenAlone
 
 
@@ -33,7 +34,7 @@ def stream_of(samples: Samples) -> list[int]:
 
 
 def texts_of(data: Data, samples: Samples) -> list[str]:
-    """Documents of a stream, decoded; the one that the last row cuts is left out."""
+    """Documents of a stream, decoded; one that the last row cuts is left out."""
     assert data.tokenizer is not None
     tokenizer = Tokenizer.from_file(str(data.tokenizer))
     text = tokenizer.decode(stream_of(samples), skip_special_tokens=False)
@@ -61,24 +62,17 @@ def test_stream_holds_every_document_in_order_with_its_end(folder_of_text: Path,
 
 
 def test_empty_tiny_and_huge_documents(tmp_path: Path, open_alone: OpenAlone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "SECTION_CHARS", 50)
-    monkeypatch.setattr(prepare_module, "_BATCH_CHARS", 120)
-    huge = "".join(f"line {i} of a long document\n" for i in range(200)) + "x" * 333
+    """The last one is tokenized in several groups."""
+    monkeypatch.setattr(training, "_GROUP_BYTES", 120)
+    huge = "".join(f"line {i} of a long document\n" for i in range(20_000)) + "x" * 333
     folder = tmp_path / "text"
     folder.mkdir()
     for name, text in (("0", ""), ("1", "a"), ("2", huge), ("3", "\n"), ("4", "b")):
         (folder / name).write_text(text)
     data = open_alone(source="text", path=str(folder), seq_len=1)
-    assert texts_of(data, data.train) == ["a", huge, "b"]
-
-
-def test_sections_end_with_lines_and_join_to_the_document() -> None:
-    document = "".join(f"{i}\n" for i in range(40_000)) + "y" * 200_000
-    parts = list(sections(["first", document]))
-    assert [number for number, _ in parts] == [0] + [1] * (len(parts) - 1)
-    assert "".join(text for number, text in parts if number == 1) == document
-    assert all(len(text) <= prepare_module.SECTION_CHARS for _, text in parts)
-    assert all(text.endswith(("\n", "y")) for _, text in parts[1:])
+    first, *parts, last = texts_of(data, data.train)
+    assert (first, "".join(parts), last) == ("a", huge, "b")
+    assert len(parts) == -(-len(huge) // rows.SECTION_BYTES)
 
 
 def test_split_is_by_document_and_complete(folder_of_text: Path, open_alone: OpenAlone) -> None:
@@ -91,42 +85,37 @@ def test_split_is_by_document_and_complete(folder_of_text: Path, open_alone: Ope
     assert 0.25 <= share < 0.25 + 1.2 / 60
 
 
-def test_split_ignores_the_order_of_the_corpus(folder_of_text: Path) -> None:
-    documents = [path.read_text() for path in sorted(folder_of_text.iterdir())]
+def test_the_tokenizer_learns_from_a_sample_of_what_is_trained_on(
+    folder_of_text: Path, open_alone: OpenAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = list[str]()
 
-    def held(corpus: list[str]) -> set[str]:
-        mask, _ = CorpusSurvey.of(corpus).split(0.3)
-        return {text for text, is_held in zip(corpus, mask, strict=True) if is_held}
+    def noted(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+        learned.extend(texts)
+        train_bpe(learned, vocab_size, path)
 
-    assert held(documents) == held(documents[::-1])
-    grown = held([*documents, "one more document, which moves the threshold by one document at most"])
-    assert len(held(documents) ^ grown) <= 2
-
-
-def test_document_that_the_split_cuts_ends_on_both_sides() -> None:
-    survey = CorpusSurvey(np.arange(5, dtype=np.uint64), np.full(5, 10), np.array([0, 0, 0, 0, 1]))
-    held = np.array([False, True, True, False, False])
-    assert survey.ends(held).tolist() == [True, False, True, True, True]
-
-
-def test_the_tokenizer_does_not_learn_from_what_is_held_out() -> None:
-    documents = [f"document {i} " * 20 for i in range(50)]
-    held, sampled = CorpusSurvey.of(documents).split(0.2)
-    np.testing.assert_array_equal(sampled, ~held)
+    monkeypatch.setattr(training, "train_bpe", noted)
+    keys = {"source": "text", "path": str(folder_of_text), "seq_len": 1, "validation_fraction": 0.2}
+    data = open_alone(**keys)
+    assert sorted(learned) == sorted(texts_of(data, data.train))
+    monkeypatch.setattr(training, "_TOKENIZER_BYTES", 2000)
+    learned.clear()
+    sampled = open_alone(**keys, vocab_size=290)
+    assert 2000 <= sum(map(len, learned)) < 3000
+    assert set(learned) < set(texts_of(sampled, sampled.train))
 
 
-def test_the_tokenizer_learns_from_a_sample_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "_TOKENIZER_CHARS", 100)
-    held, sampled = CorpusSurvey.of([f"{i:010}" for i in range(50)]).split(0.2)
-    assert (held.sum(), sampled.sum(), (held & sampled).sum()) == (10, 10, 0)
-
-
-def test_equal_documents_can_be_split(tmp_path: Path, open_alone: OpenAlone) -> None:
+def test_equal_documents_are_on_one_side(tmp_path: Path, open_alone: OpenAlone) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text("the same text " * 20)
-    data = open_alone(source="text", path=str(tmp_path / "*.txt"), seq_len=1, validation_fraction=0.2)
-    assert data.validation is not None
-    assert (len(texts_of(data, data.train)), len(texts_of(data, data.validation))) == (8, 2)
+        (tmp_path / f"other-{number}.txt").write_text(f"another text {number} " * 20)
+    for fraction in (0.1, 0.2, 0.3, 0.4):
+        keys = {"source": "text", "path": str(tmp_path / "*.txt"), "seq_len": 1}
+        data = open_alone(**keys, validation_fraction=fraction)
+        assert data.validation is not None
+        held_out = texts_of(data, data.validation)
+        assert held_out.count("the same text " * 20) in {0, 10}
+        assert len(held_out) >= 20 * fraction
 
 
 def test_single_file_can_be_split(tmp_path: Path, open_alone: OpenAlone) -> None:
@@ -144,8 +133,8 @@ def test_second_start_reuses_the_files_and_gives_equal_rows(
     keys = {"source": "text", "path": str(folder_of_text), "validation_fraction": 0.2}
     first = open_alone(**keys)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").iterdir() if path.suffix != ".json"}
-    monkeypatch.setattr(prepare_module, "train_bpe", None)
-    monkeypatch.setattr(prepare_module, "_write_streams", None)
+    monkeypatch.setattr(training, "train_bpe", None)
+    monkeypatch.setattr(training, "writing_tokens", None)
     second = open_alone(**keys)
     assert second.fingerprint == first.fingerprint
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -160,7 +149,7 @@ def test_preparing_again_from_nothing_is_bitwise_equal(folder_of_text: Path, tmp
         open_data(config, seq_len=8, vocab_size=300, workdir=workdir, leader=True, barrier=lambda: None)
         contents.append({p.name: p.read_bytes() for p in workdir.iterdir() if not p.name.startswith("prepared")})
     assert contents[0] == contents[1]
-    assert len(contents[0]) == 5, "tokenizer, and two token files with their checksums"
+    assert len(contents[0]) == 7, "a corpus with its summary, a tokenizer, and two token files with their checksums"
 
 
 def test_changed_text_changes_the_fingerprint(folder_of_text: Path, open_alone: OpenAlone) -> None:
@@ -188,7 +177,7 @@ def test_given_tokenizer_is_used(folder_of_text: Path, open_alone: OpenAlone, tm
 
 def test_corpus_without_text_says_what_was_skipped(tmp_path: Path, open_alone: OpenAlone) -> None:
     (tmp_path / "picture").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"holds no text(.|\n)*picture: binary"):
+    with pytest.raises(DataError, match=r"picture: the sources hold no document.*\n.*picture, row 1: binary"):
         open_alone(source="text", path=str(tmp_path / "picture"))
 
 
@@ -268,6 +257,6 @@ def test_when_the_leader_fails_no_rank_waits_or_takes_old_files(folder_of_text: 
     (folder_of_text / "00.txt").write_bytes(b"\xff")
     leader, follower = open_on_ranks(config, tmp_path / "work", 2)
     assert isinstance(leader, DataError)
-    assert "00.txt, line 1, byte 0" in str(leader)
+    assert "00.txt, row 1: invalid UTF-8: byte 0 is 0xff" in str(leader)
     assert isinstance(follower, LostPeerError)
     assert "the rank that prepares the data failed" in str(follower)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,9 +24,9 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
+from nxtrain.data.batch_source import Batches, BatchOrder
 from nxtrain.data.dataset import Data, open_data
 from nxtrain.data.loader import Batch, BatchShare, Loader, batch_of
-from nxtrain.data.stream_loader import LaneOrder, LocalLanes, StreamLoader, Streams
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.conversations import (
     FAMILIES,
@@ -96,14 +95,9 @@ def opened(folder: Path, **config: Any) -> Data:
     )
 
 
-def loader_of(data: Data, *, doc_mask: bool, places: Sequence[tuple[int, ...]] = ()) -> Loader | StreamLoader:
-    """Loader of batches of one row, in the order of the corpus."""
-    if not isinstance(data.source, Streams):
-        return Loader(data.source, BatchShare(1, 1), seed=0, shuffle=False, doc_mask=doc_mask)
-    assert data.end_id is not None
-    open_lanes = partial(LocalLanes, partial(data.source.source.opened(), LaneOrder(1, 0, False)))
-    share = BatchShare(1, 1)
-    return StreamLoader(open_lanes, 1, share, end_id=data.end_id, doc_mask=doc_mask, places=places)
+def loader_of(data: Data, *, doc_mask: bool, places: Sequence[tuple[int, ...]] = ()) -> Batches:
+    """Batches of one row, in the order of the corpus."""
+    return data.source.batches(BatchOrder(BatchShare(1, 1), 0, False, doc_mask=doc_mask, cursor={"places": places}))
 
 
 def expected_loss(models: Models, pieces: Sequence[Piece], *, doc_mask: bool) -> tuple[float, int]:
@@ -132,7 +126,7 @@ def compare(models: Models, batches: Sequence[Batch], rows: Sequence[list[Piece]
         assert models.loss(batch) == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
 
 
-def read(loader: Loader | StreamLoader, num_rows: int) -> list[Batch]:
+def read(loader: Batches, num_rows: int) -> list[Batch]:
     batches = loader.prefetched(0)
     try:
         return [next(batches) for _ in range(num_rows)]
@@ -203,7 +197,6 @@ def test_held_out_answers_have_the_losses_of_whole_conversations(models: Models,
 def test_rows_after_a_resume_keep_the_ends_of_their_documents(tmp_path: Path, seed: int, packing: str) -> None:
     data = Conversations(tmp_path, "chatml", seed).data(packing)
     loader = loader_of(data, doc_mask=True)
-    assert isinstance(loader, StreamLoader)
     straight, batches = list[Batch](), loader.prefetched(0)
     for step in range(6):
         straight.append(next(batches))

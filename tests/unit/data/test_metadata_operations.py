@@ -28,15 +28,12 @@ PER_FILE, PER_CORPUS, PER_FOLDER = 4, 2, 7
 
 PROGRAM = f"""
 import json, os, sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
-from nxtrain.data import Loader, StreamLoader, Streams, open_data
-from nxtrain.data.loader import BatchShare
-from nxtrain.data.stream_loader import LaneOrder, LocalLanes, num_lanes
-from nxtrain.data.workers import WorkerPolicy, Workers
+from nxtrain.data import BatchOrder, BatchShare, open_data
+from nxtrain.data.workers import WorkerPolicy
 
 streams._GROUP_BYTES, streams.WINDOW_ROWS = 100, 3  # every step reads documents
 
@@ -49,15 +46,10 @@ for name, keys in json.loads(sys.argv[2]).items():
     for part in ("again", name):  # the first start imports packages, and prepares what a later one finds
         mark(f"start {{part}}")
         data = open_data(DataConfig(**keys), **options)
-        if isinstance(data.source, Streams):
-            order = LaneOrder(num_lanes(4), 0, True)
-            lanes = partial(LocalLanes, partial(data.source.source.opened(), order))
-            if keys.get("workers"):
-                lanes = partial(Workers, data.source.source, order, WorkerPolicy({WORKERS}, 0, 60.0))
-            loader = StreamLoader(lanes, order.lanes, share, end_id=0)
-        else:
-            loader = Loader(data.train, share, seed=0, shuffle=True)
-        batches = loader.prefetched(0)
+        workers = None
+        if keys.get("workers"):
+            workers = WorkerPolicy({WORKERS}, 0, 60.0)
+        batches = data.source.batches(BatchOrder(share, 0, True, workers=workers)).prefetched(0)
         list(islice(batches, 8))
         mark(f"steps {{part}}")
         list(islice(batches, {STEPS}))

@@ -191,7 +191,7 @@ def loaded(data: Data, dp: tuple[int, int] = (0, 1), places: list[Place] | None 
         BatchShare(8, 1, *dp),
         end_id=data.end_id or 0,
         places=places or (),
-        progress=partial(source.progress, 4, SEQ_LEN),
+        progress=partial(source.progress, 4),
     )
 
 

@@ -13,42 +13,43 @@ import pytest
 
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
-from nxtrain.data import prepare as preparation
-from nxtrain.data.prepare import Prepared, prepare
+from nxtrain.data.arrow import training
+from nxtrain.data.arrow.training import prepare_corpora
+from nxtrain.data.prepare import Prepared
 from nxtrain.data.tokenization import train_bpe
 
 VOCAB = 300
 
 
 def write(folder: Path, seed: int) -> int:
-    """Write drawn texts and return the number of their characters."""
+    """Write drawn texts and return the number of their bytes."""
     draw = random.Random(seed)
     folder.mkdir()
-    num_chars = 0
+    num_bytes = 0
     for number in range(draw.randint(1, 5)):
         text = " ".join(
             draw.choice(["def", "return", "na\u00efve", "x", "\u65e5\u672c"]) for _ in range(draw.randint(50, 400))
         )
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
-        num_chars += len(text)
-    return num_chars
+        num_bytes += len(text.encode())
+    return num_bytes
 
 
 def prepared(folder: Path) -> Prepared:
     config = DataConfig(source="text", path=str(folder), validation_fraction=0.0)
-    return prepare(config, seq_len=8, vocab_size=VOCAB, workdir=folder.parent / "work")
+    return prepare_corpora(config, 8, VOCAB, folder.parent / "work")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_first_start_names_what_it_does_and_a_second_one_has_nothing_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
 ) -> None:
-    num_chars = write(tmp_path / "text", seed)
+    num_bytes = write(tmp_path / "text", seed)
     prepared(tmp_path / "text")
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        f"training a tokenizer of {VOCAB:,} entries on {num_chars:,} characters",
-        f"tokenizing {num_chars:,} characters of {tmp_path / 'text'}",
+        f"training a tokenizer of {VOCAB:,} entries on {num_bytes:,} bytes of text or less",
+        f"tokenizing {num_bytes:,} bytes of {tmp_path / 'text'}",
     ]
     assert said.out == ""
     prepared(tmp_path / "text")
@@ -64,8 +65,8 @@ def test_long_work_shows_its_share_and_its_time_in_a_log(
         train_bpe((time.sleep(0.15) or text for text in texts), vocab_size, path)  # type: ignore[func-returns-value]
         time.sleep(0.15)
 
-    monkeypatch.setattr(preparation, "Progress", functools.partial(Progress, line_every_s=0.02))
-    monkeypatch.setattr(preparation, "train_bpe", slow)
+    monkeypatch.setattr(training, "Progress", functools.partial(Progress, line_every_s=0.02))
+    monkeypatch.setattr(training, "train_bpe", slow)
     prepared(tmp_path / "text")
     lines = capsys.readouterr().err.splitlines()
     shares = [line for line in lines if re.fullmatch(r"training a tokenizer: counting words: \d+%, .* left", line)]

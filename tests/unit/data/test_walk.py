@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import DataError, StorageError
-from nxtrain.data.corpora import text_corpus
+from nxtrain.data.corpora import text_files
 from nxtrain.data.walk import walk
 from tests.support.special_files import as_nobody
 
@@ -46,10 +46,10 @@ def test_a_folder_that_cannot_be_entered_stops_the_start(rights: int, pattern: s
         root = tree(home / "text", *NAMES)
         (root / "shut").chmod(rights)
         if not is_refused or (rights == 0o100 and pattern == "/*/d.txt"):  # which asks for no names of the folder
-            assert text_corpus(f"{root}{pattern}").files
+            assert text_files(f"{root}{pattern}").files
             return
         with pytest.raises(DataError) as refused:
-            text_corpus(f"{root}{pattern}")
+            text_files(f"{root}{pattern}")
     assert str(refused.value).startswith(f"data.path={root}{pattern}: ")
     assert f"{root}/shut" in str(refused.value)
     assert "Permission denied" in str(refused.value)
@@ -61,7 +61,7 @@ def test_all_that_cannot_be_read_is_counted_and_some_is_named(tmp_path: Path) ->
     for number in range(8):
         (root / f"gone-{number}").symlink_to("nowhere")
     with pytest.raises(DataError) as refused:
-        text_corpus(str(root))
+        text_files(str(root))
     assert "8 of its folders and files cannot be read" in str(refused.value)
     assert f"\n    {root}/gone-4: No such file or directory\n    and 3 more" in str(refused.value)
 
@@ -77,7 +77,7 @@ def test_storage_that_fails_is_no_mistake_of_the_user(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "listdir", fail)
     with pytest.raises(StorageError, match=r"1 of its folders .*\n.*/shut: Input/output error"):
-        text_corpus(str(root))
+        text_files(str(root))
 
 
 def test_links_to_folders_are_named_and_hidden_entries_are_no_part(tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_links_to_folders_are_named_and_hidden_entries_are_no_part(tmp_path: Pat
     found = walk(root)
     assert [str(path.relative_to(root)) for path in found.files] == ["a.txt", "b/c.txt", "f.txt"]
     assert found.skipped == {root / "link": "a link to a folder, which is not followed"}
-    assert text_corpus(str(root)).skipped == found.skipped
+    assert text_files(str(root)).skipped == found.skipped
 
 
 def test_a_folder_that_is_itself_a_link_is_read(tmp_path: Path) -> None:
     tree(tmp_path / "text", "a.txt", "b/c.txt")
     (tmp_path / "link").symlink_to("text")
-    assert len(text_corpus(str(tmp_path / "link")).files) == 2
+    assert len(text_files(str(tmp_path / "link")).files) == 2
 
 
 def test_a_tree_deeper_than_the_stack_is_read(tmp_path: Path) -> None:

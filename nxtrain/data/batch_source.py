@@ -1,0 +1,183 @@
+"""Sources of a run's batches: rows of token files, or documents that become rows while they are consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from nxtrain.data.loader import Batch, BatchShare, Loader, Skips
+from nxtrain.data.mixture import Mixture, progress
+from nxtrain.data.samples import Samples
+from nxtrain.data.stream_loader import (
+    LaneOrder,
+    Lanes,
+    LaneSource,
+    LocalLanes,
+    Place,
+    StreamLoader,
+    num_lanes,
+    places_of,
+)
+from nxtrain.data.workers import WorkerPolicy, Workers
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Order of the batches of a rank, and the position at which a start continues.
+
+    Args:
+        share: The rank's share of each global batch.
+        seed: Seed of the order.
+        shuffle: True for a new random order in each epoch; False for the order of storage.
+        doc_mask: Batches have masks between documents.
+        origin: Position of step 0 in the order of rows.
+        cursor: Position of each lane, from a checkpoint; empty: the begin.
+        skips: Batches that are left out.
+        workers: Processes that tokenize and pack documents; None: a thread of the rank.
+    """
+
+    share: BatchShare
+    seed: int
+    shuffle: bool
+    doc_mask: bool = False
+    origin: int = 0
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+    skips: Skips = ()
+    workers: WorkerPolicy | None = None
+
+
+class Batches(Protocol):
+    """Endless batches of a rank."""
+
+    def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
+        """Batches from a step on, counted from 0; a thread reads up to `depth` ahead of the consumer."""
+        ...
+
+    def cursor(self) -> dict[int, Place]:
+        """Position of each lane of this rank after the last batch that was consumed; empty if the step is enough."""
+        ...
+
+    def progress(self, step: int) -> dict[str, float]:
+        """Values for the record of a step, counted from 1."""
+        ...
+
+
+class BatchSource(Protocol):
+    """Data to train on, from which each rank takes its batches."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in an epoch; None if the rows have no end."""
+        ...
+
+    def describe(self) -> str:
+        """Amount of the data in words."""
+        ...
+
+    def batches(self, order: BatchOrder) -> Batches:
+        """Open the batches of a rank.
+
+        Raises:
+            CheckpointError: The cursor is that of other data.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of token files.
+
+    Args:
+        samples: The rows.
+    """
+
+    samples: Samples
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in an epoch."""
+        return self.samples.num_rows
+
+    def describe(self) -> str:
+        """Amount of the data in words."""
+        return f"{self.samples.num_rows:,} rows"
+
+    def batches(self, order: BatchOrder) -> Loader:
+        """Open the batches of a rank."""
+        return Loader(
+            self.samples,
+            order.share,
+            seed=order.seed,
+            shuffle=order.shuffle,
+            origin=order.origin,
+            doc_mask=order.doc_mask,
+            skips=order.skips,
+        )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Documents that are tokenized and packed while they are consumed.
+
+    Args:
+        source: Opens the lanes.
+        sizes: Documents of each corpus.
+        seq_len: Targets in a row.
+        end_id: Input after the last document of a row.
+        mixture: Shares of several corpora; None for one.
+    """
+
+    source: LaneSource
+    sizes: tuple[int, ...]
+    seq_len: int
+    end_id: int
+    mixture: Mixture | None = None
+
+    @property
+    def num_rows(self) -> int | None:
+        """None: the rows have no end."""
+        return None
+
+    def describe(self) -> str:
+        """Amount of the data in words."""
+        return f"{sum(self.sizes):,} documents in rows"
+
+    def batches(self, order: BatchOrder) -> StreamLoader:
+        """Open the batches of a rank."""
+        lanes = num_lanes(order.share.global_batch)
+        num_corpora = 0
+        if self.mixture is not None:
+            num_corpora = len(self.sizes)
+        return StreamLoader(
+            self._open_lanes(LaneOrder(lanes, order.seed, order.shuffle), order.workers),
+            lanes,
+            order.share,
+            end_id=self.end_id,
+            doc_mask=order.doc_mask,
+            places=places_of(order.cursor, lanes, num_corpora),
+            progress=partial(self.progress, lanes),
+            skips=order.skips,
+        )
+
+    def progress(self, lanes: int, places: Mapping[int, Place]) -> dict[str, float]:
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the first known lane.
+
+        Args:
+            lanes: Number of lanes.
+            places: Places of some lanes.
+        """
+        if self.mixture is None:
+            return {}
+        lane, place = min(places.items())
+        epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
+        return progress(self.mixture, place[0] * lanes, self.seq_len, epochs)
+
+    def _open_lanes(
+        self, order: LaneOrder, workers: WorkerPolicy | None
+    ) -> Callable[[Mapping[int, Place], int], Lanes]:
+        """Function that opens lanes, in this process or in workers."""
+        if workers is None:
+            return partial(LocalLanes, partial(self.source.opened(), order))
+        return partial(Workers, self.source, order, workers)
