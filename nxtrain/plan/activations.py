@@ -1,10 +1,12 @@
 """Bytes that autograd keeps of one micro-batch, and the largest tensors of the layer at work.
 
-Each term names the tensor that is kept. Views keep the whole tensor that they show; so keys that share a matrix with
-queries keep both.
+`kept_tensors` is a table of the tensors of a block. Views keep the whole tensor that they show; so keys that share a
+matrix with queries keep both. `nxtrain plan --trace` compares the sums with a real step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
@@ -12,13 +14,25 @@ from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT = SIZES["fp32"]
 
+Tensors = list[tuple[str, str, int]]
+"""Layer that keeps a tensor, the tensor, and its bytes; in the order of the forward pass."""
+
+ATTENTION_IN = ("qkv_proj", "q_proj", "k_proj", "v_proj")
+ATTENTION_OUT = ("o_proj",)
+MLP_IN = ("gate_up_proj", "gate_proj", "up_proj")
+MLP_OUT = ("down_proj",)
+"""Linear layers that share an input, fused or not."""
+
+RECOMPUTED = "recomputed feed-forward"
+
 
 @once_per_job
 def block_bytes(job: Job) -> int:
     """Bytes kept of one block from its forward to its backward pass."""
-    if job.config.train.remat == "full":
+    remat = job.config.train.remat
+    if remat == "full":
         return boundary_bytes(job)
-    return _whole_block_bytes(job, job.config.train.remat)
+    return _total(kept_tensors(job, remat))
 
 
 @once_per_job
@@ -27,65 +41,29 @@ def boundary_bytes(job: Job) -> int:
     return job.sequence_rows * job.dimensions.hidden_size * job.params_size
 
 
-def _whole_block_bytes(job: Job, remat: str) -> int:
-    skips_mlp = remat == "selective" and _is_long(job)
-    # Each of two norms keeps its input and a number per row, and the column layer after it keeps its own input.
-    norms = 2 * (boundary_bytes(job) + job.sequence_rows * FLOAT)
-    inputs = _input_bytes(job, ATTENTION_IN, boundary_bytes(job))
-    inputs += boundary_bytes(job) if skips_mlp else _input_bytes(job, MLP_IN, boundary_bytes(job))
-    kept = norms + inputs + _attention_bytes(job, recomputed=remat == "selective")
-    return kept + (0 if skips_mlp else _mlp_bytes(job))
+def kept_tensors(job: Job, remat: str) -> Tensors:
+    """Tensors that autograd keeps of one block.
+
+    Args:
+        job: The run.
+        remat: `none`, or `selective`, which recomputes the attention kernel and feed-forwards of long sequences.
+    """
+    stream = boundary_bytes(job)
+    row_roots = job.sequence_rows * FLOAT
+    kept = [("input_layernorm", "input", stream), ("input_layernorm", "root of each row", row_roots)]
+    kept += _linear_tensors(job, ATTENTION_IN, stream)
+    kept += _attention_tensors(job, recomputed=remat == "selective")
+    kept += [("post_attention_layernorm", "input", stream), ("post_attention_layernorm", "root of each row", row_roots)]
+    if remat == "selective" and _is_long(job):
+        kept.append((RECOMPUTED, "input", stream))
+    else:
+        kept += _linear_tensors(job, MLP_IN, stream)
+        kept += _mlp_tensors(job)
+    return kept
 
 
-@once_per_job
-def untracked_bytes(job: Job) -> int:
-    """Bytes that the model's first block does not keep: nothing has a gradient before the first adapter."""
-    remat = job.config.train.remat
-    return 0 if remat == "full" else _untracked_bytes(job, remat)
-
-
-def _untracked_bytes(job: Job, remat: str) -> int:
-    if job.adapters is None:
-        return 0
-    recomputed, size = remat == "selective", boundary_bytes(job)
-    free = size + job.sequence_rows * FLOAT  # input of the first norm
-    if _adapted(job, ATTENTION_IN):
-        return free
-    free += _attention_bytes(job, recomputed=recomputed) - _input_bytes(job, ATTENTION_OUT, _out_bytes(job))
-    if _adapted(job, ATTENTION_OUT):
-        return free
-    free += size + job.sequence_rows * FLOAT
-    if recomputed and _is_long(job):
-        return free
-    if names := [layer.name for layer in _adapted(job, MLP_IN)]:
-        # Unfused, a frozen gate keeps no input of its activation, and beside a frozen other part no result is kept.
-        frozen_parts = {"up_proj": 2, "gate_proj": 1}
-        return free + _product_bytes(job) * (frozen_parts.get(names[0], 0) if len(names) == 1 else 0)
-    return free + _mlp_bytes(job) - _input_bytes(job, MLP_OUT, _product_bytes(job))
-
-
-ATTENTION_IN = ("qkv_proj", "q_proj", "k_proj", "v_proj")
-ATTENTION_OUT = ("o_proj",)
-MLP_IN = ("gate_up_proj", "gate_proj", "up_proj")
-MLP_OUT = ("down_proj",)
-"""Linear layers that share an input, fused or not."""
-
-
-def _adapted(job: Job, names: tuple[str, ...]) -> list[AdaptedLayer]:
-    """Layers of a block with adapters, of some names."""
-    if job.adapters is None:
-        return []
-    layers = adapted_layers(job.stage(0), job.config.parallel.tp, job.adapters)
-    return [layer for layer in layers if layer.name in names]
-
-
-def _keeps_input(job: Job, names: tuple[str, ...]) -> bool:
-    """True if some layer keeps its input as it is: for its weight, or for an adapter without dropout."""
-    return job.adapters is None or (bool(_adapted(job, names)) and not job.config.finetune.dropout)
-
-
-def _input_bytes(job: Job, names: tuple[str, ...], size: int, *, kept_anyway: bool = False) -> int:
-    """Bytes that linear layers with one input keep: the input, and what adapters keep.
+def _linear_tensors(job: Job, names: tuple[str, ...], size: int) -> Tensors:
+    """Tensors that linear layers with one input keep: the input, and what adapters keep.
 
     Adapters keep what dropout left of the input with a byte per entry, and their own columns.
 
@@ -93,72 +71,136 @@ def _input_bytes(job: Job, names: tuple[str, ...], size: int, *, kept_anyway: bo
         job: The run.
         names: Names of the layers.
         size: Bytes of the input.
-        kept_anyway: Something else keeps the input as well.
     """
-    layers = _adapted(job, names)
-    own = size if kept_anyway or _keeps_input(job, names) else 0
-    dropped = len(layers) * (size + size // job.params_size) if job.config.finetune.dropout else 0
-    tokens = {True: job.micro_tokens, False: job.sequence_rows}
-    return own + dropped + sum(layer.width * tokens[layer.is_column] for layer in layers) * job.params_size
+    kept = []
+    if _keeps_input(job, names):
+        kept.append((names[0], "input", size))
+    for layer in _adapted(job, names):
+        if job.config.finetune.dropout:
+            kept.append((names[0], "input after dropout, and its mask", size + size // job.params_size))
+        tokens = job.micro_tokens if layer.is_column else job.sequence_rows
+        kept.append((names[0], "columns of adapters", layer.width * tokens * job.params_size))
+    return kept
 
 
-def _attention_bytes(job: Job, *, recomputed: bool) -> int:
-    """Queries, keys, values and the output, which the row layer keeps as well; then what the kernel adds.
+def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
+    """Queries, keys and values, what the kernel adds, and the output, which the row layer keeps as well.
 
     Norms of heads keep their inputs, and a number per head. Queries and keys are then rotated apart.
     """
-    width, tokens, size = job.dimensions.head_size, job.micro_tokens, job.params_size
-    queries, keys = job.local_heads * width, job.local_kv_heads * width
-    repeats = job.local_heads // job.local_kv_heads
+    queries, keys = job.query_width, job.key_width
     fused, normed = job.config.model.fused_qkv, job.dimensions.head_norms
-    rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
-    if recomputed or not job.repeats_heads or 1 in (repeats, job.local_kv_heads):  # one K/V head is a view
-        inputs = rotated + value + (rotated if normed and not fused else 0)
-    else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
-        inputs = (rotated if fused and not normed else queries) + 2 * queries
-        inputs += (value if fused else rotated) if normed else 0
-    kernel_keeps = not recomputed and job.attention in ("fused", "grouped", "masked")
-    out = _input_bytes(job, ATTENTION_OUT, _out_bytes(job), kept_anyway=kernel_keeps)
-    kept = inputs * tokens * size + out
-    kept += (job.local_heads + job.local_kv_heads) * tokens * FLOAT if normed else 0
-    return kept if recomputed else kept + _core_bytes(job)
+    rotated = queries + keys
+    value = keys
+    if fused:
+        value = queries + 2 * keys
+    repeats = job.local_heads // job.local_kv_heads
+    one_is_a_view = 1 in (repeats, job.local_kv_heads)
+    if recomputed or not job.repeats_heads or one_is_a_view:
+        inputs = rotated + value
+        if normed and not fused:
+            inputs += rotated
+    else:
+        # Repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with.
+        inputs = 3 * queries
+        if fused and not normed:
+            inputs += keys
+        if normed:
+            inputs += value if fused else rotated
+    kept = [("attention", "queries, keys and values", inputs * job.micro_tokens * job.params_size)]
+    if normed:
+        heads = job.local_heads + job.local_kv_heads
+        kept.append(("q_norm and k_norm", "root of each head", heads * job.micro_tokens * FLOAT))
+    output = queries * job.micro_tokens * job.params_size
+    if not recomputed:
+        kept.append(("attention", "numbers of the kernel", _kernel_bytes(job)))
+        kernel_keeps_output = job.attention in ("fused", "grouped", "masked")
+        if kernel_keeps_output and not _keeps_input(job, ATTENTION_OUT):
+            kept.append(("attention", "output", output))
+    return kept + _linear_tensors(job, ATTENTION_OUT, output)
 
 
-def _out_bytes(job: Job) -> int:
-    """Bytes of the output of attention."""
-    return job.local_heads * job.dimensions.head_size * job.micro_tokens * job.params_size
-
-
-def _core_bytes(job: Job) -> int:
+def _kernel_bytes(job: Job) -> int:
     """Bytes that the attention kernel keeps on top of its inputs and its output."""
     train = job.config.train
     heads = train.micro_batch * job.local_heads
     if job.attention == "blocked":  # probabilities of blocks of queries against the keys before them
-        ends = [min(start + CPU_BLOCK, train.seq_len) for start in range(0, train.seq_len, CPU_BLOCK)]
-        rows = [end - start for start, end in zip(range(0, train.seq_len, CPU_BLOCK), ends, strict=True)]
-        return heads * sum(row * end for row, end in zip(rows, ends, strict=True)) * job.params_size
+        entries = 0
+        for start in range(0, train.seq_len, CPU_BLOCK):
+            end = min(start + CPU_BLOCK, train.seq_len)
+            entries += (end - start) * end
+        return heads * entries * job.params_size
     if job.attention == "scores":  # probabilities, and the masked scores from which a compiler may not free them
         return 2 * heads * train.seq_len**2 * job.params_size
-    return heads * train.seq_len * FLOAT + _mask_bytes(job)  # logarithm of each row's sum
+    row_sums = heads * train.seq_len * FLOAT
+    if job.attention == "masked":  # the mask of documents has numbers that are added to the scores
+        return row_sums + train.micro_batch * train.seq_len**2 * job.params_size
+    return row_sums
 
 
-def _mask_bytes(job: Job) -> int:
-    """Bytes of the mask of documents that a fused kernel gets, as numbers that it adds to the scores."""
-    train = job.config.train
-    return train.micro_batch * train.seq_len**2 * job.params_size if job.attention == "masked" else 0
-
-
-def _mlp_bytes(job: Job) -> int:
-    """Gate and up, kept by `nn/mlp.py:_SwiGLU`, and their product, kept by the row layer."""
-    gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
-    kept = gated if job.dimensions.gated else 2
+def _mlp_tensors(job: Job) -> Tensors:
     size = _product_bytes(job)
-    return (kept - 1) * size + _input_bytes(job, MLP_OUT, size)
+    kept = [("mlp", "up", size)]
+    if job.dimensions.gated:
+        kept.append(("mlp", "gate", size))
+        if not job.config.model.fused_gate_up:
+            kept.append(("mlp", "silu of the gate", size))
+    return kept + _linear_tensors(job, MLP_OUT, size)
 
 
 def _product_bytes(job: Job) -> int:
     """Bytes of the input of the feed-forward's row layer."""
-    return -(-job.dimensions.intermediate_size // job.config.parallel.tp) * job.micro_tokens * job.params_size
+    return job.inner_width * job.micro_tokens * job.params_size
+
+
+def _total(tensors: Tensors) -> int:
+    total = 0
+    for _, _, size in tensors:
+        total += size
+    return total
+
+
+def _adapted(job: Job, names: Sequence[str]) -> list[AdaptedLayer]:
+    """Layers of a block with adapters, of some names."""
+    if job.adapters is None:
+        return []
+    layers = adapted_layers(job.stage(0), job.config.parallel.tp, job.adapters)
+    return [layer for layer in layers if layer.name in names]
+
+
+def _keeps_input(job: Job, names: Sequence[str]) -> bool:
+    """True if some layer keeps its input as it is: for its weight, or for an adapter without dropout."""
+    if job.adapters is None:
+        return True
+    return not job.config.finetune.dropout and bool(_adapted(job, names))
+
+
+@once_per_job
+def untracked_bytes(job: Job) -> int:
+    """Bytes that the model's first block does not keep: nothing has a gradient before the first adapter."""
+    remat = job.config.train.remat
+    if remat == "full":
+        return 0
+    return _untracked_bytes(job, remat)
+
+
+def _untracked_bytes(job: Job, remat: str) -> int:
+    if job.adapters is None:
+        return 0
+    groups = {names[0]: names for names in (ATTENTION_IN, ATTENTION_OUT, MLP_IN, MLP_OUT)}
+    size = 0
+    for layer, _, num_bytes in kept_tensors(job, remat):
+        if layer == RECOMPUTED:
+            return size
+        adapted = _adapted(job, groups.get(layer, ()))
+        if adapted and layer == MLP_IN[0] and len(adapted) == 1:
+            # Unfused, a frozen gate keeps no input of its activation, and beside a frozen other part no result is kept.
+            frozen_parts = {"up_proj": 2, "gate_proj": 1}
+            return size + frozen_parts.get(adapted[0].name, 0) * _product_bytes(job)
+        if adapted:
+            return size
+        size += num_bytes
+    return size
 
 
 @once_per_job
@@ -168,38 +210,49 @@ def working_bytes(job: Job) -> int:
     In the feed-forward: the gradients of the product, of the gate, of both together, and a factor; unfused, those of
     the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
     """
-    train = job.config.train
+    remat = job.config.train.remat
     mlp, attention = _mlp_work_bytes(job), attention_work_bytes(job)
-    if train.remat == "selective":
-        attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
+    mlp_kept = _total(_mlp_tensors(job))
+    if remat == "selective":
+        attention += _total(_attention_tensors(job, recomputed=False))
+        attention -= _total(_attention_tensors(job, recomputed=True))
         if _is_long(job):
-            return max(mlp + _mlp_bytes(job), attention)
+            return max(mlp + mlp_kept, attention)
     # Then the feed-forward's tensors are free, but postponed weight gradients keep as many.
-    later = max(attention, norm_work_bytes(job)) + (boundary_bytes(job) if job.postpones else -_mlp_bytes(job))
+    later = max(attention, norm_work_bytes(job))
+    if job.postpones:
+        later += boundary_bytes(job)
+    else:
+        later -= mlp_kept
     work = max(mlp, later)
-    return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
+    if remat == "full":
+        work += _total(kept_tensors(job, "none")) - boundary_bytes(job)
+    return work
 
 
 def _mlp_work_bytes(job: Job) -> int:
-    gated = 5 if job.config.model.fused_gate_up else 3
-    freed = job.dimensions.gated and _keeps_input(job, MLP_OUT) and not job.postpones
-    return ((gated if job.dimensions.gated else 2) - freed) * _product_bytes(job)
+    tensors = 2
+    if job.dimensions.gated:
+        tensors = 5 if job.config.model.fused_gate_up else 3
+        if _keeps_input(job, MLP_OUT) and not job.postpones:
+            tensors -= 1
+    return tensors * _product_bytes(job)
 
 
 @once_per_job
 def first_working_bytes(job: Job) -> int:
     """As `working_bytes`, of the model's first block, whose backward pass ends at its first adapter."""
-    train = job.config.train
-    if job.adapters is None or _adapted(job, ATTENTION_IN) or (train.remat == "selective" and _is_long(job)):
+    remat = job.config.train.remat
+    if job.adapters is None or _adapted(job, ATTENTION_IN) or (remat == "selective" and _is_long(job)):
         return working_bytes(job)
     work = boundary_bytes(job)
     if _adapted(job, ATTENTION_OUT):
-        work = max(_mlp_work_bytes(job), norm_work_bytes(job) - _mlp_bytes(job))
+        work = max(_mlp_work_bytes(job), norm_work_bytes(job) - _total(_mlp_tensors(job)))
     elif _adapted(job, MLP_IN):
         work = _mlp_work_bytes(job)
-    if train.remat != "full":
+    if remat != "full":
         return work
-    kept = _whole_block_bytes(job, "none") - _untracked_bytes(job, "none")
+    kept = _total(kept_tensors(job, "none")) - _untracked_bytes(job, "none")
     return max(work + kept, forward_working_bytes(job) - boundary_bytes(job))
 
 
@@ -211,20 +264,23 @@ def forward_working_bytes(job: Job) -> int:
     the output, and what the kernel works with. Fused layers with adapters have their result four times: of the matrix,
     of each adapter, of these together, and the sum. Others have it thrice.
     """
-    train, width, size, tokens = job.config.train, job.dimensions.head_size, job.params_size, job.micro_tokens
-    queries, keys = job.local_heads * width, job.local_kv_heads * width
-    heads, rows = train.micro_batch * job.local_heads, min(CPU_BLOCK, train.seq_len)
-    attention = (2 * queries + 3 * keys) * tokens * size + _out_bytes(job) + _core_bytes(job)
+    train, size, tokens = job.config.train, job.params_size, job.micro_tokens
+    queries, keys = job.query_width, job.key_width
+    heads = train.micro_batch * job.local_heads
+    attention = 3 * (queries + keys) * tokens * size + _kernel_bytes(job)
     if job.attention == "blocked":  # keys in float32, scores before and after softmax, and copies with the heads first
-        copies = (queries + 2 * keys) * size if train.micro_batch > 1 else 0  # of one sequence these are views
-        attention += (copies + keys * FLOAT) * tokens + 2 * heads * rows * train.seq_len * FLOAT
+        rows = min(CPU_BLOCK, train.seq_len)
+        attention += keys * FLOAT * tokens + 2 * heads * rows * train.seq_len * FLOAT
+        if train.micro_batch > 1:  # of one sequence the copies are views
+            attention += (queries + 2 * keys) * size * tokens
     elif job.repeats_heads and job.local_heads > job.local_kv_heads > 1:
         attention += 2 * queries * tokens * size
     elif job.attention == "scores":
         attention += heads * train.seq_len**2 * FLOAT
     parts = 3 if job.dimensions.gated else 2
     if _adapted(job, MLP_IN):
-        parts = 4 * 2 if job.config.model.fused_gate_up and job.dimensions.gated else 4
+        is_stack = job.config.model.fused_gate_up and job.dimensions.gated
+        parts = 8 if is_stack else 4
     return 2 * boundary_bytes(job) + max(attention, parts * _product_bytes(job))
 
 
@@ -235,24 +291,28 @@ def _is_long(job: Job) -> bool:
 @once_per_job
 def norm_work_bytes(job: Job) -> int:
     """Float32 tensors of a norm's backward pass: two products, their difference, the result, and a wide gradient."""
-    number = 4 if job.params_size == FLOAT else 5
-    return number * job.sequence_rows * job.dimensions.hidden_size * FLOAT
+    tensors = 4 if job.params_size == FLOAT else 5
+    return tensors * job.sequence_rows * job.dimensions.hidden_size * FLOAT
 
 
 @once_per_job
 def attention_work_bytes(job: Job) -> int:
     """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
-    train, width, size = job.config.train, job.dimensions.head_size, job.params_size
-    queries, keys = job.local_heads * width, job.local_kv_heads * width
+    train, size = job.config.train, job.params_size
+    queries, keys = job.query_width, job.key_width
     heads = train.micro_batch * job.local_heads
     if job.attention == "blocked":
-        narrow = size if size < FLOAT else 0
         rows = min(CPU_BLOCK, train.seq_len)  # of a block, beside the gradients of the block before
-        scores = heads * rows * (train.seq_len * (FLOAT + narrow) + (train.seq_len - rows) * size)
-        return scores + job.micro_tokens * (2 * queries * size + (4 if narrow else 2) * keys * FLOAT)
+        scores = train.seq_len * FLOAT + (train.seq_len - rows) * size
+        key_grads = 2 * keys * FLOAT
+        if size < FLOAT:
+            scores += train.seq_len * size
+            key_grads *= 2
+        return heads * rows * scores + job.micro_tokens * (2 * queries * size + key_grads)
     if job.attention == "scores":
         return heads * train.seq_len**2 * (FLOAT + size)
-    return job.micro_tokens * (2 * queries + 2 * (queries if job.repeats_heads else keys)) * size
+    key_copies = queries if job.repeats_heads else keys
+    return job.micro_tokens * 2 * (queries + key_copies) * size
 
 
 @once_per_job
@@ -261,18 +321,22 @@ def postponed_block_bytes(job: Job) -> int:
 
     Row layers get gradients of the whole sequence, gathered over the tensor parallel ranks.
     """
-    dimensions, inner = job.dimensions, -(-job.dimensions.intermediate_size // job.config.parallel.tp)
-    queries, keys = job.local_heads * dimensions.head_size, job.local_kv_heads * dimensions.head_size
-    inputs, grads = queries + inner, queries + 2 * keys + (2 if dimensions.gated else 1) * inner
-    whole = job.micro_tokens * job.params_size
-    return 2 * boundary_bytes(job) + (2 * dimensions.hidden_size + inputs + grads) * whole
+    queries, keys, inner = job.query_width, job.key_width, job.inner_width
+    ups = 2 * inner if job.dimensions.gated else inner
+    row_inputs = queries + inner
+    column_grads = queries + 2 * keys + ups
+    row_grads = 2 * job.dimensions.hidden_size
+    per_token = (row_inputs + column_grads + row_grads) * job.params_size
+    return 2 * boundary_bytes(job) + job.micro_tokens * per_token
 
 
 @once_per_job
 def kept_logits_bytes(job: Job) -> int:
     """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
-    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp) if job.adapters is None else 0
-    return (job.micro_tokens + rows) * job.dimensions.hidden_size * job.params_size
+    rows = job.micro_tokens
+    if job.adapters is None:
+        rows += job.vocab_rows
+    return rows * job.dimensions.hidden_size * job.params_size
 
 
 @once_per_job
@@ -282,14 +346,16 @@ def chunk_bytes(job: Job) -> int:
     A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
     Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
     """
-    size, hidden, tokens = job.params_size, job.dimensions.hidden_size, job.micro_tokens
-    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp)
-    chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
-    padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
-    copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
+    size, hidden, tokens, rows = job.params_size, job.dimensions.hidden_size, job.micro_tokens, job.vocab_rows
+    is_padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
+    wide_copies = 2 * FLOAT if is_padded else FLOAT
+    entry = wide_copies if size == FLOAT else FLOAT + 2 * size
     if job.config.precision.params == "fp16":
-        copies += FLOAT * (2 if padded else 1)
+        entry += wide_copies
+    chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
     if chunk >= tokens:
-        return tokens * rows * copies
-    summed = rows if job.adapters is None else 0
-    return chunk * rows * copies + (tokens + summed) * hidden * size + summed * hidden * (FLOAT - size)
+        return tokens * rows * entry
+    num_bytes = chunk * rows * entry + tokens * hidden * size
+    if job.adapters is None:
+        num_bytes += rows * hidden * FLOAT
+    return num_bytes

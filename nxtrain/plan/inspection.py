@@ -104,7 +104,7 @@ class Inspection:
                 "total": total,
                 "embedding": dimensions.vocab_size * dimensions.hidden_size,
                 "block": block_entries(whole, 1, 1).local,
-                "trained": trained_params(self.job, total),
+                "trained": trained_params(self.job),
             },
         }
 

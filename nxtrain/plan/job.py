@@ -172,6 +172,26 @@ class Job:
         return max(1, self.dimensions.num_kv_heads // self.config.parallel.tp)
 
     @cached_property
+    def query_width(self) -> int:
+        """Columns of the queries of a rank."""
+        return self.local_heads * self.dimensions.head_size
+
+    @cached_property
+    def key_width(self) -> int:
+        """Columns of the keys of a rank, and of its values."""
+        return self.local_kv_heads * self.dimensions.head_size
+
+    @cached_property
+    def inner_width(self) -> int:
+        """Columns of a rank inside the feed-forward, padding included."""
+        return -(-self.dimensions.intermediate_size // self.config.parallel.tp)
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary of a rank, padding included."""
+        return -(-self.dimensions.vocab_size // self.config.parallel.tp)
+
+    @cached_property
     def parts(self) -> list[tuple[StagePart, ...]]:
         """Parts of every pipeline rank."""
         parallel = self.config.parallel

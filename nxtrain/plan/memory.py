@@ -64,28 +64,39 @@ class Bytes(NamedTuple):
 def rank_bytes(job: Job) -> tuple[int, Bytes]:
     """Pipeline stage whose ranks need most memory, and its memory."""
     # Of stages of one kind, none has more micro-batches in flight than the first.
-    return max(((stage, stage_bytes(job, stage)) for stage in job.distinct_stages), key=lambda each: each[1].total)
+    stages = [(stage, stage_bytes(job, stage)) for stage in job.distinct_stages]
+    return max(stages, key=lambda stage: stage[1].total)
 
 
 def stage_bytes(job: Job, stage: int) -> Bytes:
     """Memory of a rank of a pipeline stage, at the moment of a step that needs most."""
     params, optimizer = params_bytes(job, stage), optimizer_bytes(job, stage)
-    frozen = job.frozen(stage).held if job.adapters else 0
+    frozen = job.frozen(stage).held
     if job.has_params_on_host:
         params = frozen = 0
     if job.has_optimizer_on_host:
         optimizer = own_rows_bytes(job, stage)
-    most = max(moments_of(job, stage), key=lambda each: each.grads + each.activations + each.logits + each.buckets)
-    kinds = (params, frozen, most.grads, optimizer, most.activations, most.logits, most.buckets)
-    return Bytes(*kinds, workspace_bytes(job))
+    most = max(moments_of(job, stage), key=sum)
+    return Bytes(
+        params=params,
+        frozen=frozen,
+        grads=most.grads,
+        optimizer=optimizer,
+        activations=most.activations,
+        logits=most.logits,
+        buckets=most.buckets,
+        workspace=workspace_bytes(job),
+    )
 
 
 def host_bytes(job: Job, stage: int) -> dict[str, int]:
     """Bytes of a rank in host memory by kind, as `parallel.offload` asks; what the host needs itself comes on top."""
-    params = params_bytes(job, stage) + job.frozen(stage).held if job.has_params_on_host else 0
-    grads = accumulated_bytes(job, stage) if job.has_params_on_host else 0
-    optimizer = optimizer_bytes(job, stage) - own_rows_bytes(job, stage) if job.has_optimizer_on_host else 0
-    kinds = {"params": params, "grads": grads, "optimizer": optimizer, "activations": offloaded_bytes(job, stage)}
+    kinds = {"params": 0, "grads": 0, "optimizer": 0, "activations": offloaded_bytes(job, stage)}
+    if job.has_params_on_host:
+        kinds["params"] = params_bytes(job, stage) + job.frozen(stage).held
+        kinds["grads"] = accumulated_bytes(job, stage)
+    if job.has_optimizer_on_host:
+        kinds["optimizer"] = optimizer_bytes(job, stage) - own_rows_bytes(job, stage)
     return {**kinds, "total": sum(kinds.values())}
 
 
@@ -99,7 +110,9 @@ def workspace_bytes(job: Job) -> int:
 def params_bytes(job: Job, stage: int) -> int:
     """Trained parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
     entries = job.trained(stage)
-    return (entries.rows if job.is_fully_sharded else entries.local) * job.stored_size
+    if job.is_fully_sharded:
+        return entries.rows * job.stored_size
+    return entries.local * job.stored_size
 
 
 def optimizer_bytes(job: Job, stage: int) -> int:
@@ -108,9 +121,10 @@ def optimizer_bytes(job: Job, stage: int) -> int:
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
     entries = job.trained(stage)
-    zero1 = job.config.parallel.shard == "zero1"
-    number = entries.rows if zero1 or job.is_fully_sharded else entries.local
-    return number * state_size(job) + own_rows_bytes(job, stage)
+    updated = entries.local
+    if job.config.parallel.shard == "zero1" or job.is_fully_sharded:
+        updated = entries.rows
+    return updated * state_size(job) + own_rows_bytes(job, stage)
 
 
 def state_size(job: Job) -> int:
@@ -123,17 +137,24 @@ def master_size(job: Job) -> int:
     update = job.config.precision.update
     if update == "fp32_master" and job.stored_size != SIZES["fp32"]:
         return SIZES["fp32"]
-    return SIZES["bf16"] if update == "bf16_kahan" else 0
+    if update == "bf16_kahan":
+        return SIZES["bf16"]
+    return 0
 
 
 def own_rows_bytes(job: Job, stage: int) -> int:
     """Rows of the parameters that a rank updates under ZeRO-1, beside the whole parameters."""
-    return job.trained(stage).rows * job.params_size if job.config.parallel.shard == "zero1" else 0
+    if job.config.parallel.shard != "zero1":
+        return 0
+    return job.trained(stage).rows * job.params_size
 
 
 def checkpoint_bytes(job: Job, params: int) -> int:
     """Bytes of a checkpoint: each parameter and its optimizer state once, whatever the layout."""
     precision = job.config.precision
     size = SIZES[precision.params] + 2 * SIZES[precision.state]
-    size += SIZES["fp32"] * (precision.update == "fp32_master") + SIZES["bf16"] * (precision.update == "bf16_kahan")
+    if precision.update == "fp32_master":
+        size += SIZES["fp32"]
+    elif precision.update == "bf16_kahan":
+        size += SIZES["bf16"]
     return params * size

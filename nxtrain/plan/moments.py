@@ -7,7 +7,6 @@ So a peak is the largest of a few moments, and less than the sum of all kinds' p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -56,13 +55,15 @@ class Moment(NamedTuple):
 
 def moments_of(job: Job, stage: int) -> Iterator[Moment]:
     """Moments of a step on a pipeline stage."""
-    accumulated, reduced = accumulated_bytes(job, stage), reduced_bytes(job, stage)
+    accumulated = accumulated_bytes(job, stage)
     if job.is_fully_sharded:
-        yield from _gathering(job, stage, 0 if job.has_params_on_host else accumulated)
+        if job.has_params_on_host:
+            accumulated = 0
+        yield from _gathering(job, stage, accumulated)
         return
     yield from _backward(job, stage, accumulated)
     if job.config.parallel.dp > 1:
-        yield from _reducing(job, stage, accumulated, reduced)
+        yield from _reducing(job, stage, accumulated)
 
 
 def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
@@ -84,7 +85,8 @@ def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Iterator[Moment]:
     """The forward pass of a rank whose only block is the model's first, which may keep little of it beside adapters."""
     if _is_first_block(job, stage):
-        others = _kept_of_blocks(job, stage) * (in_flight(job, stage) - 1) // in_flight(job, stage)
+        flights = in_flight(job, stage)
+        others = _kept_of_blocks(job, stage) * (flights - 1) // flights
         work = forward_working_bytes(job) + job.frozen(stage).largest_matrix
         kept = _on_device(job, others) + _beside_blocks(job, stage) + work
         yield Moment(_earlier_grads(job, stage, accumulated), kept, 0, gathered)
@@ -93,11 +95,13 @@ def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Itera
 def _is_first_block(job: Job, stage: int) -> bool:
     """True if a rank has the model's first block alone, beside adapters."""
     kind = job.stage(stage)
-    return job.adapters is not None and kind.first and sum(kind.blocks) == 1
+    return job.adapters is not None and kind.first and kind.num_blocks == 1
 
 
 def _working(job: Job, stage: int) -> int:
-    return first_working_bytes(job) if _is_first_block(job, stage) else working_bytes(job)
+    if _is_first_block(job, stage):
+        return first_working_bytes(job)
+    return working_bytes(job)
 
 
 def _repeats(job: Job, stage: int) -> bool:
@@ -107,43 +111,54 @@ def _repeats(job: Job, stage: int) -> bool:
 
 def _earlier_grads(job: Job, stage: int, accumulated: int) -> int:
     """Gradients when most micro-batches are in flight; of a single group, those of the last chunk alone."""
+    if not _repeats(job, stage):
+        return 0
     parallel = job.config.parallel
-    groups = len(group_sizes(parallel.pp, job.num_micro)) if parallel.virtual_pp > 1 else 2
-    return (accumulated if groups > 1 else accumulated // parallel.virtual_pp) * _repeats(job, stage)
+    if parallel.virtual_pp > 1 and len(group_sizes(parallel.pp, job.num_micro)) == 1:
+        return accumulated // parallel.virtual_pp
+    return accumulated
 
 
 def _split_bytes(job: Job, stage: int) -> int:
     """Activations when a backward pass without weight gradients comes to its last block, all others of which wait."""
-    (number,), waiting = job.stage(stage).blocks, postponed_block_bytes(job)
+    num_blocks, waiting = job.stage(stage).num_blocks, postponed_block_bytes(job)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed - 1
-    kept = number * (whole * block_bytes(job) + postponed * waiting) + _beside_blocks(job, stage)
-    return kept + (number - 1) * waiting + block_bytes(job) + working_bytes(job)
+    kept = num_blocks * (whole * block_bytes(job) + postponed * waiting) + _beside_blocks(job, stage)
+    return kept + (num_blocks - 1) * waiting + block_bytes(job) + working_bytes(job)
 
 
-def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[Moment]:
+def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     """The last backward pass fills its first bucket; then the last bucket is on its way; then parameters are gathered.
 
     Buckets exist beside what the last micro-batch still keeps. A replicated bucket is one flat copy. ZeRO-1 has a
     bucket packed and scattered, and copies of what is padded or of another type. All parameters are gathered at once
     after the update.
     """
-    parallel, entries = job.config.parallel, job.trained(stage)
-    reduce = SIZES[job.config.precision.reduce]
-    whole = entries.local * reduce
-    bucket = min(whole, max(parallel.bucket_mib << 20, entries.largest * reduce))
+    parallel, precision, entries = job.config.parallel, job.config.precision, job.trained(stage)
+    is_zero1 = parallel.shard == "zero1"
+    reduced, reduce_size = reduced_bytes(job, stage), SIZES[precision.reduce]
+    whole = entries.local * reduce_size
+    bucket = min(whole, max(parallel.bucket_mib << 20, entries.largest * reduce_size))
     buffers = bucket
-    if parallel.shard == "zero1":
-        given = job.config.precision.accumulate if job.num_micro > 1 else job.config.precision.params
-        copies = whole if given != job.config.precision.reduce else entries.padded * reduce
+    if is_zero1:
+        grads_type = precision.accumulate if job.num_micro > 1 else precision.params
+        copies = entries.padded * reduce_size
+        if grads_type != precision.reduce:
+            copies = whole
         buffers += min(bucket, copies) + bucket // parallel.dp
     grads = max(accumulated, reduced)
     if not job.is_lazy:
         passed = bucket / whole if whole else 1.0
-        kept = int(last_kept_bytes(job, stage) * (1.0 - passed)) + (attention_work_bytes(job) if passed < 1 else 0)
-        yield Moment(grads if job.num_micro > 1 else int(passed * accumulated), kept, 0, buffers)
+        kept = int(last_kept_bytes(job, stage) * (1.0 - passed))
+        if passed < 1:
+            kept += attention_work_bytes(job)
+        first_grads = int(passed * accumulated)
+        if job.num_micro > 1:
+            first_grads = grads
+        yield Moment(first_grads, kept, 0, buffers)
     yield Moment(grads, boundary_bytes(job), 0, buffers)
-    if parallel.shard == "zero1":
+    if is_zero1:
         yield Moment(reduced, 0, 0, entries.local * job.params_size)
 
 
@@ -153,46 +168,34 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
     unit the gradient exists in its own type and in that of the reduction.
     """
-    parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    units = _units(job, stage)
-    num_blocks = sum(job.stage(stage).blocks)
-    ahead = 0 if parallel.backward_prefetch == "none" else max(1, parallel.prefetch)
+    parallel, kind, tp = job.config.parallel, job.stage(stage), job.config.parallel.tp
+    block, rest = block_entries(kind, tp, 1).local, rest_entries(kind, tp, 1).local
+    block_size, rest_size = block * job.params_size, rest * job.params_size
+    block_trained, rest_trained = block, rest
+    if job.adapters is not None:
+        frozen = job.frozen(stage)
+        block_trained, rest_trained = adapter_entries(kind, tp, 1, job.adapters).local, 0
+        block_size, rest_size = frozen.block + block_trained * job.params_size, frozen.rest
     unit = unit_blocks(job, stage)
-    whole = num_blocks if parallel.shard == "grad_op" else min(num_blocks, unit * (1 + ahead))
-    gathered = units.rest + units.block * whole
-    grads = _earlier_grads(job, stage, accumulated)
-    kept, own = kept_bytes(job, stage), min(_kept_of_chunks(job, stage))
+    num_gathered = kind.num_blocks
+    if parallel.shard != "grad_op":
+        units = 1
+        if parallel.backward_prefetch != "none":
+            units += max(1, parallel.prefetch)
+        num_gathered = min(num_gathered, unit * units)
+    gathered = rest_size + block_size * num_gathered
+    grads, grad_size = _earlier_grads(job, stage, accumulated), job.params_size + SIZES[job.config.precision.reduce]
+    kept = kept_bytes(job, stage)
     yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
-    # A forward pass frees the buffer of a gathered unit when it needs the next.
-    yield from _forward(job, stage, accumulated, gathered + (unit * units.block if whole == num_blocks else 0))
-    block_grad = unit * units.block_trained * (job.params_size + reduce)
-    yield Moment(
-        grads,
-        kept - min(own, block_bytes(job)) + attention_work_bytes(job),
-        _kept_logits(job, stage),
-        gathered + block_grad,
-    )
-    rest_grad = units.rest_trained * (job.params_size + reduce)
-    yield Moment(accumulated, _working(job, stage), 0, gathered + rest_grad)
-
-
-@dataclass(frozen=True)
-class _Units:
-    """Bytes of a gathered block and of the other parameters, and the entries of their gradients."""
-
-    block: int
-    rest: int
-    block_trained: int
-    rest_trained: int
-
-
-def _units(job: Job, stage: int) -> _Units:
-    kind, tp, size = job.stage(stage), job.config.parallel.tp, job.params_size
-    if job.adapters is None:
-        block, rest = block_entries(kind, tp, 1).local, rest_entries(kind, tp, 1).local
-        return _Units(block * size, rest * size, block, rest)
-    adapters, frozen = adapter_entries(kind, tp, 1, job.adapters).local, job.frozen(stage)
-    return _Units(frozen.block + adapters * size, frozen.rest, adapters, 0)
+    gathered_forward = gathered
+    if num_gathered == kind.num_blocks:  # a forward pass frees the buffer of a gathered unit when it needs the next
+        gathered_forward += unit * block_size
+    yield from _forward(job, stage, accumulated, gathered_forward)
+    freed = min(*_kept_of_chunks(job, stage), block_bytes(job))
+    kept_logits = kept_logits_bytes(job) if kind.last else 0
+    unit_grads = unit * block_trained * grad_size
+    yield Moment(grads, kept - freed + attention_work_bytes(job), kept_logits, gathered + unit_grads)
+    yield Moment(accumulated, _working(job, stage), 0, gathered + rest_trained * grad_size)
 
 
 def unit_blocks(job: Job, stage: int) -> int:
@@ -200,28 +203,28 @@ def unit_blocks(job: Job, stage: int) -> int:
     fewest = job.config.parallel.unit_params
     if not fewest:
         return 1
-    whole = job.entries(stage, 1).local
-    rest, blocks = rest_entries(job.stage(stage), job.config.parallel.tp, 1).local, job.stage(stage).blocks
-    block = (whole - rest) // sum(blocks)
+    kind, tp = job.stage(stage), job.config.parallel.tp
+    block = block_entries(kind, tp, 1).local
     if job.adapters is not None:
-        block += adapter_entries(job.stage(stage), job.config.parallel.tp, 1, job.adapters).local
-    return max(len(unit) for chunk in blocks for unit in units_of([block] * chunk, fewest))
+        block += adapter_entries(kind, tp, 1, job.adapters).local
+    most = 0
+    for num_blocks in kind.blocks:
+        most = max(most, *(len(unit) for unit in units_of([block] * num_blocks, fewest)))
+    return most
 
 
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
-    last = job.stage(stage).last
-    work = _working(job, stage) + (job.frozen(stage).largest_matrix if job.adapters else 0)
-    return kept + (max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job)) if last else work)
+    work = _working(job, stage) + job.frozen(stage).largest_matrix
+    if job.stage(stage).last:
+        work = max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job))
+    return kept + work
 
 
 def _logits(job: Job, stage: int) -> int:
-    last = job.stage(stage).last
-    return chunk_bytes(job) + kept_logits_bytes(job) if last else 0
-
-
-def _kept_logits(job: Job, stage: int) -> int:
-    return kept_logits_bytes(job) if job.stage(stage).last else 0
+    if not job.stage(stage).last:
+        return 0
+    return chunk_bytes(job) + kept_logits_bytes(job)
 
 
 def kept_bytes(job: Job, stage: int) -> int:
@@ -234,25 +237,32 @@ def _kept_of_blocks(job: Job, stage: int) -> int:
     if parallel.virtual_pp > 1:
         return most_kept(parallel.pp, job.num_micro, stage, kept)
     postponed = _postponed(job, stage)
-    waiting = postponed_block_bytes(job) if job.postpones else 0
-    return (in_flight(job, stage) - postponed) * kept[0] + postponed * job.stage(stage).blocks[0] * waiting
+    num_bytes = (in_flight(job, stage) - postponed) * kept[0]
+    if job.postpones:
+        num_bytes += postponed * job.stage(stage).num_blocks * postponed_block_bytes(job)
+    return num_bytes
 
 
 def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
     """Bytes that the blocks of each chunk keep of a micro-batch."""
-    free = untracked_bytes(job) if job.stage(stage).first else 0
-    first, *others = (number * block_bytes(job) for number in job.stage(stage).blocks)
-    return first - free, *others
+    kept = [num_blocks * block_bytes(job) for num_blocks in job.stage(stage).blocks]
+    if job.stage(stage).first:
+        kept[0] -= untracked_bytes(job)
+    return tuple(kept)
 
 
 def offloaded_bytes(job: Job, stage: int) -> int:
     """Activations of blocks in host memory."""
-    return _kept_of_blocks(job, stage) if job.has_activations_on_host else 0
+    if not job.has_activations_on_host:
+        return 0
+    return _kept_of_blocks(job, stage)
 
 
 def _on_device(job: Job, of_blocks: int) -> int:
     """Kept bytes of blocks that stay on the device: of one block alone, if those of others are in host memory."""
-    return min(of_blocks, block_bytes(job)) if job.has_activations_on_host else of_blocks
+    if job.has_activations_on_host:
+        return min(of_blocks, block_bytes(job))
+    return of_blocks
 
 
 def last_kept_bytes(job: Job, stage: int) -> int:
@@ -264,19 +274,24 @@ def last_kept_bytes(job: Job, stage: int) -> int:
 
 
 def _beside_blocks(job: Job, stage: int) -> int:
-    # The final norm keeps its input and a number per row.
-    norm = job.sequence_rows * (job.dimensions.hidden_size * job.params_size + NORM_ROW_BYTES)
-    last = norm if job.stage(stage).last else 0
-    return last + (3 * boundary_bytes(job) if job.config.parallel.pp > 1 else 0)
+    """Bytes of the input of the final norm with a number per row, and of the tensors of transfers."""
+    num_bytes = 0
+    if job.stage(stage).last:
+        num_bytes += boundary_bytes(job) + job.sequence_rows * NORM_ROW_BYTES
+    if job.config.parallel.pp > 1:
+        num_bytes += 3 * boundary_bytes(job)
+    return num_bytes
 
 
 def in_flight(job: Job, stage: int) -> int:
     """Most forwards of a pipeline rank, of any chunk, whose backward is still to come."""
-    parallel, total = job.config.parallel, job.num_micro * job.config.parallel.virtual_pp
+    parallel = job.config.parallel
     if parallel.pp == 1:
         return 1
-    warmup = num_warmup(parallel.pp, parallel.virtual_pp, job.num_micro, stage)
-    return min(total, warmup + 1 + (stage if parallel.schedule == "zero_bubble" else 0))
+    flights = num_warmup(parallel.pp, parallel.virtual_pp, job.num_micro, stage) + 1
+    if parallel.schedule == "zero_bubble":
+        flights += stage
+    return min(job.num_micro * parallel.virtual_pp, flights)
 
 
 def _postponed(job: Job, stage: int) -> int:
@@ -296,10 +311,13 @@ def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
         rank: The rank.
         kept: Bytes that each chunk keeps of a micro-batch.
     """
-    sizes = group_sizes(pp, num_micro)[:GROUPS]
-    chunks = range(len(kept))
-    forwards = [kept[chunk] for size in sizes for chunk in chunks for _ in range(size)]
-    backwards = [kept[chunk] for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    forwards: list[int] = []
+    backwards: list[int] = []
+    for size in group_sizes(pp, num_micro)[:GROUPS]:
+        for chunk in kept:
+            forwards += [chunk] * size
+        for chunk in reversed(kept):
+            backwards += [chunk] * size
     begun, done = [0, *accumulate(forwards)], [0, *accumulate(backwards)]
     first = min(len(forwards), num_warmup(pp, len(kept), num_micro, rank) + 1)
     return max(begun[first + ended] - done[ended] for ended in range(len(forwards) - first + 1))
@@ -308,20 +326,26 @@ def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
 def accumulated_bytes(job: Job, stage: int) -> int:
     """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
     entries = job.trained(stage)
-    return (entries.rows if job.is_fully_sharded else entries.local) * accumulated_size(job)
+    if job.is_fully_sharded:
+        return entries.rows * accumulated_size(job)
+    return entries.local * accumulated_size(job)
 
 
 def accumulated_size(job: Job) -> int:
     """Bytes of the gradient of each stored entry before its reduction."""
     if job.is_fully_sharded:
         return job.stored_size
-    return SIZES[job.config.precision.accumulate] if job.num_micro > 1 else job.params_size
+    if job.num_micro > 1:
+        return SIZES[job.config.precision.accumulate]
+    return job.params_size
 
 
 def reduced_bytes(job: Job, stage: int) -> int:
     """Gradients that the optimizer gets, in the type of the reduction."""
-    entries = job.trained(stage)
     parallel = job.config.parallel
     if job.is_fully_sharded or parallel.dp == 1:
         return accumulated_bytes(job, stage)
-    return (entries.rows if parallel.shard == "zero1" else entries.local) * SIZES[job.config.precision.reduce]
+    entries = job.trained(stage)
+    if parallel.shard == "zero1":
+        return entries.rows * SIZES[job.config.precision.reduce]
+    return entries.local * SIZES[job.config.precision.reduce]

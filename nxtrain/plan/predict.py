@@ -149,7 +149,7 @@ class Prediction:
     @property
     def trained_params(self) -> int:
         """Parameters of the whole model that are trained."""
-        return trained_params(self.job, self.job.dimensions.num_params)
+        return trained_params(self.job)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -62,8 +62,15 @@ def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     whole = job.micro_tokens * job.dimensions.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
     is_trained = job.adapters is None
-    backward = (6 if parallel.sequence_parallel and is_trained else 4) + (4 if remat == "full" else 0)
-    return num_blocks * 4 * whole, num_blocks * backward * whole, num_blocks * 4 * whole if is_trained else 0.0
+    transfers = 4
+    if parallel.sequence_parallel and is_trained:
+        transfers += 2
+    if remat == "full":
+        transfers += 4
+    forward, backward = num_blocks * 4 * whole, num_blocks * transfers * whole
+    if not is_trained:
+        return forward, backward, 0.0
+    return forward, backward, forward
 
 
 def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
@@ -79,19 +86,25 @@ def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) 
     if size == 1 or not num_bytes:
         return 0.0
     per_node = max(1, min(size, job.machine.devices // spread))
-    device_s = num_bytes / links.device if per_node > 1 and links.device else 0.0
+    device_s = 0.0
+    if per_node > 1 and links.device:
+        device_s = num_bytes / links.device
     if size <= per_node:
         return device_s
+    if not links.network:
+        return float("inf")
     # Of a ring that enters a machine once, one rank per machine sends to the next machine.
     rings = max(1, min(job.world, job.machine.devices) // per_node)
-    return max(device_s, rings * num_bytes / links.network) if links.network else float("inf")
+    return max(device_s, rings * num_bytes / links.network)
 
 
 def link_of(job: Job, size: int, spread: int) -> Link:
     """Slowest link of a group."""
     if size == 1:
         return "none"
-    return "device" if size * spread <= job.machine.devices else "network"
+    if size * spread <= job.machine.devices:
+        return "device"
+    return "network"
 
 
 def sync_bytes(job: Job, stage: int) -> tuple[float, float]:

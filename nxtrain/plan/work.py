@@ -30,17 +30,26 @@ class Work(NamedTuple):
 def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
     """Work of a part's forward and backward pass for a micro-batch, recomputation included."""
     per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
-    attention = computed_attention_flops(job) * num_blocks
-    matrices = (per_token.block - attention_flops(job)) * num_blocks
-    head = per_token.head if has_head else 0
-    adapters, moved = 2 * adapter_params(job) * num_blocks, _moved_bytes(job) * num_blocks
-    logits = _moved_by_logits(job) if has_head else 0
-    backward = 2 * (matrices + head) if job.adapters is None else matrices + head + 2 * adapters
     remat = job.config.train.remat
-    again = matrices + adapters if remat == "full" else 0
-    attended = (2 if remat == "none" else 3) * attention
+    attention = num_blocks * attention_flops(job)
+    if job.attention == "masked":  # the kernel computes all scores
+        attention *= 2
+    matrices = num_blocks * (per_token.block - attention_flops(job))
+    adapters = num_blocks * 2 * adapter_params(job)
+    moved = num_blocks * _moved_bytes(job)
+    head = logits = 0
+    if has_head:
+        head, logits = per_token.head, _moved_by_logits(job)
     forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved + logits)
-    return forward, Work(tokens * (backward + again), tokens * attended, moved * (3 if remat == "full" else 2))
+    backward = matrices + head + 2 * adapters
+    if job.adapters is None:
+        backward += matrices + head
+    attentions = 2 if remat == "none" else 3
+    moves = 2
+    if remat == "full":
+        backward += matrices + adapters
+        moves = 3
+    return forward, Work(tokens * backward, tokens * attentions * attention, moves * moved)
 
 
 def _moved_bytes(job: Job) -> int:
@@ -49,22 +58,17 @@ def _moved_bytes(job: Job) -> int:
     Two norms read and write the residual stream, and two sums read two tensors and write one. Rotations read and write
     queries and keys. An activation reads its inputs and writes its result. The backward pass moves twice as much.
     """
-    dimensions, tp = job.dimensions, job.config.parallel.tp
-    stream = 10 * job.sequence_rows * dimensions.hidden_size
-    rotated = 0 if dimensions.positions else 2 * (job.local_heads + job.local_kv_heads) * dimensions.head_size
-    activated = (3 if dimensions.gated else 2) * -(-dimensions.intermediate_size // tp)
-    return (stream + job.micro_tokens * (rotated + activated)) * job.params_size
+    stream = 10 * job.sequence_rows * job.dimensions.hidden_size
+    tensors = 3 if job.dimensions.gated else 2
+    per_token = tensors * job.inner_width
+    if not job.dimensions.positions:
+        per_token += 2 * (job.query_width + job.key_width)
+    return (stream + job.micro_tokens * per_token) * job.params_size
 
 
 def _moved_by_logits(job: Job) -> int:
     """Bytes that the loss moves: logits in the type of the model and in float32, and their gradient."""
-    rows = -(-job.dimensions.vocab_size // job.config.parallel.tp)
-    return job.micro_tokens * rows * (3 * job.params_size + 3 * SIZES["fp32"])
-
-
-def computed_attention_flops(job: Job) -> int:
-    """Operations of attention as its kernel computes it, per token and block: with a mask, those of all scores."""
-    return attention_flops(job) * (2 if job.attention == "masked" else 1)
+    return job.micro_tokens * job.vocab_rows * (3 * job.params_size + 3 * SIZES["fp32"])
 
 
 def attention_flops(job: Job) -> int:
@@ -74,23 +78,25 @@ def attention_flops(job: Job) -> int:
 
 def adapter_params(job: Job) -> int:
     """Entries of the adapters of a block, over all tensor parallel ranks."""
-    return 0 if job.adapters is None else adapter_entries(job.stage(0), 1, 1, job.adapters).local
+    if job.adapters is None:
+        return 0
+    return adapter_entries(job.stage(0), 1, 1, job.adapters).local
 
 
-def trained_params(job: Job, params: int) -> int:
-    """Trained parameters of the whole model, whose own number is given."""
-    return params if job.adapters is None else job.dimensions.num_layers * adapter_params(job)
+def trained_params(job: Job) -> int:
+    """Trained parameters of the whole model."""
+    if job.adapters is None:
+        return job.dimensions.num_params
+    return job.dimensions.num_layers * adapter_params(job)
 
 
 def model_flops_per_token(job: Job) -> int:
     """Operations of forward and backward for one token without recomputation, as the utilization counts them."""
-    whole = job.dimensions.flops_per_token(job.config.train.seq_len)
+    seq_len, num_layers = job.config.train.seq_len, job.dimensions.num_layers
+    whole = job.dimensions.flops_per_token(seq_len)
     if job.adapters is None:
         return whole
-    per_token = job.dimensions.layer_costs(job.config.train.seq_len)
-    forward = job.dimensions.num_layers * per_token.block + per_token.head
-    layers = job.dimensions.num_layers
-    return 2 * forward + layers * (attention_flops(job) + 6 * adapter_params(job))
+    return 2 * whole // 3 + num_layers * (attention_flops(job) + 6 * adapter_params(job))
 
 
 def restored_bytes(job: Job, num_blocks: int) -> float:
