@@ -66,8 +66,6 @@ class RunContext:
             BackendError: The configured attention cannot run on the device.
         """
         mesh, config, place = mesh_of(plan, backend), plan.config, place or Placement.read()
-        backend.allow_unverified = config.backend.allow_unverified
-        backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:

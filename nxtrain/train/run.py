@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from nxtrain.backends import choose, choose_layers, open_backend
-from nxtrain.backends.base import Backend, DeviceEvent
+from nxtrain.backends.base import Backend, BackendSettings
+from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
@@ -74,9 +75,13 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=adapted)
     reason += f"; layers {layers}: {why}" if why else ""
     limit_s, folder = loaded.config.recovery.hang_timeout_s, loaded.config.run.dir
-    backend = open_with_deadline(
-        lambda: open_backend(name, limit_s, layers, torch_compile=loaded.config.compile.torch_compile), limit_s
+    settings = BackendSettings(
+        hang_timeout_s=limit_s,
+        torch_compile=loaded.config.compile.torch_compile,
+        cpu_transport=chosen.cpu_transport,
+        allow_unverified=chosen.allow_unverified,
     )
+    backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
     ended: BaseException | None = None
     try:
         plan = resolve_config(loaded, backend.world, backend.name)
@@ -206,11 +211,12 @@ def _train(
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
     timeline, divides = _timeline(config.metrics.step_sections, backend)
-    work = WorkMeter(timeline, backend.peak_memory_bytes if context.is_leader else lambda: 0)
+    work = WorkMeter(timeline, backend.diagnostics.peak_memory_bytes if context.is_leader else lambda: 0)
     fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
     watchdog = context.watchdog or RunObserver()
     observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context), *others)
-    flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
+    flops = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len)
+    peak = backend.diagnostics.peak_flops()
     sinks = open_sinks(config, meta.step, context.is_leader)
     trainer = Trainer(
         config=config,
@@ -252,12 +258,12 @@ def _profiler(context: RunContext) -> RunObserver:
 def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[WorkTimeline, bool]:
     """Timeline of this rank's work, and True if it divides the step into sections."""
     if not backend.is_asynchronous:
-        return HostTimeline(backend.waited_s), wanted != "off"
-    if wanted == "on" and backend.event() is not None:
-        events = EventTimeline(lambda: cast("DeviceEvent", backend.event()))
-        backend.on_wait(events.wait)
+        return HostTimeline(backend.diagnostics.waited_s), wanted != "off"
+    if wanted == "on" and backend.diagnostics.event() is not None:
+        events = EventTimeline(lambda: cast("DeviceEvent", backend.diagnostics.event()))
+        backend.diagnostics.on_wait(events.wait)
         return events, True
-    return HostTimeline(backend.waited_s), False
+    return HostTimeline(backend.diagnostics.waited_s), False
 
 
 @contextmanager
@@ -307,7 +313,7 @@ def _announce(context: RunContext, reason: str) -> None:
     context.print_line(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)
-    if context.config.precision.params == "bf16" and (warning := backend.bf16_warning()):
+    if context.config.precision.params == "bf16" and (warning := backend.diagnostics.bf16_warning()):
         context.print_line(warning)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.collectives import KIB, OPERATIONS, CollectivesJob
@@ -27,7 +27,7 @@ def main(job: CollectivesJob) -> None:
     torch.set_num_threads(1)
 
     def make() -> dict[str, Callable[[], dict[str, dict[str, dict[str, float]]]]]:
-        backend = open_backend("cpu", PATIENCE_S)
+        backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
         mesh = Mesh.build(job.ranks, backend.rank, pp=job.ranks)
         backend.lay_out(mesh)
         return {"": lambda: turn(job, backend, mesh.pp)}

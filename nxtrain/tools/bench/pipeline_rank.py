@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.family import CausalLM, find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.stages import StagePart
@@ -39,7 +39,7 @@ def main(work: StageWork) -> None:
     """Serve turns until standard input ends; each prints what was done when."""
     torch.set_num_threads(1)
     with own_output() as answers:  # gloo prints its connections on standard output
-        backend = open_backend("cpu", PATIENCE_S)
+        backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
         mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
         backend.lay_out(mesh)
         turn = step(work, backend, mesh)

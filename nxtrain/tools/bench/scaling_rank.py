@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nxtrain.backends import open_backend
+from nxtrain.backends.base import BackendSettings
 from nxtrain.tools.bench.scaling import ALONE, LAYOUTS
 from nxtrain.tools.bench.train import Workload
 from nxtrain.tools.bench.turns import serve
@@ -29,16 +30,16 @@ def main(layout: str, work: Workload) -> None:
 
 def turns(layout: str, work: Workload) -> dict[str, Callable[[], dict[str, Any]]]:
     """Measurements of this rank, by request: a turn with the seconds of waiting for the other, and the parts."""
-    backend = open_backend(work.backend, PATIENCE_S)
+    backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
     parallel = {} if layout == ALONE else LAYOUTS[layout]
     step, state = ours(work, backend, parallel=parallel)
     turn = timed(step, work.steps, clocks_of(backend), backend)
 
     def waiting_too() -> dict[str, Any]:
         backend.collectives.barrier()
-        before = backend.waited_s()
+        before = backend.diagnostics.waited_s()
         measured = turn()
-        return {**measured, "waited": backend.waited_s() - before}
+        return {**measured, "waited": backend.diagnostics.waited_s() - before}
 
     return {"": waiting_too, BREAKDOWN: parts(step, state, backend)}
 

@@ -161,7 +161,7 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None) -> Ca
         maker_flops = None
         notes: tuple[str, ...] = ()
         if backend is not None:
-            maker_flops, notes = backend.peak_flops(), backend.notes()
+            maker_flops, notes = backend.diagnostics.peak_flops(), backend.notes()
         return {
             **seconds,
             "step_s": step_s,
