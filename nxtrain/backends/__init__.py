@@ -11,7 +11,7 @@ from nxtrain.backends.xla.environment import EXTRACTION, extracting
 from nxtrain.common.errors import BackendError
 
 if TYPE_CHECKING:
-    from nxtrain.backends.base import Backend, Support
+    from nxtrain.backends.base import Backend, BackendSettings, Support
     from nxtrain.backends.neuron.sdk import Package
 
 GPU_DEVICES = Path("/dev")
@@ -125,21 +125,20 @@ def _distributed_support(backend: str, allow_unverified: bool, assumed: Package 
     return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
 
 
-def open_backend(
-    name: str, hang_timeout_s: float = 1800.0, layers: str = "native", *, torch_compile: bool = False
-) -> Backend:
+def open_backend(name: str, settings: BackendSettings | None = None, layers: str = "native") -> Backend:
     """Claim this rank's device and join the process group.
 
     Args:
         name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
-        hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
+        settings: Settings of the run; None: those of commands that do not train.
         layers: `native` or `nxd`.
-        torch_compile: The run uses `torch.compile`.
 
     Raises:
         BackendError: The backend or the layers cannot run on this machine; the message gives the reason.
     """
-    backend = _load(name)(hang_timeout_s=hang_timeout_s, torch_compile=torch_compile)
+    from nxtrain.backends.base import DEFAULTS
+
+    backend = _load(name)(settings or DEFAULTS)
     if extracting(os.environ) and not backend.extracts:
         backend.close()
         raise BackendError(

@@ -6,26 +6,21 @@ libraries.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
+from nxtrain.backends.diagnostics import Diagnostics
+from nxtrain.backends.rank_group import RankGroup
 from nxtrain.common.distributed.collectives import Collectives, Pending
-from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Axis, Mesh
-from nxtrain.common.process.greetings import without_greetings
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from nxtrain.common.distributed.heartbeats import HeartbeatStore
     from nxtrain.common.kernels import Kernels
     from nxtrain.common.layers import LayerSet
 
@@ -36,22 +31,6 @@ class Support:
 
     ok: bool
     reason: str
-
-
-class DeviceEvent(Protocol):
-    """Event in the queue of a device, as torch has it."""
-
-    def query(self) -> bool:
-        """True if the device has reached the event."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device reaches the event."""
-        ...
-
-    def elapsed_time(self, end_event: DeviceEvent) -> float:
-        """Milliseconds from this event to a later one, both reached."""
-        ...
 
 
 class Binding:
@@ -113,8 +92,29 @@ def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-class Backend(ABC):
-    """One kind of device: storage of tensors, communication between ranks, and boundaries of graphs.
+@dataclass(frozen=True)
+class BackendSettings:
+    """Settings with which a backend is opened.
+
+    Args:
+        hang_timeout_s: Seconds that a collective waits for the other ranks; more where graphs may compile.
+        torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
+        cpu_transport: Transport between the ranks of a CPU host: `auto`, `gloo` or `shared_memory`.
+        allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
+    """
+
+    hang_timeout_s: float = 1800.0
+    torch_compile: bool = False
+    cpu_transport: str = "auto"
+    allow_unverified: bool = False
+
+
+DEFAULTS = BackendSettings()
+"""Settings of commands that do not train."""
+
+
+class Backend(RankGroup):
+    """One kind of device in a group of ranks: storage of tensors, kernels, and boundaries of graphs.
 
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
@@ -123,44 +123,28 @@ class Backend(ABC):
             new, the hang limits of watchdog, process groups and runtime allow for that.
         is_asynchronous: The host queues work, and goes on while the device computes.
         device: Device of this rank's tensors.
-        world, rank: Number of processes, and the rank of this one.
-        local_world, local_rank: The same numbers among the processes of this node.
-        collectives: Communication with other ranks.
         kernels: Kernels of the device.
         host_kernels: Kernels for tensors in host memory.
         extracts: Graphs are collected for compilation and not run; fetched values are meaningless.
-        host_group: Group of all ranks that carries host objects; None: torch's default group.
         binding: Binding to a vendor's library.
-        allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
+        diagnostics: Measurements of the device.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
     """
 
-    name: str
     compiler: str | None = None
     compiles_at_first_use: bool = False
     is_asynchronous: bool = False
     device: torch.device
-    world: int
-    rank: int
-    local_world: int
-    local_rank: int
-    collectives: Collectives
     kernels: Kernels
     host_kernels: Kernels
     extracts: bool = False
-    host_group: ProcessGroup | None = None
     binding: Binding = Binding()
-    allow_unverified: bool = False
+    diagnostics: Diagnostics = Diagnostics()
     attention: AttentionChoice | None = None
 
     @abstractmethod
-    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
-        """Claim this rank's device and join the process group.
-
-        Args:
-            hang_timeout_s: Seconds that a collective waits for the other ranks; more where graphs may compile.
-            torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
-        """
+    def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
+        """Claim this rank's device and join the process group."""
 
     @staticmethod
     @abstractmethod
@@ -183,66 +167,8 @@ class Backend(ABC):
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         """Upload numbers that change from step to step, as () float32 tensors that no compiler folds into constants."""
 
-    def lay_out(self, mesh: Mesh) -> None:
-        """Set the mesh of the run; all ranks call this once, before any communication.
-
-        Ranks of different pipeline stages use their axes in different orders, so their groups must be made here, not
-        at the first use.
-        """
-
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard).
-
-        Raises:
-            BackendError: The device has no process groups.
-        """
-        raise BackendError(
-            "parallel.shard=grad_op, full and hybrid run on the backends cpu, cuda and neuron-native, not on "
-            f"{self.name}; use parallel.shard=zero1, which cuts the optimizer state on every backend"
-        )
-
     def step_boundary(self) -> None:
         """Run the recorded graph on the device; does nothing on eager devices."""
-
-    def fallbacks(self) -> tuple[str, ...]:
-        """Operations that ran on the host since `forget_fallbacks`, because the device lacks them."""
-        return ()
-
-    def forget_fallbacks(self) -> None:
-        """Start the list of `fallbacks` anew."""
-
-    def num_compiled(self) -> int:
-        """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
-        return 0
-
-    def compare_graphs(self, work: str) -> None:
-        """Compare later graphs between the ranks of a stage before each runs; a comparison takes tens of milliseconds.
-
-        Eager devices have no graphs to compare.
-
-        Args:
-            work: Name of the work that the graphs do; the same on all ranks. Empty: end the comparisons.
-        """
-
-    def background_group(self, hang_timeout_s: float) -> ProcessGroup | None:
-        """Make a group of all ranks for host objects, usable next to training's collectives; None with one rank."""
-        import torch.distributed as dist
-
-        if self.world == 1 or not dist.is_initialized():
-            return None
-        with without_greetings():
-            group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
-        return group
-
-    def choose_transport(self, wanted: str) -> None:
-        """Choose the transport between ranks on CPUs; all ranks call this, before a model is built.
-
-        Args:
-            wanted: `auto`, `gloo` or `shared_memory`.
-
-        Raises:
-            BackendError: The wanted transport cannot run.
-        """
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         """Choose the implementation of attention; called once, before a model is built.
@@ -272,66 +198,9 @@ class Backend(ABC):
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""
-        return (str(self.attention),) if self.attention else ()
-
-    def bf16_warning(self) -> str:
-        """Warning for a run whose products are in bf16, on a device without them; empty if the device has them."""
-        return ""
-
-    def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second of one device, by its maker's figures; None if unknown."""
-        return None
-
-    def peak_memory_bytes(self) -> int:
-        """Peak device memory of this rank in bytes; 0 if unknown."""
-        return 0
-
-    def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
-        """Arguments of torch's profiler that record this device too, and a line for people about the device's part.
-
-        Args:
-            profiles: Folder of the run's profiles.
-        """
-        return {}, ""
-
-    def finish_profiled(self) -> None:
-        """Wait until the device has done the work that is profiled; does nothing where torch's profiler waits."""
-
-    def watch_memory(self) -> None:
-        """Record each allocation of the device with its stack from now on, for `dump_memory`."""
-
-    def dump_memory(self, file: Path) -> bool:
-        """Write a snapshot of the device's memory; False: the device has none."""
-        return False
-
-    def heartbeat_store(self) -> HeartbeatStore | None:
-        """Heartbeat store of the ranks, independent of collectives; None if the run has none."""
-        return None
-
-    def waited_s(self) -> float:
-        """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
-        return 0.0
-
-    def event(self) -> DeviceEvent | None:
-        """Put an event with a time into the device's queue; None: the device has no such events."""
-        return None
-
-    def on_wait(self, note: Callable[[bool], None]) -> None:
-        """Call a function with True when the queue begins to wait for other ranks, and with False when it goes on."""
-
-    def failed(self, error: Exception) -> Exception:
-        """Publish why this rank fails; if it only lost a peer, return the peer's own failure.
-
-        The call takes a few seconds at most. Afterwards `close` does not wait for other ranks, and the process must
-        end.
-
-        Args:
-            error: Exception that ended the run on this rank.
-
-        Returns:
-            The error to report: `error`, or the first failure of another rank.
-        """
-        return error
+        if self.attention is None:
+            return ()
+        return (str(self.attention),)
 
     def close(self) -> None:
         """Leave the process group and free the device."""

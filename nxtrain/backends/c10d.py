@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend, fetched_names
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
 from nxtrain.common.distributed.failures import FailureReporter
 from nxtrain.common.distributed.heartbeats import HeartbeatStore
@@ -21,10 +22,18 @@ from nxtrain.common.process.greetings import without_greetings
 from nxtrain.common.process.placement import Placement
 
 
+class C10dDiagnostics(Diagnostics):
+    """Measurements of ranks that are processes of `torch.distributed`."""
+
+    def waited_s(self) -> float:
+        return WAIT_CLOCK.total_s
+
+
 class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
 
     collectives: C10dCollectives
+    diagnostics: Diagnostics = C10dDiagnostics()
     _failures: FailureReporter | None = None
     _store: dist.Store | None = None
     _ends_early = False
@@ -36,8 +45,10 @@ class C10dBackend(Backend):
         self.collectives = C10dCollectives(self.world)
 
     def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
-        # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is the shorter.
-        limit_s = first_use_limit_s(hang_timeout_s) if self.compiles_at_first_use else hang_timeout_s
+        limit_s = hang_timeout_s
+        if self.compiles_at_first_use:
+            # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is shorter.
+            limit_s = first_use_limit_s(hang_timeout_s)
         self.collectives.hang_timeout_s = limit_s
         self.collectives.limit = limit_words(hang_timeout_s, first_use=self.compiles_at_first_use)
         if self.world > 1:
@@ -62,10 +73,9 @@ class C10dBackend(Backend):
         return self.collectives.device_mesh(self.device.type, mesh)
 
     def heartbeat_store(self) -> HeartbeatStore | None:
-        return HeartbeatStore(self._store, self.rank, self.world) if self._store is not None else None
-
-    def waited_s(self) -> float:
-        return WAIT_CLOCK.total_s
+        if self._store is None:
+            return None
+        return HeartbeatStore(self._store, self.rank, self.world)
 
     def failed(self, error: Exception) -> Exception:
         if self._failures is None:

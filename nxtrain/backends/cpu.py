@@ -9,12 +9,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Support, fetched_names
-from nxtrain.backends.c10d import C10dBackend
+from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
+from nxtrain.backends.c10d import C10dBackend, C10dDiagnostics
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import LibraryBuildError, load
 from nxtrain.backends.cpu_native.shared_memory import SharedMemoryCollectives
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.errors import BackendError
+
+
+class CpuDiagnostics(C10dDiagnostics):
+    """Measurements of this process."""
+
+    def peak_memory_bytes(self) -> int:
+        # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.
+        status = Path("/proc/self/status")
+        if not status.exists():
+            return 0
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
 class CpuBackend(C10dBackend):
@@ -23,23 +36,36 @@ class CpuBackend(C10dBackend):
     name = "cpu"
     compiler = "inductor"
     collectives: SharedMemoryCollectives
+    diagnostics: Diagnostics = CpuDiagnostics()
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
-        self.compiles_at_first_use = torch_compile
+    def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
+        self.compiles_at_first_use = settings.torch_compile
         self._take_place()
         self.device = torch.device("cpu")
         keep_heap()
         self._shared = self.collectives = SharedMemoryCollectives(self.world)
-        self._join("gloo", hang_timeout_s)
+        self._join("gloo", settings.hang_timeout_s)
         self.kernels = self.host_kernels = CpuKernels()
         self._transport = self._transport_note = ""
-        self.choose_transport("auto")
+        try:
+            self.choose_transport(settings.cpu_transport)
+        except BackendError:
+            self.close()
+            raise
 
     @staticmethod
     def support() -> Support:
         return Support(True, "every machine has a CPU")
 
     def choose_transport(self, wanted: str) -> None:
+        """Choose the transport between ranks; all ranks call this.
+
+        Args:
+            wanted: `auto`, `gloo` or `shared_memory`.
+
+        Raises:
+            BackendError: The wanted transport cannot run.
+        """
         if self.world == 1 or wanted == self._transport:
             return
         self._transport = wanted
@@ -77,14 +103,6 @@ class CpuBackend(C10dBackend):
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.float32).unbind()
-
-    def peak_memory_bytes(self) -> int:
-        # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.
-        status = Path("/proc/self/status")
-        if not status.exists():
-            return 0
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
 def keep_heap() -> None:

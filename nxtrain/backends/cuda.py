@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import DeviceEvent, Support
-from nxtrain.backends.c10d import AcceleratorBackend
+from nxtrain.backends.base import DEFAULTS, BackendSettings, Support
+from nxtrain.backends.c10d import AcceleratorBackend, C10dDiagnostics
 from nxtrain.backends.capability import bf16_warning
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
@@ -54,14 +55,51 @@ class CudaKernels(FusedKernels):
         return calls
 
 
+class CudaDiagnostics(C10dDiagnostics):
+    """Measurements of one GPU.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def bf16_warning(self) -> str:
+        return bf16_warning(torch.cuda.get_device_name(self._device), torch.cuda.get_device_capability(self._device))
+
+    def peak_flops(self) -> float | None:
+        name = torch.cuda.get_device_name(self._device)
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    def event(self) -> DeviceEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def on_wait(self, note: Callable[[bool], None]) -> None:
+        WAIT_CLOCK.note = note
+
+    def peak_memory_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def watch_memory(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+
+    def dump_memory(self, file: Path) -> bool:
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return True
+
+
 class CudaBackend(AcceleratorBackend):
     """One GPU per rank, chosen by the local rank."""
 
     name = "cuda"
     compiler = "inductor"
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
-        self.compiles_at_first_use = torch_compile
+    def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
+        self.compiles_at_first_use = settings.torch_compile
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
@@ -74,8 +112,9 @@ class CudaBackend(AcceleratorBackend):
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
         self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
+        self.diagnostics = CudaDiagnostics(self.device)
         # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
-        self._join("cpu:gloo,cuda:nccl", hang_timeout_s, self.device)
+        self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device)
 
     @staticmethod
     def support() -> Support:
@@ -87,29 +126,3 @@ class CudaBackend(AcceleratorBackend):
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)
-
-    def bf16_warning(self) -> str:
-        return bf16_warning(torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device))
-
-    def peak_flops(self) -> float | None:
-        name = torch.cuda.get_device_name(self.device)
-        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-    def event(self) -> DeviceEvent:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def on_wait(self, note: Callable[[bool], None]) -> None:
-        WAIT_CLOCK.note = note
-
-    def peak_memory_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.device))
-
-    def watch_memory(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-
-    def dump_memory(self, file: Path) -> bool:
-        torch.cuda.memory._dump_snapshot(str(file))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from nxtrain.metrics.meters import Clock
 
 if TYPE_CHECKING:
-    from nxtrain.backends.base import DeviceEvent
+    from nxtrain.backends.diagnostics import DeviceEvent
 
 WAITING = "waiting"
 """Waiting for other ranks, which counts for no other kind."""

@@ -15,7 +15,7 @@ def announce(context: RunContext) -> None:
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)
     if context.config.precision.params == "bf16":
-        warning = backend.bf16_warning()
+        warning = backend.diagnostics.bf16_warning()
         if warning:
             context.print_line(warning)
 

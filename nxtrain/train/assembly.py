@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from nxtrain.backends.base import DeviceEvent
+from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
@@ -160,7 +160,7 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
 
 def _throughput_meter(context: RunContext, begun: Meta) -> ThroughputMeter:
     flops = context.plan.dimensions.flops_per_token(context.config.train.seq_len)
-    peak = context.backend.peak_flops()
+    peak = context.backend.diagnostics.peak_flops()
     if peak:
         peak *= context.mesh.world
     return ThroughputMeter(flops, peak or None, tokens=begun.tokens)
@@ -169,14 +169,14 @@ def _throughput_meter(context: RunContext, begun: Meta) -> ThroughputMeter:
 def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:
     """Meter of this rank's work, and True if its timeline divides the step into sections."""
     backend, wanted = context.backend, context.config.metrics.step_sections
-    timeline: WorkTimeline = HostTimeline(backend.waited_s)
+    timeline: WorkTimeline = HostTimeline(backend.diagnostics.waited_s)
     has_sections = not backend.is_asynchronous and wanted != "off"
-    if backend.is_asynchronous and wanted == "on" and backend.event() is not None:
-        events = EventTimeline(lambda: cast("DeviceEvent", backend.event()))
-        backend.on_wait(events.wait)
+    if backend.is_asynchronous and wanted == "on" and backend.diagnostics.event() is not None:
+        events = EventTimeline(lambda: cast("DeviceEvent", backend.diagnostics.event()))
+        backend.diagnostics.on_wait(events.wait)
         timeline, has_sections = events, True
     if context.is_leader:
-        return WorkMeter(timeline, backend.peak_memory_bytes), has_sections
+        return WorkMeter(timeline, backend.diagnostics.peak_memory_bytes), has_sections
     return WorkMeter(timeline), has_sections
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.attention_choice import AttentionShape
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.common.mesh import Mesh
@@ -79,8 +79,6 @@ class RunContext:
         """
         mesh, config = mesh_of(plan, backend), plan.config
         placement = placement or Placement.read()
-        backend.allow_unverified = config.backend.allow_unverified
-        backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:
@@ -139,9 +137,13 @@ def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> 
     config, placement = loaded.config, Placement.read()
     limit_s, folder = config.recovery.hang_timeout_s, config.run.dir
     name, layers, reason = _choose_device(config)
-    backend = open_with_deadline(
-        lambda: open_backend(name, limit_s, layers, torch_compile=config.compile.torch_compile), limit_s
+    settings = BackendSettings(
+        hang_timeout_s=limit_s,
+        torch_compile=config.compile.torch_compile,
+        cpu_transport=config.backend.cpu_transport,
+        allow_unverified=config.backend.allow_unverified,
     )
+    backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
     ended: BaseException | None = None
     try:
         plan = resolve_config(loaded, backend.world, backend.name)

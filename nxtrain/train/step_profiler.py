@@ -65,14 +65,14 @@ class StepProfiler(RunObserver):
     def _start(self) -> None:
         options: dict[str, Any] = {"activities": supported_activities() or [ProfilerActivity.CPU]}
         if self._backend is not None:
-            of_device, line = self._backend.profiler_options(self._file.parent)
+            of_device, line = self._backend.diagnostics.profiler_options(self._file.parent)
             options |= of_device
             if line:
                 self._print_line(line)
         self._profile = profile(**options)
         self._profile.start()
         if self._backend is not None:
-            self._backend.watch_memory()
+            self._backend.diagnostics.watch_memory()
 
     def section(self, name: Section) -> None:
         if self._profile is not None:
@@ -103,13 +103,13 @@ class StepProfiler(RunObserver):
         profiled, self._profile = self._profile, None
         self._steps = range(0)
         if self._backend is not None:
-            self._backend.finish_profiled()
+            self._backend.diagnostics.finish_profiled()
         profiled.stop()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(self._file))
             memory = self._file.with_name(self._file.name.replace(".json.gz", "-memory.pickle"))
-            if self._backend is not None and self._backend.dump_memory(memory):
+            if self._backend is not None and self._backend.diagnostics.dump_memory(memory):
                 self._print_line(f"memory of these steps: {memory}, for pytorch.org/memory_viz")
         except (OSError, RuntimeError) as error:  # a disk that fails must not end the run
             self._print_line(f"warning: the profile cannot be written: {cause_of(error)}; training goes on")

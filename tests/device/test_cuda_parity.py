@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(backend: Backend, tmp_pat
     straight = run("straight", 4)
     run("broken", 2)
     assert course(run("broken", 4)) == course(straight)
-    assert backend.peak_memory_bytes() > 0
+    assert backend.diagnostics.peak_memory_bytes() > 0
 
 
 @pytest.mark.parametrize(("tp", "dp", "sp"), [(2, 1, False), (2, 1, True), (1, 2, False)])

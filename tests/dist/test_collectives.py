@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Axis, Mesh
 from tests.support.layers import random
 from tests.support.ranks import RankPool
@@ -27,7 +27,7 @@ def axes(world: int, rank: int) -> dict[str, Axis]:
     return {"tp": mesh.tp, "dp": mesh.dp, "all": mesh.all, "neighbours": mesh.all.neighbours(2)}
 
 
-def collect(backend: Backend, transport: str, dtype: torch.dtype) -> dict[str, Results]:
+def collect(backend: CpuBackend, transport: str, dtype: torch.dtype) -> dict[str, Results]:
     backend.choose_transport(transport)
     comm = backend.collectives
     found = {}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.train.build import mesh_of
@@ -59,7 +60,7 @@ def test_they_train_as_transformers_does(ranks: RankPool, shape: str, how: dict[
     check_course([found[rank][1] for rank in ORDER], reference(resolved, STEPS), resolved)
 
 
-def gathered(backend: Backend) -> list[str]:
+def gathered(backend: CpuBackend) -> list[str]:
     """Errors of the collectives whose result has the order of their ranks; all-reduce has none."""
     backend.choose_transport("gloo")
     axis = Mesh.build(4, backend.rank, tp=2, order=(0, 1, 3, 2)).tp

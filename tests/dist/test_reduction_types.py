@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.precision import DTYPES
 from tests.support.models import changed, weights_of
@@ -58,7 +58,7 @@ def _tensors(args: Any) -> Iterator[Tensor]:
 
 
 def gradient_and_types(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
+    backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Counter[tuple[str, torch.dtype]]]:
     """This rank's part of a reduced gradient, and the operands that the reduction had."""
     backend.choose_transport("gloo")  # torch dispatches what goes through it

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.mesh import Axis
@@ -86,7 +87,7 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
+def collectives_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
     backend.choose_transport("gloo")  # torch dispatches what goes through it
     state = start(backend, resolved, weights)
     for batch in batches(resolved, 2):  # the first makes the groups

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.errors import NxtrainError
 from nxtrain.common.mesh import Mesh
@@ -40,7 +39,7 @@ def seen_by(mesh: Mesh, rank: int) -> Mesh:
     return Mesh(mesh.world, rank, **sizes, order=mesh.order)
 
 
-def moved(backend: Backend, layout: Mesh, transport: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def moved(backend: CpuBackend, layout: Mesh, transport: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Send round the ring of stages, two tensors each way under way at once, and swap with a neighbour."""
     backend.choose_transport(transport)
     comm, mesh = backend.collectives, seen_by(layout, backend.rank)

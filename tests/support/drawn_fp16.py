@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.loss import VocabHead
@@ -183,7 +184,8 @@ class Reference:
 
 def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], broken: int = -1) -> Scaled:
     """Our run on this rank; on rank 1 the gradient of a step `broken` is not finite."""
-    backend.choose_transport(resolved.config.backend.cpu_transport)
+    if isinstance(backend, CpuBackend):
+        backend.choose_transport(resolved.config.backend.cpu_transport)
     state = start(backend, resolved, weights)
     assert state.loss_scale is not None
     run = empty_run()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.train.build import build_mesh
 from tests.support.drawn import Drawn
 from tests.support.models import weights_of
@@ -53,7 +54,8 @@ def wanted(drawn: Drawn, weights: Mapping[str, Tensor] | None = None) -> Course:
 
 def ours(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
     """The course of one rank."""
-    backend.choose_transport(drawn.resolved.config.backend.cpu_transport)
+    if isinstance(backend, CpuBackend):
+        backend.choose_transport(drawn.resolved.config.backend.cpu_transport)
     return run_ours(backend, drawn.resolved, drawn.steps, weights, drawn.batches())
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
-from nxtrain.backends.neuron import native, torchneuron
+from nxtrain.backends.neuron import native, native_diagnostics, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from tests.support.neuron_device import DEVICE, StandInDevice
 
@@ -89,7 +89,7 @@ def _observe_meshes() -> None:
     made = device_mesh.init_device_mesh
 
     def init_device_mesh(device_type: str, mesh_shape: Sequence[int], **options: Any) -> Any:
-        assert device_type == native.DEVICE_TYPE, device_type
+        assert device_type == native_diagnostics.DEVICE_TYPE, device_type
         mesh = made("cpu", tuple(mesh_shape), **options)
         device.known_groups |= {group.group_name for group in mesh.get_all_groups()}
         return mesh

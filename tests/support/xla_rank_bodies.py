@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nxtrain.backends.base import BackendSettings
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla import backend
 from nxtrain.backends.xla.world import join
@@ -113,7 +114,7 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
     machine = plan.config.run.dir.parent / f"machine-{place.rank}"
     furnish(machine)
     stand_on(machine)
-    backend = NeuronBackend(hang_timeout_s=60.0)
+    backend = NeuronBackend(BackendSettings(hang_timeout_s=60.0))
     found: dict[str, Any] = {
         "placement": [backend.rank, backend.world, backend.local_rank, backend.local_world],
         "default group": [dist.get_backend(), dist.get_rank(), dist.get_world_size()],
@@ -126,7 +127,7 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
     made = dist.new_group([place.rank], pg_options={"xla_pg_options": {"mesh": groups}})
     found["group of NxD"] = getattr(made, "_mesh", None)
     backend.collectives.barrier()
-    found["compiled"] = backend.num_compiled()
+    found["compiled"] = backend.diagnostics.num_compiled()
     found["resumes"] = _saved_and_loaded(backend, plan)
     backend.close()
     found["closed"] = not dist.is_initialized()

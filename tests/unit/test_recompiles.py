@@ -28,6 +28,7 @@ class CompilingBackend:
     def __init__(self) -> None:
         self.compiled = 5
         self.compared = [""]
+        self.diagnostics = self
 
     def num_compiled(self) -> int:
         return self.compiled

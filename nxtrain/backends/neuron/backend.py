@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from nxtrain.backends.attention_choice import AttentionShape
-from nxtrain.backends.base import Support, fetched_names
+from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
-from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaDiagnostics, XlaKernels
 from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
 from nxtrain.common.kernels import RoundingKey
 
@@ -59,6 +60,16 @@ class NeuronKernels(XlaKernels):
             super().stochastic_round(x, out, key, step)
 
 
+class NeuronDiagnostics(XlaDiagnostics):
+    """Counts of torch-xla on Trainium."""
+
+    def peak_flops(self) -> float | None:
+        instance = this_machine()
+        if instance is None:
+            return None
+        return instance.device_flops
+
+
 class NeuronBackend(XlaBackend):
     """One logical NeuronCore per rank; torchrun starts several ranks, which form one world as in `XlaBackend`.
 
@@ -67,26 +78,28 @@ class NeuronBackend(XlaBackend):
     from torch's default group, which must be of the backend `xla`, as it is with several ranks.
 
     Args:
-        sync, meet: As in `XlaBackend`, for tests with several devices in one process.
-        hang_timeout_s: Seconds that hosts wait for each other. Collectives on the device have a time limit of the
+        settings: Hosts wait for each other for `hang_timeout_s`. Collectives on the device have a time limit of the
             runtime, which `nxtrain launch` sets from the same key.
+        sync, meet: As in `XlaBackend`, for tests with several devices in one process.
 
     Source: torch_xla 2.9, torch_xla/__init__.py and torch_xla/_internal/neuron.py; src/neuronx_distributed/
     parallel_layers/parallel_state.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
 
     name = "neuron"
+    diagnostics: Diagnostics = NeuronDiagnostics()
+    allow_unverified = False
 
     def __init__(
         self,
+        settings: BackendSettings = DEFAULTS,
         *,
         sync: Callable[[], None] | None = None,
         meet: Callable[[], None] | None = None,
-        hang_timeout_s: float = 1800.0,
-        torch_compile: bool = False,
     ) -> None:
         refuse_dead_variables(os.environ, sdk.detect())
-        super().__init__(sync=sync, meet=meet, hang_timeout_s=hang_timeout_s)
+        super().__init__(settings, sync=sync, meet=meet)
+        self.allow_unverified = settings.allow_unverified
         self.extracts = extracting(os.environ)
         self._rounds = os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1"
         self.kernels = NeuronKernels(rounds=self._rounds)
@@ -117,7 +130,3 @@ class NeuronBackend(XlaBackend):
     def notes(self) -> tuple[str, ...]:
         is_flash = self.attention is not None and self.attention.is_flash
         return (*super().notes(), *(sdk.unverified_notes() if is_flash else ()))
-
-    def peak_flops(self) -> float | None:
-        instance = this_machine()
-        return instance.device_flops if instance else None

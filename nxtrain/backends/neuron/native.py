@@ -8,24 +8,22 @@ compile/reference-torch-compile and guides/memory-profiling-guide, of Neuron SDK
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.attention_choice import AttentionShape
-from nxtrain.backends.base import Support, fetched_names
+from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.backends.neuron import torchneuron
-from nxtrain.backends.neuron.hardware import INSTANCES, chip_kind, this_machine
 from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
+from nxtrain.backends.neuron.native_diagnostics import DEVICE_TYPE, NeuronNativeDiagnostics, find_function
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds
 from nxtrain.common.errors import BackendError
@@ -33,9 +31,6 @@ from nxtrain.common.process.greetings import without_greetings
 
 DEVICE = "neuron"
 """Device without an index, as in AWS's guide: a process owns one logical core, chosen by its local rank."""
-
-DEVICE_TYPE = "neuron"
-"""Type of the device, for device meshes."""
 
 PROCESS_GROUP = "neuron"
 """Process group for tensors of the device, by AWS's guide; host objects such as checkpoint plans use another."""
@@ -52,8 +47,9 @@ class NeuronNativeBackend(AcceleratorBackend):
     compiler = "neuron"
     compiles_at_first_use = True
     kernels: NeuronNativeKernels
+    diagnostics: Diagnostics = NeuronNativeDiagnostics()
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
+    def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
@@ -61,7 +57,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         self._take_place()
         self.collectives = MeshCollectives(self.world, DEVICE_TYPE)
         # Before any tensor is on the device: joining assigns a core to this process.
-        self._join(PROCESS_GROUP, hang_timeout_s)
+        self._join(PROCESS_GROUP, settings.hang_timeout_s)
         if self.world > 1:
             limit = timedelta(seconds=self.collectives.hang_timeout_s)
             with without_greetings():
@@ -105,65 +101,11 @@ class NeuronNativeBackend(AcceleratorBackend):
         self.kernels.compile()
 
     def notes(self) -> tuple[str, ...]:
-        blind = (
-            ""
-            if _find("get_fallback_ops")
-            else ("this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported")
-        )
-        return tuple(filter(None, (*super().notes(), self._rounding, blind)))
-
-    def fallbacks(self) -> tuple[str, ...]:
-        found: Iterable[object] = _call("get_fallback_ops") or ()
-        return tuple(sorted(map(str, found)))
-
-    def forget_fallbacks(self) -> None:
-        _call("clear_op_tracking")
-
-    def num_compiled(self) -> int:
-        # Dynamo counts the graphs that it hands to its compilers; operations outside of graphs are not counted.
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-    def peak_flops(self) -> float | None:
-        instance = this_machine()
-        if instance is not None:
-            return instance.device_flops
-        kind = chip_kind(str(getattr(_call("get_device_properties"), "name", "")))
-        return next((known.device_flops for known in INSTANCES.values() if known.target == kind), None)
-
-    def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
-        from nxtrain.backends.neuron.native_profile import native_profiler  # torch's profiler takes time to import
-
-        return native_profiler(profiles, os.environ)
-
-    def finish_profiled(self) -> None:
-        # The host runs ahead; a profile that ends before the device lacks the end of its work.
-        _call("synchronize")
-
-    def peak_memory_bytes(self) -> int:
-        # The allocator counts finished work only, so the device must finish its queue first.
-        _call("synchronize")
-        return int(_call("max_memory_allocated") or 0)
-
-
-def _call(name: str) -> Any:
-    """Result of a function of TorchNeuron; None without one."""
-    function = _find(name)
-    return function() if function else None
-
-
-def _find(name: str) -> Callable[[], Any] | None:
-    """Function of `torch.neuron`, or of `torch_neuronx` where older releases have it; None without one."""
-    found = _function(getattr(torch, DEVICE_TYPE, None), name)
-    if found is not None:
-        return found
-    try:
-        import torch_neuronx
-    except ImportError:
-        return None
-    return _function(torch_neuronx, name)
-
-
-def _function(module: object, name: str) -> Callable[[], Any] | None:
-    found = getattr(module, name, None)
-    return found if callable(found) else None
+        lines = list(super().notes())
+        if self._rounding:
+            lines.append(self._rounding)
+        if find_function("get_fallback_ops") is None:
+            lines.append(
+                "this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported"
+            )
+        return tuple(lines)

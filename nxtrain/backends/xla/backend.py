@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Support, fetched_names
+from nxtrain.backends.base import DEFAULTS, Backend, BackendSettings, Support, fetched_names
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.backends.rounding import round_one_by_one
 from nxtrain.backends.torch_kernels import PlainKernels, SavingProduct
 from nxtrain.backends.xla.environment import refuse_dead_variables, support
@@ -175,29 +176,39 @@ class XlaKernels(PlainKernels):
         return out
 
 
+class XlaDiagnostics(Diagnostics):
+    """Counts of torch-xla."""
+
+    def num_compiled(self) -> int:
+        from torch_xla.debug import metrics
+
+        # The counter grows while a boundary compiles, in the calling thread. The number of cached graphs would not do:
+        # it falls when old graphs are evicted.
+        return int(metrics.counter_value("UncachedCompile") or 0)
+
+
 class XlaBackend(Backend):
     """The XLA device of this rank, on any plugin of PJRT.
 
     Args:
+        settings: The hosts wait for each other for `hang_timeout_s`, and for a multiple where a rank may compile.
+            Collectives inside a graph have the runtime's own limit.
         sync: Ends and runs the graph at a step boundary; tests with several devices in one process pass their own.
         meet: Waits for all ranks on the host; the same tests pass their own. With one process per rank, the hosts'
             barrier replaces it.
-        hang_timeout_s: Seconds that the hosts wait for each other, and a multiple where a rank may compile. Collectives
-            inside a graph have the runtime's own limit.
-        torch_compile: Without effect here; the check of the configuration refuses it.
     """
 
     name = "xla"
+    diagnostics: Diagnostics = XlaDiagnostics()
     compiles_at_first_use = True
     is_asynchronous = True
 
     def __init__(
         self,
+        settings: BackendSettings = DEFAULTS,
         *,
         sync: Callable[[], None] | None = None,
         meet: Callable[[], None] | None = None,
-        hang_timeout_s: float = 1800.0,
-        torch_compile: bool = False,
     ) -> None:
         support = self.support()
         if not support.ok:
@@ -205,12 +216,10 @@ class XlaBackend(Backend):
         refuse_dead_variables(os.environ)
         import torch_xla
         import torch_xla.runtime as xr
-        from torch_xla.debug import metrics
 
-        self._metrics: Any = metrics
         self._sync: Callable[[], None] = sync or torch_xla.sync
         place = Placement.read()
-        self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
+        self._hosts = join(place, settings.hang_timeout_s) if place.world > 1 else None
         self._compared, self._num_compared = "", 0
         self._mesh: Mesh | None = None
         self._failures: FailureReporter | None = None
@@ -224,7 +233,7 @@ class XlaBackend(Backend):
             freeze_older_objects()
             meet = self._hosts.barrier
             store = dist.distributed_c10d._get_default_store()
-            self._failures = FailureReporter(store, place.rank, hang_timeout_s, self._name_of)
+            self._failures = FailureReporter(store, place.rank, settings.hang_timeout_s, self._name_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
@@ -255,11 +264,6 @@ class XlaBackend(Backend):
     def step_boundary(self) -> None:
         self._compare()
         self._sync()
-
-    def num_compiled(self) -> int:
-        # The counter grows while a boundary compiles, in the calling thread. The number of cached graphs would not do:
-        # it falls when old graphs are evicted.
-        return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     def compare_graphs(self, work: str) -> None:
         self._compared, self._num_compared = work, 0

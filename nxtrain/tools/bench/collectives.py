@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.process.document import write_document
@@ -82,7 +82,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     """Turn of a rank, in a worker's process: mean seconds of each operation at each size, by clock."""
     work = CollectivesJob(**job)
     torch.set_num_threads(1)
-    backend = open_backend("cpu", PATIENCE_S)
+    backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
     mesh = Mesh.build(work.ranks, backend.rank, pp=work.ranks)
     backend.lay_out(mesh)
 

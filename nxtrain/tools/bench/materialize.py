@@ -127,7 +127,7 @@ def make_shard(target: BuildTarget) -> dict[str, Any]:
     plan = Resolved(RunConfig.model_validate(tables), family, family.preset(target.preset))
     backend = open_backend("cpu")
     mesh = Mesh.build(target.tp * target.pp, target.rank, tp=target.tp, pp=target.pp)
-    before_bytes = backend.peak_memory_bytes()
+    before_bytes = backend.diagnostics.peak_memory_bytes()
     start = time.perf_counter()
     model = build_meta(plan, backend, mesh)
     (part,) = parts_of(plan, mesh)
@@ -140,7 +140,7 @@ def make_shard(target: BuildTarget) -> dict[str, Any]:
         "shard_params": sum(parameter.numel() for parameter in model.parameters()),
         "shard_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "before_bytes": before_bytes,
-        "peak_bytes": backend.peak_memory_bytes(),
+        "peak_bytes": backend.diagnostics.peak_memory_bytes(),
         "meta_s": built - start,
         "fill_s": filled - built,
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.stages import StagePart
@@ -30,7 +30,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     """Turn of a rank, in a worker's process: what was done when."""
     work = StageWork(**job)
     torch.set_num_threads(1)
-    backend = open_backend("cpu", PATIENCE_S)
+    backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
     mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
     backend.lay_out(mesh)
     run = step(work, backend, mesh)

@@ -79,19 +79,20 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
     import torch
 
     from nxtrain.backends import open_backend
+    from nxtrain.backends.base import BackendSettings
     from nxtrain.tools.bench.training import PATIENCE_S, clocks_of, ours, parts, timed
 
     work = Workload(**job)
     torch.set_num_threads(work.threads)
-    backend = open_backend(work.backend, PATIENCE_S)
+    backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
     step, state = ours(work, backend, parallel=LAYOUTS.get(layout))
     turn = timed(step, work.steps, clocks_of(backend), backend, warm_up_steps=1)
 
     def turn_with_waits() -> dict[str, Any]:
         backend.collectives.barrier()
-        before = backend.waited_s()
+        before = backend.diagnostics.waited_s()
         measured = turn()
-        return {**measured, "waited": backend.waited_s() - before}
+        return {**measured, "waited": backend.diagnostics.waited_s() - before}
 
     return {"": turn_with_waits, BREAKDOWN: parts(step, state, backend)}
 

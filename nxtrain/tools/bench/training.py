@@ -250,7 +250,7 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_
         measured["device"] = clocks.device.type
         if backend is None:
             return {**measured, "maker_flops": None, "notes": ()}
-        return {**measured, "maker_flops": backend.peak_flops(), "notes": backend.notes()}
+        return {**measured, "maker_flops": backend.diagnostics.peak_flops(), "notes": backend.notes()}
 
     return turn
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import DistError, Store
 
 from nxtrain.backends import choose, open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.distributed.rendezvous import connect
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.placement import Placement
@@ -56,7 +56,7 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
     except DistError as error:
         why = (str(error).strip().splitlines() or ["no answer"])[0]
         return {"missing": [], "error": why, "rows": []}
-    opened = open_backend(choose(backend)[0], limit_s)
+    opened = open_backend(choose(backend)[0], BackendSettings(hang_timeout_s=limit_s))
     try:
         return {"missing": [], "error": "", "rows": _measure(opened, placement), "device": str(opened.device)}
     finally:

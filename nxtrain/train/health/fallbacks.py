@@ -30,7 +30,7 @@ class Fallbacks(RunObserver):
     def enter(self, step: int, work: Work) -> None:
         self._settle()
         if work == "training" and self._trained < STEPS:
-            self._backend.forget_fallbacks()
+            self._backend.diagnostics.forget_fallbacks()
             self._inside = True
 
     def finish(self, step: int) -> None:
@@ -41,7 +41,7 @@ class Fallbacks(RunObserver):
         if not self._inside:
             return
         self._inside, self._trained = False, self._trained + 1
-        found = self._backend.fallbacks()
+        found = self._backend.diagnostics.fallbacks()
         if not found:
             return
         said = (

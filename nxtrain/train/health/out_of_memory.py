@@ -98,7 +98,7 @@ def lines(state: TrainState, plan: Resolved) -> list[str]:
     backend, mesh = state.backend, state.mesh
     held = held_bytes(state, plan)
     shown = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in held.items())
-    peak = backend.peak_memory_bytes()
+    peak = backend.diagnostics.peak_memory_bytes()
     reached = f"; peak so far {size(peak)}" if peak else ""
     keys = advice(plan, held, dp=mesh.dp_size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
     return [
@@ -127,7 +127,7 @@ def _report(context: RunContext, state: TrainState) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     (logs / f"memory-rank-{rank}.txt").write_text("\n".join(report) + "\n", encoding="utf-8")
     snapshot = logs / f"memory-rank-{rank}.pickle"
-    if state.backend.dump_memory(snapshot):
+    if state.backend.diagnostics.dump_memory(snapshot):
         print_line(f"rank {rank}: {snapshot} has every block of the device's memory; pytorch.org/memory_viz shows it")
 
 

@@ -37,7 +37,7 @@ class Recompiles(RunObserver):
         self._console = console or standard_error()
         self._work, self._step = "", 0
         self._times: Counter[str] = Counter()
-        self._compiled = backend.num_compiled()
+        self._compiled = backend.diagnostics.num_compiled()
         self._recompiled: list[str] = []
 
     def enter(self, step: int, work: Work) -> None:
@@ -55,7 +55,7 @@ class Recompiles(RunObserver):
         Raises:
             BackendError: The work exceeded the limit of recompilations.
         """
-        compiled = self._backend.num_compiled()
+        compiled = self._backend.diagnostics.num_compiled()
         new, self._compiled = compiled - self._compiled, compiled
         if self._times[self._work] <= WARM_UP:
             self._backend.compare_graphs("")

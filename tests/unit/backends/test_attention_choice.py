@@ -88,7 +88,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(cpu_kernels, "attention_by_document", by_document)
     monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
-    monkeypatch.setattr(XlaBackend, "__init__", lambda _, **__: None)
+    monkeypatch.setattr(XlaBackend, "__init__", lambda *_, **__: None)
     for place in (neuron, launch_neuron):
         monkeypatch.setattr(place, "this_machine", lambda: INSTANCES["trn2.48xlarge"])
     for place in (sdk, launch_neuron):

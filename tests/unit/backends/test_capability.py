@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.cuda import CudaBackend
+from nxtrain.backends.cuda import CudaDiagnostics
 from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from tests.support.runs import run_plan, token_file
@@ -19,8 +19,7 @@ GPUS = {"Tesla V100-SXM2-16GB": (7, 0), "Tesla T4": (7, 5), "NVIDIA A100-SXM4-40
 class _OnGpu(CpuBackend):
     """A CPU whose GPU is asked for its capability."""
 
-    def bf16_warning(self) -> str:
-        return CudaBackend.bf16_warning(self)  # type: ignore[arg-type]
+    diagnostics = CudaDiagnostics(torch.device("cpu"))
 
 
 @pytest.fixture

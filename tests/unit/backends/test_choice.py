@@ -8,7 +8,7 @@ import torch
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
+from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend, CudaDiagnostics
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
@@ -88,9 +88,7 @@ def test_a_local_rank_beyond_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch
 )
 def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, device: str, peak: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    backend = object.__new__(CudaBackend)
-    backend.device = torch.device("cuda", 0)
-    assert backend.peak_flops() == peak
+    assert CudaDiagnostics(torch.device("cuda", 0)).peak_flops() == peak
     assert peak in PEAK_FLOPS.values()
 
 

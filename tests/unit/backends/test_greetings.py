@@ -67,10 +67,11 @@ RANK = """
 import sys
 import torch.distributed as dist
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.backends.base import BackendSettings
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.distributed.host_group import HostGroup
 from nxtrain.common.mesh import Mesh
-backend = CpuBackend(hang_timeout_s=60)
+backend = CpuBackend(BackendSettings(hang_timeout_s=60))
 backend.background_group(60.0)
 host = HostGroup(60.0)
 mesh = Mesh.build(2, backend.rank, pp=2)

@@ -20,7 +20,7 @@ from torch.distributed import device_mesh
 from nxtrain.backends import open_backend
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.c10d import AcceleratorBackend
-from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron
+from nxtrain.backends.neuron import hardware, native, native_diagnostics, native_rounding, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_profile import DEVICE_TRACE
@@ -97,12 +97,12 @@ def test_a_compiled_step_keeps_its_budget_and_compiles_nothing_again(device: Sta
     resolved = changed(plan("gqa2"), compile={"torch_compile": True})
     assert resolved.model.num_hidden_layers == 2
     state, counts = state_of(resolved), device.counts
-    graphs = state.backend.num_compiled()
+    graphs = state.backend.diagnostics.num_compiled()
     step(state, resolved, 1e-3)
     compiled, per_step = counts.compilations, []
     # Forward and backward of a block, the last norm's, the loss, the gradient norm, two updates, the ring of bad steps.
     assert counts.graphs == 9
-    assert state.backend.num_compiled() > graphs
+    assert state.backend.diagnostics.num_compiled() > graphs
     for number in (2, 3, 4):
         before = counts.dispatches
         step(state, resolved, 1e-3 * number)
@@ -238,7 +238,7 @@ def test_a_torchneuron_without_a_list_of_fallbacks_says_so(
     assert backend.notes() == (
         "this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported",
     )
-    assert backend.fallbacks() == ()
+    assert backend.diagnostics.fallbacks() == ()
 
 
 def test_without_views_of_another_type_rounding_is_a_graph_and_bits_are_read_on_the_host(device: StandInDevice) -> None:
@@ -355,12 +355,12 @@ def test_an_unknown_instance_is_what_the_device_says_of_itself(
     device: StandInDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = open_backend("neuron-native")
-    monkeypatch.setattr(native, "this_machine", lambda: None)
+    monkeypatch.setattr(native_diagnostics, "this_machine", lambda: None)
     properties = type("Properties", (), {"name": "trn2-core"})()
     monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: properties, raising=False)  # type: ignore[attr-defined]
-    assert backend.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].device_flops
+    assert backend.diagnostics.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].device_flops
     monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: None, raising=False)  # type: ignore[attr-defined]
-    assert backend.peak_flops() is None
+    assert backend.diagnostics.peak_flops() is None
 
 
 def test_a_process_group_after_the_first_operation_is_refused(device: StandInDevice) -> None:

@@ -132,7 +132,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> NeuronBackend:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
-    monkeypatch.setattr(XlaBackend, "__init__", lambda _, **__: None)
+    monkeypatch.setattr(XlaBackend, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(neuron, "this_machine", lambda: TRN2)
     monkeypatch.setattr(sdk, "detect", lambda: SDK)
     monkeypatch.setattr(sdk, "installed", lambda _: NXD)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from nxtrain.backends import choose, open_backend
-from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.base import Backend, BackendSettings, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
-from nxtrain.backends.neuron import native, sdk, torchneuron
+from nxtrain.backends.neuron import native, native_diagnostics, sdk, torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.native_diagnostics import NeuronNativeDiagnostics
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package
 from nxtrain.backends.xla.backend import XlaBackend
@@ -63,7 +64,7 @@ def _package(packages: dict[str, str], name: str) -> Package | None:
 
 
 def _be(monkeypatch: pytest.MonkeyPatch, instance: Machine | None) -> None:
-    for module in (torchneuron, native):
+    for module in (torchneuron, native_diagnostics):
         monkeypatch.setattr(module, "this_machine", lambda: instance)
 
 
@@ -245,7 +246,7 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
 
 def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> None:
     """AWS's process group gives a process its core, and refuses one whose runtime has started."""
-    backend = NeuronNativeBackend(hang_timeout_s=90.0)
+    backend = NeuronNativeBackend(BackendSettings(hang_timeout_s=90.0))
     (join, name, how), (group, host), device = torch_calls
     # Another rank may compile for longer than it may hang, and the others wait for it in a collective.
     assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 360.0)
@@ -258,9 +259,9 @@ def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> No
 
 
 def test_the_peak_is_that_of_a_logical_core(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert object.__new__(NeuronNativeBackend).peak_flops() == 667e12 / 4
+    assert NeuronNativeDiagnostics().peak_flops() == 667e12 / 4
     _be(monkeypatch, None)
-    assert object.__new__(NeuronNativeBackend).peak_flops() is None
+    assert NeuronNativeDiagnostics().peak_flops() is None
 
 
 def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.Monke
         synchronize=lambda: calls.append("synchronize"), max_memory_allocated=lambda: len(calls)
     )
     monkeypatch.setattr(torch, "neuron", documented, raising=False)
-    assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
+    assert NeuronNativeDiagnostics().peak_memory_bytes() == 1
 
 
 @pytest.mark.parametrize(
@@ -280,11 +281,11 @@ def test_accelerators_compile_at_first_use(backend: type[Backend], compiles: boo
 
 
 def test_inductor_makes_any_device_compile_at_first_use() -> None:
-    backend = CpuBackend(hang_timeout_s=90.0, torch_compile=True)
+    backend = CpuBackend(BackendSettings(hang_timeout_s=90.0, torch_compile=True))
     assert backend.compiles_at_first_use
     assert backend.collectives.hang_timeout_s == 360.0
     assert backend.collectives.limit == "360 seconds, 4 x recovery.hang_timeout_s since graphs compile at first use"
-    assert CpuBackend(hang_timeout_s=90.0).collectives.hang_timeout_s == 90.0
+    assert CpuBackend(BackendSettings(hang_timeout_s=90.0)).collectives.hang_timeout_s == 90.0
 
 
 @pytest.mark.parametrize(

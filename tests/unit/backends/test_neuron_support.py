@@ -13,7 +13,7 @@ import torch
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.neuron import sdk
-from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
+from nxtrain.backends.neuron.backend import NeuronBackend, NeuronDiagnostics, NeuronKernels
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, this_machine
 from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
 from nxtrain.backends.rounding import step_hash
@@ -166,7 +166,7 @@ def test_a_dead_variable_is_refused_by_every_xla_device(
 def no_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends and kernels that claim no device."""
     monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
-    monkeypatch.setattr(XlaBackend, "__init__", lambda _, **__: None)
+    monkeypatch.setattr(XlaBackend, "__init__", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("no_xla")
@@ -216,7 +216,7 @@ def test_the_peak_of_a_core_is_found_by_the_instance(
     path.parent.mkdir(parents=True)
     path.write_text(product, encoding="ascii")
     monkeypatch.setattr("nxtrain.backends.neuron.backend.this_machine", lambda: this_machine(tmp_path))
-    assert object.__new__(NeuronBackend).peak_flops() == peak
+    assert NeuronDiagnostics().peak_flops() == peak
     assert this_machine(tmp_path / "none") is None
 
 

@@ -157,10 +157,10 @@ from tests.support.models import plan
 sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, vocab_size=32000, num_attention_heads=16)
 resolved = plan("mha", parallel={"tp": 8}, model={"config": sizes})
 backend = CpuBackend()
-start = backend.peak_memory_bytes()
+start = backend.diagnostics.peak_memory_bytes()
 model = build_model(resolved, backend, Mesh.build(8, 3, tp=8), init="draw")
 sizes = [parameter.nbytes for parameter in model.parameters()]
-print(backend.peak_memory_bytes() - start, sum(sizes), max(sizes))
+print(backend.diagnostics.peak_memory_bytes() - start, sum(sizes), max(sizes))
 """
 
 

@@ -211,7 +211,7 @@ def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
         model.loss(rows[:, :-1], rows[:, 1:]).backward()  # type: ignore[operator]
         del model
         gc.collect()
-        found.append(backend.peak_memory_bytes())
+        found.append(backend.diagnostics.peak_memory_bytes())
     return found
 
 

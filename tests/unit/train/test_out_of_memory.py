@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.cpu import CpuBackend, CpuDiagnostics
 from nxtrain.config.check import Resolved
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.context import RunContext
@@ -118,8 +118,8 @@ def test_advice_changes_something_and_begins_with_the_largest_kind(
     assert of_activations == sorted(of_activations, reverse=keys["activations"] > 3000)
 
 
-class Snapshots(CpuBackend):
-    """A CPU that pretends to write snapshots as a GPU does."""
+class Snapshots(CpuDiagnostics):
+    """Measurements of a CPU that pretends to write snapshots as a GPU does."""
 
     watched = False
 
@@ -134,7 +134,8 @@ class Snapshots(CpuBackend):
 def test_a_pretended_gpu_leaves_a_snapshot_at_the_error_and_after_profiled_steps(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    backend = Snapshots()
+    backend, snapshots = CpuBackend(), Snapshots()
+    backend.diagnostics = snapshots
     resolved = plan("gqa2", run={"dir": tmp_path}, parallel={"tp": 1, "dp": 1})
     context = RunContext.open(backend, resolved)
     state = build_state(resolved, build_model(resolved, backend, context.mesh, init="draw"), backend, context.mesh)
@@ -152,5 +153,5 @@ def test_a_pretended_gpu_leaves_a_snapshot_at_the_error_and_after_profiled_steps
     profiler = StepProfiler(1, 1, tmp_path, 0, lambda line: None, backend)
     profiler.enter(1, "training")
     profiler.finish(1)
-    assert backend.watched
+    assert snapshots.watched
     assert [path.name for path in (tmp_path / "profiles").glob("*.pickle")] == ["rank-00000-steps-1-1-memory.pickle"]

@@ -75,7 +75,6 @@ def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0, *,
         compiles_at_first_use=compiles,
         extracts=False,
         heartbeat_store=lambda: cast("HeartbeatStore | None", board),
-        waited_s=lambda: 0.0,
     )
     return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
 

@@ -1,0 +1,79 @@
+"""Measurements of a device, and recordings of its work; independent of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class DeviceEvent(Protocol):
+    """Event in the queue of a device, as torch has it."""
+
+    def query(self) -> bool:
+        """True if the device has reached the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device reaches the event."""
+        ...
+
+    def elapsed_time(self, end_event: DeviceEvent) -> float:
+        """Milliseconds from this event to a later one, both reached."""
+        ...
+
+
+class Diagnostics:
+    """Measurements and recordings that a device offers; those of this base class are of a device without any."""
+
+    def peak_flops(self) -> float | None:
+        """Dense bfloat16 operations per second of one device, by its maker's figures; None if unknown."""
+        return None
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory of this rank in bytes; 0 if unknown."""
+        return 0
+
+    def bf16_warning(self) -> str:
+        """Warning for a run whose products are in bf16, on a device without them; empty if the device has them."""
+        return ""
+
+    def num_compiled(self) -> int:
+        """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
+        return 0
+
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations that ran on the host since `forget_fallbacks`, because the device lacks them."""
+        return ()
+
+    def forget_fallbacks(self) -> None:
+        """Start the list of `fallbacks` anew."""
+
+    def waited_s(self) -> float:
+        """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
+        return 0.0
+
+    def event(self) -> DeviceEvent | None:
+        """Put an event with a time into the device's queue; None: the device has no such events."""
+        return None
+
+    def on_wait(self, note: Callable[[bool], None]) -> None:
+        """Call a function with True when the queue begins to wait for other ranks, and with False when it goes on."""
+
+    def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
+        """Arguments of torch's profiler that record this device too, and a line for people about the device's part.
+
+        Args:
+            profiles: Folder of the run's profiles.
+        """
+        return {}, ""
+
+    def finish_profiled(self) -> None:
+        """Wait until the device has done the work that is profiled; does nothing where torch's profiler waits."""
+
+    def watch_memory(self) -> None:
+        """Record each allocation of the device with its stack from now on, for `dump_memory`."""
+
+    def dump_memory(self, file: Path) -> bool:
+        """Write a snapshot of the device's memory; False: the device has none."""
+        return False
