@@ -152,9 +152,9 @@ class CheckpointWriter:
         if self._underway is not None and self._underway.done:
             self.settle()
         ended, self._ended = self._ended, []
-        if self._uploader is not None:
-            ended += self._uploader.poll()
-        return ended
+        if self._uploader is None:
+            return ended
+        return [*ended, *self._uploader.poll()]
 
     def drain(
         self,

@@ -73,9 +73,7 @@ def nxd_to_nxtrain(
     mesh = {"pp": source.grid.pp, "dp": 1, "tp": source.grid.tp}
     if states is not None:
         types |= dict.fromkeys(MEANS, states.dtype)
-        has_master = states.has_master
-        if "kinds" in saved:
-            has_master = MASTER in saved["kinds"]
+        has_master = MASTER in saved["kinds"] if "kinds" in saved else states.has_master
         if has_master:
             types[MASTER] = torch.float32
         step = states.step
