@@ -88,12 +88,16 @@ class CheckpointWriter:
         background: bool = True,
         uploader: MirrorUploader | None = None,
     ) -> None:
-        self._destination, self._ranks, self._background, self._uploader = destination, ranks, background, uploader
+        self._destination = destination
+        self._ranks = ranks
+        self._background = background
+        self._uploader = uploader
         self._staging = Staging(layout)
         self._underway: BackgroundTask[SaveOutcome] | None = None
         self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
-        self._failed, self._has_noted = False, False
+        self._failed = False
+        self._has_noted = False
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
         """Save the state after a step, unless the previous checkpoint is still being written.
@@ -115,9 +119,14 @@ class CheckpointWriter:
             return
         state = shards()
         lack = self._lack_of_memory(state)
-        note = "" if self._has_noted else lack
+        note = ""
+        if not self._has_noted:
+            note = lack
         self._has_noted = bool(lack)
-        staged = self._staging.refer(state) if lack else self._staging.fill(state)
+        copy = self._staging.fill
+        if lack:
+            copy = self._staging.refer
+        staged = copy(state)
         meta = meta.model_copy(update={"kinds": tuple(state)})
         self._underway = BackgroundTask("nxtrain-checkpoint", partial(self._write, staged, meta, began, note))
         if wait or lack or not self._background:
@@ -131,8 +140,11 @@ class CheckpointWriter:
         if self._underway is None:
             return
         outcome = self._underway.result()
-        self._underway, self._failed = None, bool(outcome.problem)
-        self._written = None if outcome.problem else outcome.step
+        self._underway = None
+        self._failed = bool(outcome.problem)
+        self._written = None
+        if not self._failed:
+            self._written = outcome.step
         self._ended.append(outcome)
 
     def poll(self) -> list[SaveOutcome | UploadOutcome]:
@@ -140,7 +152,9 @@ class CheckpointWriter:
         if self._underway is not None and self._underway.done:
             self.settle()
         ended, self._ended = self._ended, []
-        return [*ended, *(self._uploader.poll() if self._uploader else ())]
+        if self._uploader is None:
+            return ended
+        return [*ended, *self._uploader.poll()]
 
     def drain(
         self,
@@ -155,14 +169,17 @@ class CheckpointWriter:
             stop_requested: True once this rank is asked to stop.
         """
         self.settle()
-        if (uploader := self._uploader) is not None:
+        uploader = self._uploader
+        if uploader is not None:
             uploader.drain(deadline, self._ranks, heartbeat, stop_requested)
+            self._ended += uploader.poll()
             problem = "the run ends, and its copy is still under way"
-            self._ended += [*uploader.poll(), *(UploadOutcome(step, problem) for step in sorted(uploader.underway))]
+            self._ended += [UploadOutcome(step, problem) for step in sorted(uploader.underway)]
 
     def close(self) -> None:
         """Destroy the writer's process group; nothing can be saved afterwards."""
-        if (group := self._destination.scope.ranks.group) is not None:
+        group = self._destination.scope.ranks.group
+        if group is not None:
             dist.destroy_process_group(group)
 
     def _is_busy(self) -> bool:
@@ -176,7 +193,9 @@ class CheckpointWriter:
         if self._staging.is_allocated:
             return ""
         lack = self._full_host(state) or self._refusing_host(state)
-        return f"{lack}: checkpoints are written while training waits until it fits" if lack else ""
+        if not lack:
+            return ""
+        return f"{lack}: checkpoints are written while training waits until it fits"
 
     def _full_host(self, state: Shards) -> str:
         """Words about a host whose free memory is less than the copies of its ranks; empty if there is none."""
@@ -204,24 +223,30 @@ class CheckpointWriter:
         except OSError as error:
             size = self._staging.num_bytes(state) / GIB
             refusal = f"{socket.gethostname()} refuses {size:.3f} GiB for the copy of a checkpoint ({error.strerror})"
-        refusals = [each for each in self._ranks.gather(refusal) if each]
+        refusals = [text for text in self._ranks.gather(refusal) if text]
         if not refusals:
             return ""
         self._staging.release()
         return refusals[0]
 
     def _write(self, staged: Staged, meta: Meta, began: float, note: str) -> SaveOutcome:
-        stall_s, staged_at, untidy, problem = time.monotonic() - began, time.monotonic(), list[str](), ""
+        staged_at = time.monotonic()
         to, uploader = self._destination, self._uploader
         path = directory.step_path(to.folder, meta.step)
+        untidy: list[str] = []
+        in_use: list[int] = []
+        problem = ""
         try:
             written = write_state(path, staged, meta, to.scope, to.tokenizer)
-            untidy = tidy(path, to.retention, to.scope, uploader.underway if uploader else ())
+            if uploader is not None:
+                in_use = uploader.underway
+            untidy = tidy(path, to.retention, to.scope, in_use)
             if uploader is not None:
                 uploader.offer(path, written, to.scope.ranks)
         except CheckpointError as error:
             problem = str(error)
-        return SaveOutcome(meta.step, stall_s, time.monotonic() - staged_at, problem, tuple(untidy), note)
+        write_s = time.monotonic() - staged_at
+        return SaveOutcome(meta.step, staged_at - began, write_s, problem, tuple(untidy), note)
 
 
 GIB = 1 << 30

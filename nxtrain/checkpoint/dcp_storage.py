@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -63,19 +63,16 @@ class FileWriter(StorageWriter):
         folder: Folder of the file; must exist.
         rank: This rank, which names the file.
         memory: Bytes that do not change until the file is written; tensors inside them are not copied.
-        joint: Plan of an earlier writer of the same shards; None: the plan is gathered.
+        joint: Shards that all ranks write; gathered unless an earlier writer did.
 
     Attributes:
         stored: Digest of the file that this rank wrote, by name; at most one.
         manifest: Manifest of all ranks' files; on the coordinator, after the write.
     """
 
-    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: SharedPlan | None = None) -> None:
+    def __init__(self, folder: Path, rank: int, memory: Tensor, joint: SharedPlan) -> None:
         self._folder, self._name = folder, file_of(rank)
-        if memory is None:
-            memory = torch.empty(0, dtype=torch.uint8)
-        self._memory = memory
-        self._joint = joint or SharedPlan()
+        self._memory, self._joint = memory, joint
         self._items: list[WriteItem] = []
         self._header = b""
         self.stored: dict[str, FileDigest] = {}
@@ -332,16 +329,16 @@ def _join(placed: Sequence[Sequence[_PlacedShard]]) -> dict[str, TensorEntry]:
 
 @dataclass(frozen=True)
 class Staged:
-    """Host copies of the shards that a rank writes.
+    """Host tensors of the shards that a rank writes.
 
     Args:
         tensors: Host tensor of each shard.
-        memory: The bytes of all tensors.
+        memory: The bytes of all tensors, which do not change during the write; empty: tensors are copied.
         joint: Shards that all ranks write, the same in each checkpoint.
     """
 
     tensors: Mapping[TensorShard, Tensor]
-    memory: Tensor
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     joint: SharedPlan = field(default_factory=SharedPlan)
 
 
@@ -397,7 +394,11 @@ class Staging:
 
     def refer(self, shards: Shards) -> Staged:
         """The shards without a copy: each is fetched to the host as it is written, and must not change until then."""
-        return Staged(_Fetched(self._mine(shards), shards), torch.empty(0, dtype=torch.uint8))
+
+        def fetch(chunk: TensorShard) -> Tensor:
+            return chunk.of(shards[chunk.kind][chunk.parameter].detach().cpu())
+
+        return Staged(LazyTensors(self._mine(shards), fetch))
 
     def _mine(self, shards: Shards) -> list[TensorShard]:
         """Shards that this rank writes, in the order of its file."""
@@ -418,17 +419,17 @@ class Staging:
         return Staged(tensors, memory)
 
 
-class _Fetched(Mapping[TensorShard, Tensor]):
-    """Host tensors of shards, each fetched when it is asked for."""
+class LazyTensors(Mapping[TensorShard, Tensor]):
+    """Host tensors of shards, each read when it is asked for, so that one at a time is in memory."""
 
-    def __init__(self, mine: Sequence[TensorShard], shards: Shards) -> None:
-        self._mine, self._shards = dict.fromkeys(mine), shards
+    def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
+        self._chunks, self._read = dict.fromkeys(chunks), read
 
     def __getitem__(self, chunk: TensorShard) -> Tensor:
-        return chunk.of(self._shards[chunk.kind][chunk.parameter].detach().cpu())
+        return self._read(chunk)
 
     def __iter__(self) -> Iterator[TensorShard]:
-        return iter(self._mine)
+        return iter(self._chunks)
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return len(self._chunks)

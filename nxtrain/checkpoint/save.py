@@ -38,8 +38,7 @@ def write_state(
     """
     mesh = scope.ranks.mesh
     meta = meta.model_copy(update={"mesh": {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}})
-    planner = ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__)
-    written = write(path, planner, meta, scope, tokenizer=tokenizer, staged=staged)
+    written = write(path, staged, meta, scope, tokenizer)
     read_back(path, written, scope)
     return written
 
@@ -70,19 +69,15 @@ def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collecti
 
 def write(
     path: Path,
-    planner: ChunkSavePlanner,
+    staged: Staged,
     meta: Meta,
     scope: StorageScope,
-    *,
     tokenizer: Path | None = None,
-    staged: Staged | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, FileDigest]:
-    """Write the shards of a planner to a draft folder, then commit it.
+    """Write the staged shards of every rank to a draft folder, then commit it.
 
     Args:
-        planner: Shards of this rank; without `staged`, one of them at a time is in memory.
-        staged: Host memory of the planner's tensors, which does not change during the write; None: they are copied.
         check: Called before the commit; an error that it raises prevents the commit.
 
     Returns:
@@ -91,22 +86,18 @@ def write(
     failure, ranks = f"cannot write {path}", scope.ranks
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
-    if staged:
-        writer = FileWriter(draft, ranks.mesh.rank, staged.memory, staged.joint)
-    else:
-        writer = FileWriter(draft, ranks.mesh.rank)
+    writer = FileWriter(draft, ranks.mesh.rank, staged.memory, staged.joint)
     try:
         with collective(failure):
             dcp.save(
                 {},
                 storage_writer=writer,
-                planner=planner,
+                planner=ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__),
                 process_group=ranks.group,
                 no_dist=not ranks.are_connected,
             )
         check()
-        if staged:
-            staged.joint.is_planned = True
+        staged.joint.is_planned = True
         # Only the leader of a shared folder needs the manifest, which lists every shard of the run.
         seal = None
         if scope.number > 1:

@@ -106,6 +106,7 @@ def bench_collectives(
     """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
     from nxtrain.tools.bench.collectives import CollectivesJob, bench_collectives
 
+    # A word that is not a number counts as 0, which is refused with the other sizes that ranks cannot share.
     sizes = [int(size) if size.isdecimal() else 0 for size in _names(sizes_kib)]
     bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
 

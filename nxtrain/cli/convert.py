@@ -146,7 +146,9 @@ def nxd_to_nxtrain(
     from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
     from nxtrain.config.load import load
 
-    goes_on = load(run).config if run else None
+    goes_on = None
+    if run:
+        goes_on = load(run).config
     meta = nxd_to_nxtrain(src, dst, config=shape, weights_only=weights_only, first_copy=first_copy, run=goes_on)
     typer.echo(f"{dst} holds {', '.join(meta.kinds)} at step {meta.step}")
     if meta.step and not meta.samples:
@@ -186,7 +188,9 @@ def nxtrain_to_nxd(
     from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd, optimizer_settings_of
     from nxtrain.checkpoint.mirror import locate_checkpoint
 
-    rates = None if weights_only else optimizer_settings_of(src, run)
+    rates = None
+    if not weights_only:
+        rates = optimizer_settings_of(src, run)
     _warn_of_newer(src, locate_checkpoint(src))
     target = NxdTarget(tp, pp, dp, kv_replicator, qkv, platform, zero1)
     typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

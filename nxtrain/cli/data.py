@@ -36,7 +36,9 @@ def _place(text: str) -> Location:
     """Path of this machine, or an address of S3; parameters that may be either are annotated as paths, for typer."""
     from nxtrain.common.io.object_store import place_of
 
-    return place_of(text) if text.startswith(SCHEME) else _path(text)
+    if text.startswith(SCHEME):
+        return place_of(text)
+    return _path(text)
 
 
 def _output(text: str) -> Path:
@@ -119,7 +121,10 @@ def prepare(
     from nxtrain.data.arrow.preparation import PreparationRequest, prepare_corpus
     from nxtrain.data.arrow.presentation import ConsoleWatcher
 
-    field = field or ("messages" if chat else "text")
+    if not field:
+        field = "text"
+        if chat:
+            field = "messages"
     request = PreparationRequest(
         src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed
     )
@@ -132,7 +137,9 @@ def prepare(
         from nxtrain.data.arrow.upload import upload as copy
 
         is_new = copy(outcome.outputs, S3Path(upload.rstrip("/")))
-        said = "holds a copy" if is_new else "holds this corpus already"
+        said = "holds this corpus already"
+        if is_new:
+            said = "holds a copy"
         standard_error().print(f"{upload} {said}", markup=False)
 
 

@@ -48,7 +48,9 @@ def doctor(
 
     if first_node and not collectives:
         raise ConfigError("--first-node is of the test of links, which only --collectives asks for; add --collectives")
-    meeting = world_of(first_node, rank, world) if collectives and first_node else None
+    meeting = None
+    if first_node:
+        meeting = world_of(first_node, rank, world)
     findings = []
     for finding in examine(config, overrides or [], collectives=collectives, world=meeting):
         findings.append(finding)

@@ -147,8 +147,10 @@ def evaluate(
     if not every:
         _name_source(checkpoint, evaluations[0].model, is_named=True)
     content = [evaluation.to_json() for evaluation in evaluations]
-    if as_json:
-        write_document(content if every else content[0])
+    if as_json and every:
+        write_document(content)
+    elif as_json:
+        write_document(content[0])
     else:
         typer.echo(table(evaluations))
 

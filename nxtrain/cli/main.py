@@ -137,8 +137,13 @@ def _report(error: NxtrainError, placement: Placement) -> None:
         return
     console = standard_error()
     is_of_all = not placement.is_launched or (isinstance(error, ConfigError) and placement.is_leader)
-    prefix = "" if is_of_all else f"rank {placement.rank}: "
-    for block in error.problems if isinstance(error, ConfigError) else (error,):
+    prefix = ""
+    if not is_of_all:
+        prefix = f"rank {placement.rank}: "
+    blocks = [str(error)]
+    if isinstance(error, ConfigError):
+        blocks = [str(problem) for problem in error.problems]
+    for block in blocks:
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
 
@@ -314,8 +319,9 @@ def keys() -> None:
     table.columns[0].no_wrap = table.columns[2].no_wrap = True
     for key in keys():
         table.add_row(key.name, key.kind, key.default, key.doc)
-    # A file or a pipe has no width to fit.
-    width = None if sys.stdout.isatty() else 160
+    width = None
+    if not sys.stdout.isatty():  # a file or a pipe has no width to fit
+        width = 160
     Console(width=width, markup=False, highlight=False).print(table)
 
 

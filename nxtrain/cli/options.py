@@ -46,11 +46,15 @@ def number(least: float, most: float, *names: str, **settings: Any) -> Any:
 
 
 def _bounded(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+    name = "number"
+    if kind is int:
+        name = "integer"
+
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError as error:
-            raise typer.BadParameter(f"{quoted(text)} is no {'integer' if kind is int else 'number'}") from error
+            raise typer.BadParameter(f"{quoted(text)} is no {name}") from error
         if not least <= value <= most:  # nor nan
             raise typer.BadParameter(f"{quoted(text)} is not between {least} and {most}")
         return value

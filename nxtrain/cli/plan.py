@@ -65,7 +65,9 @@ def plan(
     length = length_of(tokens, dataset, device_hours)
     assumed = replace(length, store_bytes_s=store_gb_s * 1e9, mtbf_s=mtbf_h * 3600, price_usd_h=price)
     if trace and (search or model in SHAPES):
-        what = "--search compares many layouts" if search else f"nxtrain has no code for {model}"
+        what = f"nxtrain has no code for {model}"
+        if search:
+            what = "--search compares many layouts"
         raise ConfigError(f"--trace builds a rank of one layout, and {what}; leave one of them out")
     if search:
         layouts, note = find_layouts(config, overrides or [], question, assumed)
@@ -81,8 +83,12 @@ def plan(
 
         compared = trace_job(prediction.job, prediction.stage).beside(prediction.bytes)
     if as_json:
-        kinds = {name: {"predicted": ours, "traced": theirs} for name, (ours, theirs) in compared.items()}
-        write_document(prediction.to_json() | ({"trace": kinds} if trace else {}))
+        document = prediction.to_json()
+        if trace:
+            document["trace"] = {
+                name: {"predicted": ours, "traced": theirs} for name, (ours, theirs) in compared.items()
+            }
+        write_document(document)
     else:
         show(prediction, note)
         show_trace(compared)

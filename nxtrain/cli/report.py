@@ -43,7 +43,9 @@ def report(
     from nxtrain.tools.report.command import report as write_report
     from nxtrain.tools.report.parity import Bounds
 
-    bounds = Bounds(loss_bound, norm_bound) if parity else None
+    bounds = None
+    if parity:
+        bounds = Bounds(loss_bound, norm_bound)
     done = write_report(runs, out, bounds=bounds, scales=scaling, price_usd_h=price)
     if as_json:
         write_document(done.content)

@@ -69,7 +69,9 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     native = is_native(config)
     if instance is None and (config.cluster.instance or not native):
         return Needs(problems=(_unknown(config.cluster.instance),))
-    sdk = torchneuron.detect() if native else detect()
+    sdk = detect()
+    if native:
+        sdk = torchneuron.detect()
     assumed = ""
     if sdk is None:
         assumed = ", assumed: it is not installed here"
@@ -115,9 +117,13 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
         ConfigError: The variables contradict the run.
     """
     wanted = [*debug_variables(config, environ, neuron=is_neuron(config))]
-    if is_neuron(config) and (torchneuron.support() if is_native(config) else support()).ok:
-        wanted += _missing_on_neuron(config, environ, local_world)
-    if not is_neuron(config):
+    if is_neuron(config):
+        present = support()
+        if is_native(config):
+            present = torchneuron.support()
+        if present.ok:
+            wanted += _missing_on_neuron(config, environ, local_world)
+    else:
         wanted += thread_variables(config, environ, local_world)
     _reexec(wanted, environ)
 

@@ -20,7 +20,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.streamed import write_streamed
-from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
@@ -82,7 +82,6 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         finiteness.note(chunk.name, tensor)
         return tensor.to(chunk.dtype)
 
-    planner = ChunkSavePlanner(tensors, read)
     meta = Meta(
         step=0,
         samples=0,
@@ -104,7 +103,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         update = {"settings": _declared_ids(folder)}
     meta = meta.model_copy(update=update)
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    written = write(dst, planner, meta, alone, tokenizer=tokenizer, check=finiteness.check)
+    written = write(dst, Staged(LazyTensors(tensors, read)), meta, alone, tokenizer, finiteness.check)
     read_back(dst, written, alone)
 
 

@@ -15,7 +15,7 @@ from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.checkpoint.convert.nxd_states import NxdStates
 from nxtrain.checkpoint.convert.nxd_weights import NxdWeights
-from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
@@ -108,7 +108,7 @@ def nxd_to_nxtrain(
 
     alone = StorageScope(Ranks(Mesh(1, 0)))
     order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
-    read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone)
+    read_back(dst, write(dst, Staged(LazyTensors(order, read)), meta, alone), alone)
     return read_meta(dst)
 
 

@@ -68,7 +68,7 @@ def render_parallelcluster(job: ClusterJob) -> str:
     if job.lane == "gpu":
         queue["HealthChecks"] = {"Gpu": {"Enabled": True}}
     lustre = {
-        "StorageCapacity": job.storage_gib,
+        "StorageCapacity": job.options.storage_gib,
         "DeploymentType": DEPLOYMENT,
         "PerUnitStorageThroughput": THROUGHPUT_MB_S,
         "DeletionPolicy": "Retain",  # checkpoints are on it
@@ -126,7 +126,7 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
         "managedNodeGroups": [system, nodes],
     }
     text = dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.name))
-    return {"eks.yaml": text, **volumes(job.claim, job.storage_gib, _SUBNET)}
+    return {"eks.yaml": text, **volumes(job.options.claim, job.options.storage_gib, _SUBNET)}
 
 
 def _node_permissions(job: ClusterJob) -> dict[str, object]:

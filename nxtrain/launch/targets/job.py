@@ -65,12 +65,6 @@ class ClusterJob:
 
     Args:
         lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
-        image: Container image.
-        container: Image of the tasks of Slurm; empty: they run on the machine itself.
-        mounts: Folders that these containers get besides the working directory.
-        claim: Kubernetes' claim of the shared file system.
-        min_nodes: Fewest machines that the run may shrink to; equal to `nodes` if it may not.
-        storage_gib: Size of the shared file system that a cluster gets.
     """
 
     path: Path
@@ -79,12 +73,7 @@ class ClusterJob:
     machine: Machine
     nproc: int
     lane: str
-    image: str
-    container: str
-    mounts: str
-    claim: str
-    min_nodes: int
-    storage_gib: int
+    options: LaunchOptions
 
     @property
     def config(self) -> RunConfig:
@@ -95,6 +84,16 @@ class ClusterJob:
     def nodes(self) -> int:
         """Number of machines."""
         return self.config.cluster.nodes
+
+    @property
+    def image(self) -> str:
+        """Container image."""
+        return self.options.image or f"nxtrain-{self.lane}"
+
+    @property
+    def min_nodes(self) -> int:
+        """Fewest machines that the run may shrink to; equal to `nodes` if it may not."""
+        return self.options.min_nodes or self.nodes
 
     @property
     def is_elastic(self) -> bool:
@@ -199,20 +198,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError([replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in problems])
-    return ClusterJob(
-        path=path,
-        overrides=tuple(overrides),
-        loaded=loaded,
-        machine=machine,
-        nproc=nproc,
-        lane=lane,
-        image=options.image or f"nxtrain-{lane}",
-        container=options.image,
-        mounts=options.mounts,
-        claim=options.claim,
-        min_nodes=options.min_nodes or config.cluster.nodes,
-        storage_gib=options.storage_gib,
-    )
+    return ClusterJob(path, tuple(overrides), loaded, machine, nproc, lane, options)
 
 
 def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:

@@ -202,7 +202,7 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
     ]
     volumes: list[Manifest] = [
         {"name": "config", "configMap": {"name": job.name}},
-        {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+        {"name": "shared", "persistentVolumeClaim": {"claimName": job.options.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node), *job.elastic]

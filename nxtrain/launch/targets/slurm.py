@@ -59,8 +59,8 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     options = "--wait=60"
     if auto_resume:
         options += " --auto-resume=1"
-    if job.container:
-        options += f" {container_options(job.container, job.mounts)}"
+    if job.options.image:
+        options += f" {container_options(job.options.image, job.options.mounts)}"
     return _script(directives, "sbatch train.sbatch", f"set -- {shlex.join(arguments)}\n", " ".join(job.steps), options)
 
 

@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
@@ -203,9 +202,7 @@ class FilledState:
 
     def save(self) -> None:
         """A checkpoint, until it is committed."""
-        tensors = self._staged.tensors
-        planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
-        self._written = write(directory.step_path(self._folder, 1), planner, self._meta, ALONE, staged=self._staged)
+        self._written = write(directory.step_path(self._folder, 1), self._staged, self._meta, ALONE)
 
     def read_back(self) -> None:
         """Read the checkpoint back, which proves that the disk holds it."""

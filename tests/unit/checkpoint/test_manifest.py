@@ -32,7 +32,7 @@ def chunk(name: str, rank: int) -> TensorShard:
 def told(folder: Path, rank: int, joint: SharedPlan) -> tuple[FileWriter, SavePlan]:
     """Writer of a rank, and its plan for the coordinator."""
     planner = ChunkSavePlanner([chunk(name, rank) for name in NAMES], lambda chunk: torch.zeros(chunk.block.sizes))
-    writer = FileWriter(folder, rank, None, joint)
+    writer = FileWriter(folder, rank, torch.empty(0, dtype=torch.uint8), joint)
     return writer, writer.prepare_local_plan(planner.create_local_plan())
 
 

@@ -143,8 +143,8 @@ def _judge_script(text: str, plain: str, run: ClusterJob) -> None:
     assert shlex.split(line)[2:] == [str(run.path), *run.overrides, f"--nproc={run.nproc}"]
     rest = text.replace(line, "").replace(f"--job-name={run.name} ", "--job-name= ")
     rest = rest.replace(f"--output={run.name}-%j.log", "--output=")
-    if run.container:
-        rest = rest.replace(f" {container_options(run.container, run.mounts)}", "", 1)
+    if run.options.image:
+        rest = rest.replace(f" {container_options(run.options.image, run.options.mounts)}", "", 1)
     expected = re.sub(r"--output=\S+", "--output=", re.sub(r"--job-name=\S+ ", "--job-name= ", plain))
     assert rest == re.sub(r"set -- .*\n", "", expected)
 

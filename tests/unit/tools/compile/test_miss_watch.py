@@ -38,84 +38,84 @@ def stranger() -> Iterator[int]:
         process.kill()
 
 
-class Told:
+class MissRecorder:
     """Recorded misses of a watch."""
 
     def __init__(self) -> None:
-        self.misses: list[tuple[CacheKey, int]] = []
+        self.keys: list[tuple[CacheKey, int]] = []
 
     def __call__(self, of: CacheKey, compilers: Sequence[int]) -> None:
-        self.misses.append((of, len(compilers)))
+        self.keys.append((of, len(compilers)))
 
 
-def watch(root: Path, told: Told, run: int, patience_s: float = 100.0) -> MissWatch:
+def watch(root: Path, recorder: MissRecorder, run: int, patience_s: float = 100.0) -> MissWatch:
     layout = ModuleFolders(root)
     layout.patience_s = patience_s
-    return MissWatch(layout, {key(1)}, run, told)
+    return MissWatch(layout, {key(1)}, run, recorder)
 
 
-def test_what_the_run_compiles_is_told_once_unless_it_is_known(tmp_path: Path) -> None:
-    told = Told()
-    guard_ = watch(tmp_path, told, os.getpid())
+def test_what_the_run_compiles_is_reported_once_unless_it_is_expected(tmp_path: Path) -> None:
+    recorder = MissRecorder()
+    guard = watch(tmp_path, recorder, os.getpid())
     processes = [compiling(tmp_path, key(number), LONG_S) for number in (1, 2)]
     try:
         end = time.monotonic() + 10
-        while not told.misses and time.monotonic() < end:
-            guard_.look()
+        while not recorder.keys and time.monotonic() < end:
+            guard.look()
             time.sleep(0.02)
-        guard_.look()
-        assert told.misses == [(key(2), 1)]
+        guard.look()
+        assert recorder.keys == [(key(2), 1)]
     finally:
         for process in processes:
             end_tree(process)
 
 
 def test_what_another_run_compiles_is_not(tmp_path: Path, stranger: int) -> None:
-    told = Told()
-    guard_ = watch(tmp_path, told, stranger, patience_s=0.2)
+    recorder = MissRecorder()
+    guard = watch(tmp_path, recorder, stranger, patience_s=0.2)
     process = compiling(tmp_path, key(2), LONG_S)
     try:
         end = time.monotonic() + 10
         while not list(naming(key(2).module)):
             assert time.monotonic() < end
         for _ in range(5):
-            guard_.look()
+            guard.look()
             time.sleep(0.1)
     finally:
         end_tree(process)
-    assert told.misses == []
+    assert recorder.keys == []
 
 
 def test_a_lock_whose_compiler_nobody_sees_counts_after_a_while(tmp_path: Path, stranger: int) -> None:
-    told = Told()
-    patient, hasty = (watch(tmp_path, told, stranger, patience_s) for patience_s in (100.0, 0.0))
+    recorder = MissRecorder()
+    patient, hasty = (watch(tmp_path, recorder, stranger, patience_s) for patience_s in (100.0, 0.0))
     add_locked(tmp_path, key(2))
     patient.look()
-    assert told.misses == []
+    assert recorder.keys == []
     hasty.look()
     time.sleep(0.01)
     hasty.look()
-    assert told.misses == [(key(2), 0)]
+    assert recorder.keys == [(key(2), 0)]
 
 
-def test_locks_of_others_and_what_is_not_being_compiled_are_not_told(tmp_path: Path, stranger: int) -> None:
-    told = Told()
+def test_locks_of_others_and_what_is_not_being_compiled_are_not_reported(tmp_path: Path, stranger: int) -> None:
+    recorder = MissRecorder()
     add_locked(tmp_path, key(2))  # before the run
-    guard_ = watch(tmp_path, told, stranger, patience_s=0.0)
+    guard = watch(tmp_path, recorder, stranger, patience_s=0.0)
     add_locked(tmp_path, key(3), OURS)  # ours, such as a sync
     add_pending(tmp_path, key(4))
     add_done(tmp_path, key(5))  # fetched from elsewhere
     for _ in range(3):
-        guard_.look()
+        guard.look()
         time.sleep(0.01)
-    assert told.misses == []
+    assert recorder.keys == []
     lock = tmp_path / COMPILER / key(2).module / LOCK
     lock.unlink()
     add_locked_again(lock)
     for _ in range(2):
-        guard_.look()
+        guard.look()
         time.sleep(0.01)
-    assert told.misses == [(key(2), 0)]
+    assert recorder.keys == [(key(2), 0)]
 
 
 def test_the_lock_of_a_run_that_was_stopped_is_broken_at_once(tmp_path: Path) -> None:
