@@ -260,7 +260,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "_adapt_layer: layer.specs[leaf] =": "host: dictionary",
         "_require_gradient: inputs[0].requires_grad_": "read: autograd's mark alone changes",
     },
-    "nxtrain/train/adapters.py": {
+    "nxtrain/train/results.py": {
         "save_adapter: whole[tuple((slice(start, start + size) for start, size in box))].copy_": (
             "fresh: `torch.zeros` right above"
         ),
