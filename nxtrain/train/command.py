@@ -76,7 +76,8 @@ def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> 
         lock: AbstractContextManager[None] = nullcontext()
         if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
             lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)
-        with Watchdog(backend, limit_s, folder / LOGS_DIR, signals) as watchdog, lock:
+        watched = Watchdog(backend, limit_s, folder / LOGS_DIR, signals, has_agent=placement.has_agent)
+        with watched as watchdog, lock:
             yield RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
     except BaseException as error:
         ended = error
