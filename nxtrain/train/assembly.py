@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import cast
 
 from nxtrain.backends.diagnostics import DeviceEvent
-from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
-from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.show import dump
 from nxtrain.data import Data
@@ -21,24 +20,21 @@ from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import WorkMeter
 from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, WorkTimeline
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.adapters import base_fingerprint
-from nxtrain.train.announcements import announce_start
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
-from nxtrain.train.environment import record_environment
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.results import base_fingerprint
 from nxtrain.train.run import Run
 from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
-from nxtrain.train.step import TrainState
 from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
-from nxtrain.train.supervision.preflight import check_folder, check_space
+from nxtrain.train.supervision.preflight import check_folder, prepare_folder
 from nxtrain.train.trainer import Trainer
 
 
@@ -61,8 +57,8 @@ def assemble(context: RunContext) -> Run:
         context.print_line(line)
     rollbacks.resume(begun.step)
     context.enter(begun.step, "start")
-    announce_start(context, data, begun)
-    _prepare_folder(context, state)
+    _announce_start(context, data, begun)
+    prepare_folder(context, state)
 
     guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
     guard.begin(begun.step, begun.stability)
@@ -129,18 +125,18 @@ def _with_steps(context: RunContext, data: Data) -> RunContext:
     return replace(context, plan=replace(context.plan, config=config))
 
 
-def _prepare_folder(context: RunContext, state: TrainState) -> None:
-    """Tidy the run's folder, check its space, and record the configuration; only once the start is not refused."""
-    if not context.is_leader:
-        return
-    config, folder = context.config, context.config.run.dir
-    if config.checkpoint.every:
-        # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
-        clear(folder / CHECKPOINTS_DIR)
-        prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
-        check_space(folder, state)
-    (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
-    record_environment(folder, context)
+def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
+    """Print the model, the data, and the step after which the run continues."""
+    config, family = context.config, context.plan.family
+    beginning = "starts from scratch"
+    if meta.step:
+        beginning = f"continues after step {meta.step}"
+    elif config.model.init == "hf":
+        beginning = f"starts from the weights of model.hf={config.model.hf}"
+    context.print_line(
+        f"model {family.name}, {context.plan.dimensions.num_params:,} parameters; "
+        f"data {data.source.describe()} of {config.train.seq_len} tokens; {beginning}"
+    )
 
 
 def _goodput_meter(context: RunContext) -> GoodputMeter | None:

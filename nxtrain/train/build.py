@@ -247,13 +247,13 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     optimizer = AdamW(
         data_parallel.shards,
         layout,
-        *_place(backend, on_host="optimizer" in offload),
+        *_storage(backend, on_host="optimizer" in offload),
         precision=precision,
         seed=run.run.seed,
         optim=run.optim,
         apart=("params" in offload) != ("optimizer" in offload),
     )
-    kernels, put = _place(backend, on_host="params" in offload)
+    kernels, put = _storage(backend, on_host="params" in offload)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -303,7 +303,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     run = plan.config
     num_rows = run.train.seq_len
     if run.parallel.sequence_parallel:
-        num_rows //= mesh.tp_size
+        num_rows = num_rows // mesh.tp_size
     blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)
     return Pipeline(
         cast(CausalLM, model),
@@ -316,7 +316,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     )
 
 
-def _place(backend: Backend, *, on_host: bool) -> tuple[Kernels, Callable[[Tensor], Tensor]]:
+def _storage(backend: Backend, *, on_host: bool) -> tuple[Kernels, Callable[[Tensor], Tensor]]:
     """Kernels of the host or of the device, and the function that brings a host tensor there."""
     if on_host:
         return backend.host_kernels, lambda host: host

@@ -12,7 +12,7 @@ from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveO
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
@@ -176,8 +176,9 @@ class Checkpoints(RunObserver):
         for outcome in self._writer.poll():
             if isinstance(outcome, SaveOutcome):
                 self._outcomes.append(outcome)
-            else:
-                self._report_upload(outcome)
+            elif outcome.problem:
+                line = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.problem}"
+                self._print_line(f"{line}; it is in {self._plan.config.run.dir}, and that is enough to go on")
         while saves and self._outcomes:
             self._report_save(self._outcomes.pop(0))
 
@@ -195,8 +196,3 @@ class Checkpoints(RunObserver):
             self._print_line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")
         for failed in outcome.untidy:
             self._print_line(f"WARNING: {failed}; the checkpoint of step {outcome.step} is there, and training goes on")
-
-    def _report_upload(self, outcome: UploadOutcome) -> None:
-        if outcome.problem:
-            line = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.problem}"
-            self._print_line(f"{line}; it is in {self._plan.config.run.dir}, and that is enough to go on")

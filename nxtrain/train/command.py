@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from nxtrain.backends import choose, choose_layers, open_backend
+from nxtrain.backends.base import BackendSettings
+from nxtrain.common.errors import StoppedBySignal
 from nxtrain.common.process.clock import Instant
-from nxtrain.common.process.console import PipeSafeConsole
+from nxtrain.common.process.console import PipeSafeConsole, standard_error
+from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
+from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.signals import Signals
+from nxtrain.common.run_folder import LOGS_DIR
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
-from nxtrain.train.announcements import announce
+from nxtrain.config.schema import RunConfig
 from nxtrain.train.assembly import assemble
-from nxtrain.train.context import RunContext, open_run
+from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
+from nxtrain.train.supervision.run_lock import only_run
+from nxtrain.train.supervision.watchdog import Watchdog
 
 
 def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None = None) -> None:
@@ -30,7 +42,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
 
 def train_on(context: RunContext) -> None:
     """Train on an open backend, or extract the graphs of the run."""
-    announce(context)
+    _announce(context)
     if context.backend.extracts:
         # Printed on every node, since the compiler's tool on each node reads the lines of that node's ranks.
         console = PipeSafeConsole(stderr=True, soft_wrap=True, quiet=context.backend.local_rank != 0)
@@ -39,3 +51,90 @@ def train_on(context: RunContext) -> None:
     run = assemble(context)
     val_loss = run.train()
     run.finish(val_loss)
+
+
+@contextmanager
+def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> Iterator[RunContext]:
+    """Open this rank's device, watchdog and folder for a run; they are closed at the end of this context.
+
+    Args:
+        loaded: The configuration.
+        signals: Stop signals that this process has received.
+        began: Start time of this attempt; None: now.
+
+    Raises:
+        NxtrainError: An error that the user can correct; the message names the way out.
+    """
+    config, placement = loaded.config, Placement.read()
+    limit_s, folder = config.recovery.hang_timeout_s, config.run.dir
+    name, layers, reason = _choose_device(config)
+    settings = BackendSettings(
+        hang_timeout_s=limit_s,
+        torch_compile=config.compile.torch_compile,
+        cpu_transport=config.backend.cpu_transport,
+        allow_unverified=config.backend.allow_unverified,
+    )
+    backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
+    ended: BaseException | None = None
+    try:
+        plan = resolve_config(loaded, backend.world, backend.name)
+        lock: AbstractContextManager[None] = nullcontext()
+        if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
+            lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)
+        watched = Watchdog(backend, limit_s, folder / LOGS_DIR, signals, has_agent=placement.has_agent)
+        with watched as watchdog, lock:
+            yield RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
+    except BaseException as error:
+        ended = error
+        if isinstance(error, Exception) and not isinstance(error, StoppedBySignal):
+            ended = backend.failed(error)
+        if ended is error:
+            raise
+        raise ended from error
+    finally:
+        close_with_deadline(backend.close, min(limit_s, CLOSING_S), ended)
+
+
+def _choose_device(config: RunConfig) -> tuple[str, str, str]:
+    """Names of the backend and of its layers, and the reason for the choice."""
+    chosen = config.backend
+    name, reason = choose(chosen.name, in_full=config.recovery.debug != "off")
+    layers, of_layers = choose_layers(
+        chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=config.finetune.adapts
+    )
+    if of_layers:
+        reason += f"; layers {layers}: {of_layers}"
+    return name, layers, reason
+
+
+def _announce(context: RunContext) -> None:
+    """Print the backend, the mesh, and notes of the backend and its layers."""
+    backend, mesh = context.backend, context.mesh
+    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, dp {mesh.dp_size}{_sharding(context)}"
+    context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {degrees}")
+    for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
+        context.print_line(note)
+    if context.config.precision.params == "bf16":
+        warning = backend.diagnostics.bf16_warning()
+        if warning:
+            context.print_line(warning)
+
+
+def _pipeline(context: RunContext) -> str:
+    parallel, size = context.config.parallel, context.mesh.pp_size
+    if size == 1:
+        return ""
+    if parallel.virtual_pp > 1:
+        return f"pp {size} of {parallel.virtual_pp} chunks each, "
+    if parallel.schedule == "zero_bubble":
+        return f"pp {size} (zero_bubble), "
+    return f"pp {size}, "
+
+
+def _sharding(context: RunContext) -> str:
+    shard, size = context.config.parallel.shard, context.mesh.shard_size
+    if shard == "none":
+        return ""
+    if size == 1:
+        return f"; one rank holds all state, so that parallel.shard={shard} changes nothing"
+    return f", state cut over {size} of them ({shard})"

@@ -191,7 +191,7 @@ def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
     name, field = DRIFT_TOKENIZER
     difference = _difference(name, field, meta, fresh)
     if difference and not meta.step:
-        difference += ", which is to be its own: leave data.tokenizer out"
+        return f"{difference}, which is to be its own: leave data.tokenizer out"
     return difference
 
 

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.attention_choice import AttentionShape
-from nxtrain.backends.base import Backend, BackendSettings
+from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.agreement import Ranks
-from nxtrain.common.errors import StoppedBySignal
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.clock import Instant, now
 from nxtrain.common.process.console import standard_error
-from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.common.process.placement import Placement
-from nxtrain.common.process.signals import Signals
-from nxtrain.common.run_folder import LOGS_DIR
-from nxtrain.config.check import Resolved, resolve_config
-from nxtrain.config.load import Loaded
+from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics.run_observer import Work
 from nxtrain.train.build import mesh_of
-from nxtrain.train.supervision.run_lock import only_run
 from nxtrain.train.supervision.watchdog import Watchdog
 
 
@@ -120,56 +112,3 @@ class RunContext:
     def is_stop_requested(self) -> bool:
         """True if this process received a stop signal, even if the run goes on to its end."""
         return self.watchdog is not None and self.watchdog.is_asked
-
-
-@contextmanager
-def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> Iterator[RunContext]:
-    """Open this rank's device, watchdog and folder for a run; they are closed at the end of this context.
-
-    Args:
-        loaded: The configuration.
-        signals: Stop signals that this process has received.
-        began: Start time of this attempt; None: now.
-
-    Raises:
-        NxtrainError: An error that the user can correct; the message names the way out.
-    """
-    config, placement = loaded.config, Placement.read()
-    limit_s, folder = config.recovery.hang_timeout_s, config.run.dir
-    name, layers, reason = _choose_device(config)
-    settings = BackendSettings(
-        hang_timeout_s=limit_s,
-        torch_compile=config.compile.torch_compile,
-        cpu_transport=config.backend.cpu_transport,
-        allow_unverified=config.backend.allow_unverified,
-    )
-    backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
-    ended: BaseException | None = None
-    try:
-        plan = resolve_config(loaded, backend.world, backend.name)
-        lock: AbstractContextManager[None] = nullcontext()
-        if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
-            lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)
-        with Watchdog(backend, limit_s, folder / LOGS_DIR, signals) as watchdog, lock:
-            yield RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
-    except BaseException as error:
-        ended = error
-        if isinstance(error, Exception) and not isinstance(error, StoppedBySignal):
-            ended = backend.failed(error)
-        if ended is error:
-            raise
-        raise ended from error
-    finally:
-        close_with_deadline(backend.close, min(limit_s, CLOSING_S), ended)
-
-
-def _choose_device(config: RunConfig) -> tuple[str, str, str]:
-    """Names of the backend and of its layers, and the reason for the choice."""
-    chosen = config.backend
-    name, reason = choose(chosen.name, in_full=config.recovery.debug != "off")
-    layers, of_layers = choose_layers(
-        chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=config.finetune.adapts
-    )
-    if of_layers:
-        reason += f"; layers {layers}: {of_layers}"
-    return name, layers, reason

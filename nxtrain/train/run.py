@@ -12,13 +12,12 @@ from nxtrain.common.run_folder import ADAPTER_DIR
 from nxtrain.data import Data
 from nxtrain.metrics.run_observer import Outcome
 from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.train.adapters import save_adapter
 from nxtrain.train.checkpoints import Checkpoints
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.context import RunContext
 from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
-from nxtrain.train.summary import Summary, summarize
+from nxtrain.train.results import Summary, save_adapter, summarize
 from nxtrain.train.trainer import Trainer
 
 

@@ -222,18 +222,18 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
 
     Every micro-batch runs the same graph; nothing is accumulated on the device across them.
     """
-    found = []
+    sums = []
     if state.pipeline is not None:
         here: list[Tensor] = []
         state.pipeline.evaluate(batch.micro_batches, lambda loss, targets: here.append(_sums(loss, targets)))
         for index in range(len(batch.inputs)):
-            found.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
+            sums.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
             state.backend.step_boundary()
-        return found
+        return sums
     for inputs, targets, *documents in batch.micro_batches:
-        found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets, *documents), targets)))
+        sums.append(_over_batch(state, _sums(state.lm.loss(inputs, targets, *documents), targets)))
         state.backend.step_boundary()
-    return found
+    return sums
 
 
 def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -143,9 +143,9 @@ class Trainer:
     ) -> tuple[dict[str, float], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
-        found = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
-        found |= self.guard.values()
-        read = self.state.backend.fetch({**found, **self._health(lr)})
+        numbers = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
+        numbers |= self.guard.values()
+        read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
 
     def _compare(self, step: int, *, saves: bool) -> None:

@@ -19,8 +19,8 @@ from nxtrain.config.check import Resolved
 from nxtrain.nn import offload
 from nxtrain.nn.dropout import Dropout
 from nxtrain.nn.lora import is_adapter, scale_of
-from nxtrain.train.adapters import save_adapter
 from nxtrain.train.compatibility import RunInputs, meta_at
+from nxtrain.train.results import save_adapter
 from nxtrain.train.step import eval_step, train_step
 from tests.support.drawn import SEED, Degrees, covering_array, one_in
 from tests.support.drawn_runs import LOSS, error_of, failures, ours

@@ -15,7 +15,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.common.errors import HangError
 from nxtrain.common.process import deadlines
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.train import context
+from nxtrain.train import command
 from tests.support.commands import ended, start_rank, train, write_config
 from tests.support.ports import free_port
 
@@ -59,7 +59,7 @@ def second_never_closes() -> None:
 
 
 def bounded_close(wait: Callable[[], None]) -> None:
-    context.CLOSING_S = LIMIT_S  # type: ignore[attr-defined]
+    command.CLOSING_S = LIMIT_S  # type: ignore[attr-defined]
     CpuBackend.close = lambda self: wait()  # type: ignore[method-assign]
 
 

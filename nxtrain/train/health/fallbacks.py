@@ -9,9 +9,6 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.run_observer import RunObserver, Work
 
-STEPS = 1
-"""Steps after which the operations of a step are known."""
-
 
 class Fallbacks(RunObserver):
     """Report of the operations that ran on the host in the first step; the step must have none unless allowed.
@@ -25,33 +22,34 @@ class Fallbacks(RunObserver):
     def __init__(self, backend: Backend, *, allowed: bool, console: Console | None = None) -> None:
         self._backend, self._allowed = backend, allowed
         self._console = console or standard_error()
-        self._trained, self._inside = 0, False
+        self._has_trained = False
+        self._inside = False
 
     def enter(self, step: int, work: Work) -> None:
         self._settle()
-        if work == "training" and self._trained < STEPS:
+        if work == "training" and not self._has_trained:
             self._backend.diagnostics.forget_fallbacks()
-            self._inside = True
+            self._has_trained = self._inside = True
 
     def finish(self, step: int) -> None:
         self._settle()
 
     def _settle(self) -> None:
-        """Report the operations of the step that has just ended, if it is one of the first."""
+        """Report the operations of the first step, if this step has just ended."""
         if not self._inside:
             return
-        self._inside, self._trained = False, self._trained + 1
-        found = self._backend.diagnostics.fallbacks()
-        if not found:
+        self._inside = False
+        operations = self._backend.diagnostics.fallbacks()
+        if not operations:
             return
-        said = (
-            f"{self._backend.name} computes {len(found)} operations of a training step on the host, at many times the "
-            f"cost of the device: {', '.join(found)}"
+        problem = (
+            f"{self._backend.name} computes {len(operations)} operations of a training step on the host, at many times "
+            f"the cost of the device: {', '.join(operations)}"
         )
         if not self._allowed:
             raise BackendError(
-                f"{said}; compile.torch_compile=true may compile them; compile.allow_fallbacks=true goes on"
+                f"{problem}; compile.torch_compile=true may compile them; compile.allow_fallbacks=true goes on"
             )
         if self._backend.rank == 0:
-            line = f"warning: {said}, as compile.allow_fallbacks=true allows"
+            line = f"warning: {problem}, as compile.allow_fallbacks=true allows"
             self._console.print(line, style="yellow", markup=False)

@@ -132,9 +132,9 @@ class NumericsGuard:
     def values(self) -> dict[str, Tensor]:
         """Values of the guard to fetch with a record, as () float32 tensors."""
         values = self._state.history.values()
-        if self._state.loss_scale is not None:
-            values |= self._state.loss_scale.values()
-        return values
+        if self._state.loss_scale is None:
+            return values
+        return values | self._state.loss_scale.values()
 
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.

@@ -140,8 +140,8 @@ def _planned_activations(state: TrainState, plan: Resolved) -> int:
         config.cluster.nodes,
         config.model_copy(update={"parallel": parallel}),
     )
-    found = stage_bytes(job, mesh.pp.rank)
-    return found.activations + found.logits
+    planned = stage_bytes(job, mesh.pp.rank)
+    return planned.activations + planned.logits
 
 
 class _Count:

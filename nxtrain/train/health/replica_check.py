@@ -153,14 +153,14 @@ class ReplicaCheck:
                     tensors.setdefault(sides, []).append(name)
         return [Dissent(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
 
-    def _over_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def _over_replicas(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """Gather the replicas' checksums in one collective: from (1, P) of this rank to (R, P) for each ballot."""
-        of_replicas = [part for holders, part in zip(self.ballots, own, strict=True) if holders.replicas > 1]
+        of_replicas = [part for holders, part in zip(self.ballots, sums, strict=True) if holders.replicas > 1]
         if not of_replicas:
-            return list(own)
+            return list(sums)
         gathered = self._state.backend.collectives.all_gather(torch.cat(of_replicas, dim=1), self._replicas)
         parts = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
-        return [next(parts) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
+        return [next(parts) if holders.replicas > 1 else part for holders, part in zip(self.ballots, sums, strict=True)]
 
     def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Append the checksums of tied tensors from the other end of the pipeline, in one exchange."""
@@ -240,7 +240,7 @@ def minority(ranks: Sequence[int], sums: Sequence[int]) -> tuple[tuple[int, ...]
     if number == len(ranks):
         return None
     is_majority = 2 * number > len(ranks)
-    apart = {rank for rank, own in zip(ranks, sums, strict=True) if own != value or not is_majority}
+    apart = {rank for rank, checksum in zip(ranks, sums, strict=True) if checksum != value or not is_majority}
     return tuple(sorted(apart)), tuple(sorted(set(ranks) - apart))
 
 

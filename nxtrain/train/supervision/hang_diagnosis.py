@@ -40,13 +40,13 @@ def point(frame: FrameType | None) -> str:
     inner, ours = frame, frame
     while ours.f_back is not None and not any(folder in ours.f_code.co_filename for folder in OURS):
         ours = ours.f_back
-    text = _place(inner)
+    text = _position(inner)
     if ours is not inner and any(folder in ours.f_code.co_filename for folder in OURS):
-        text += f", called from {_place(ours)}"
+        text += f", called from {_position(ours)}"
     return text
 
 
-def _place(frame: FrameType) -> str:
+def _position(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -70,27 +70,27 @@ def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[in
     board.answer(beat)
     if not first:
         return board.verdict()
-    found = board.answers()
-    silent = set(range(world)) - found.keys()
-    verdict = judge(found, silent, board.last_beats(silent), rank_name, limit)
+    answers = board.answers()
+    silent = set(range(world)) - answers.keys()
+    verdict = judge(answers, silent, board.last_beats(silent), rank_name, limit)
     board.judge(verdict)
     return verdict
 
 
 def judge(
-    found: Mapping[int, Beat], silent: Set[int], last: Mapping[int, Beat], rank_name: Callable[[int], str], limit: str
+    answers: Mapping[int, Beat], silent: Set[int], last: Mapping[int, Beat], rank_name: Callable[[int], str], limit: str
 ) -> str:
     """Verdict of a hang: the ranks that keep the others waiting.
 
     Args:
-        found: Heartbeat of each rank that answered.
+        answers: Heartbeat of each rank that answered.
         silent: Ranks that did not answer.
         last: Last heartbeats of the silent ranks before the hang.
         rank_name: Name of a rank in messages.
         limit: Name and value of the time limit.
     """
     late = f"did not come within {limit} seconds"
-    hosts = {rank: beat.host for rank, beat in {**last, **found}.items()}
+    hosts = {rank: beat.host for rank, beat in {**last, **answers}.items()}
     if silent:
         named = ", ".join(_names(sorted(silent), rank_name, hosts))
         seen = "; ".join(f"rank {rank} was last in {last[rank]}" for rank in sorted(last)[:SHOWN])
@@ -98,11 +98,11 @@ def judge(
         if seen:
             verdict += f"; {seen}"
         return verdict
-    busy = {rank: beat for rank, beat in found.items() if not beat.waits} or found
+    busy = {rank: beat for rank, beat in answers.items() if not beat.waits} or answers
     first = min(beat.step for beat in busy.values())
     behind = sorted(rank for rank, beat in busy.items() if beat.step == first)
     doing = "; ".join(f"rank {rank} is in {busy[rank]}" for rank in behind[:SHOWN])
-    if len(behind) == len(found) > 1:
+    if len(behind) == len(answers) > 1:
         return f"all ranks wait for each other, and none {late}: {doing}"
     return f"{', '.join(_names(behind, rank_name, hosts))} {late}: {doing}"
 

@@ -1,15 +1,26 @@
-"""Checks before the first step for problems that would end a run hours later: folder, clock and disk space."""
+"""Preparation of a run's folder before the first step: checks of problems that would end the run later, and records."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
 
+import torch
+
+import nxtrain
+from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.common.errors import BackendError, CheckpointError, refused
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 from nxtrain.common.text import size
+from nxtrain.config.show import dump
+from nxtrain.train.context import RunContext
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -63,3 +74,38 @@ def check_space(folder: Path, state: TrainState) -> None:
             f"run.dir={folder} has {size(free)} free, and one checkpoint takes {size(needed)}. Free "
             "some, use another run.dir, or checkpoint.every=0"
         )
+
+
+def prepare_folder(context: RunContext, state: TrainState) -> None:
+    """Tidy the run's folder, check its space, and record the configuration; only once the start is not refused."""
+    if not context.is_leader:
+        return
+    config, folder = context.config, context.config.run.dir
+    if config.checkpoint.every:
+        # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
+        clear(folder / CHECKPOINTS_DIR)
+        prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
+        check_space(folder, state)
+    (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    _record_environment(folder, context)
+
+
+def _record_environment(folder: Path, context: RunContext) -> None:
+    """Write the environment of this start; an earlier start's is replaced."""
+    mesh = context.mesh
+    environment = {
+        "nxtrain": nxtrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "backend": context.backend.name,
+        "asynchronous": context.backend.is_asynchronous,
+        "ranks": mesh.world,
+        "ranks per node": context.backend.local_world,
+        "tp": mesh.tp_size,
+        "pp": mesh.pp_size,
+        "dp": mesh.dp_size,
+    }
+    replace_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n", durable=False)

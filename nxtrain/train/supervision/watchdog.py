@@ -25,7 +25,6 @@ from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.io.checksummed_file import transferred
 from nxtrain.common.process import stacks
 from nxtrain.common.process.deadlines import SingleTask, first_use_limit_s
-from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.signals import Signals
 from nxtrain.common.process.stacks import print_line
 from nxtrain.common.run_folder import RANKS_FILE
@@ -96,12 +95,15 @@ class Watchdog(RunObserver):
         hang_timeout_s: Seconds without progress after which the run counts as hung.
         logs: Folder for stacks.
         signals: Stop signals that this process has received.
+        has_agent: The parent process is an agent; without its agent this process ends.
 
     Attributes:
         gate: Gate before each step.
     """
 
-    def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
+    def __init__(
+        self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals, *, has_agent: bool = False
+    ) -> None:
         self._observers = RunObserver()
         self._backend = backend
         self._limit_s = hang_timeout_s
@@ -125,7 +127,7 @@ class Watchdog(RunObserver):
         self._ended = threading.Event()
         self._next_beat = 0.0
         self._failures: set[str] = set()
-        self._agent = os.getppid() if Placement.read().has_agent else None
+        self._agent = os.getppid() if has_agent else None
         self._host = socket.gethostname()
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)

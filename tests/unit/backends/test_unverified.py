@@ -24,7 +24,7 @@ from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.config.load import load
 from nxtrain.launch import neuron as launching
-from nxtrain.train import command, context
+from nxtrain.train import command
 from nxtrain.train.context import RunContext
 from tests.support.runs import run_plan, token_file
 
@@ -169,8 +169,8 @@ def test_a_run_takes_what_the_key_allows_and_says_why(
         opened.append(layers)
         return CpuBackend()
 
-    monkeypatch.setattr(context, "choose", lambda name, **_: ("neuron", "a Trainium"))
-    monkeypatch.setattr(context, "open_backend", open_backend)
+    monkeypatch.setattr(command, "choose", lambda name, **_: ("neuron", "a Trainium"))
+    monkeypatch.setattr(command, "open_backend", open_backend)
     monkeypatch.setattr(command, "train_on", lambda opened: told.append(opened.reason))
     loaded = load(CONFIG, [f"run.dir={tmp_path}", "backend.name=auto", *overrides])
     if layers:

@@ -9,8 +9,7 @@ import pytest
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.load import load
-from nxtrain.train import context
-from nxtrain.train.command import train
+from nxtrain.train import command
 from tests.unit.config.test_check import checked, only, problems
 
 
@@ -29,13 +28,13 @@ def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
 ) -> None:
     """The machine is a stand-in: all that is asked of it is its name and its size."""
     machine = SimpleNamespace(name="neuron", world=3, failed=lambda error: error, close=lambda: None)
-    monkeypatch.setattr(context, "choose", lambda name, **_: ("neuron", "the first that can run here"))
-    monkeypatch.setattr(context, "choose_layers", lambda name, backend, **_: ("native", ""))
-    monkeypatch.setattr(context, "open_backend", lambda *args, **_: machine)
+    monkeypatch.setattr(command, "choose", lambda name, **_: ("neuron", "the first that can run here"))
+    monkeypatch.setattr(command, "choose_layers", lambda name, backend, **_: ("native", ""))
+    monkeypatch.setattr(command, "open_backend", lambda *args, **_: machine)
     path = tmp_path / "run.toml"
     path.touch()
     with pytest.raises(ConfigError) as raised:
-        train(load(path, ["parallel.pp=3", "model.config.num_hidden_layers=6"]))
+        command.train(load(path, ["parallel.pp=3", "model.config.num_hidden_layers=6"]))
     (problem,) = raised.value.problems
     assert problem.reason.startswith("3 is odd, and on backend.name=neuron")
 

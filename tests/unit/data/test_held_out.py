@@ -19,7 +19,7 @@ from nxtrain.data.held_out import target_counts, token_bytes
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
-from nxtrain.train.summary import Summary
+from nxtrain.train.results import Summary
 from tests.unit.data.conftest import OpenAlone
 
 TEXTS = [

@@ -27,7 +27,7 @@ from nxtrain.data.held_out import target_counts
 from nxtrain.data.loader import BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from nxtrain.train.summary import Summary
+from nxtrain.train.results import Summary
 from tests.support.corpora import drop_checksums, prepare, write_file, write_tokenizer
 
 VOCABULARY, SEQ_LEN = 300, 24

@@ -1,4 +1,4 @@
-"""Result of a finished run: the held-out loss, in `summary.json` and in one line for people."""
+"""Results of a run: the held-out loss, in `summary.json` and in one line for people, and the adapter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
+from nxtrain.checkpoint.convert.peft import adapter_of, write_adapter
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.shards import MODEL, owned, tensor_shards
 from nxtrain.common.run_folder import SUMMARY_FILE
+from nxtrain.config.schema import RunConfig
 from nxtrain.data import Data, target_bytes, target_counts, unigram_entropy
+from nxtrain.train.start import shards_of
+from nxtrain.train.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -69,3 +79,32 @@ def summarize(folder: Path, summary: Summary, print_line: Callable[[str], None])
     """
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     print_line(str(summary))
+
+
+def base_fingerprint(config: RunConfig) -> str:
+    """Identity of the frozen weights; empty for a run that trains every weight."""
+    return HfFolder(Path(config.model.hf)).fingerprint() if config.finetune.adapts else ""
+
+
+def save_adapter(folder: Path, state: TrainState, meta: Meta) -> None:
+    """Write the adapter that all ranks hold together in PEFT's format. Every rank calls this.
+
+    Args:
+        folder: Folder to make; an earlier adapter is replaced.
+        state: Train state.
+        meta: Metadata of the run.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    weights = shards_of(state)[MODEL]
+    state.backend.step_boundary()
+    held = owned(list(tensor_shards({MODEL: weights}, state.layout)))
+    mine = [(shard, shard.of(weights[shard.parameter]).cpu()) for shard in held]
+    tensors: dict[str, Tensor] = {}
+    for part in state.ranks.gather(mine):
+        for shard, values in part:
+            whole = tensors.setdefault(shard.name, torch.zeros(shard.shape, dtype=shard.dtype))
+            box = zip(shard.block.offsets, shard.block.sizes, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in box)].copy_(values)
+    state.ranks.on_leader(lambda: write_adapter(folder, adapter_of(meta, tensors)), f"cannot write {folder}")
