@@ -38,13 +38,16 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if depth > MAX_DEPTH:
                 yield key, f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
             elif isinstance(value, Mapping):
-                yield from ((key, f"the key {quoted(name)} {reason}") for name in value if (reason := _bad_text(name)))
-                waiting += [(f"{key}.{name}" if key else f"{name}", inner, depth + 1) for name, inner in value.items()]
+                prefix = f"{key}." if key else ""
+                for name, inner in value.items():
+                    if _bad_text(name):
+                        yield key, f"the key {quoted(name)} {_bad_text(name)}"
+                    waiting.append((f"{prefix}{name}", inner, depth + 1))
             else:
                 waiting += [(key, inner, depth + 1) for inner in value]
         elif isinstance(value, str):
-            if reason := _bad_text(value):
-                yield key, f"{quoted(value)} {reason}"
+            if _bad_text(value):
+                yield key, f"{quoted(value)} {_bad_text(value)}"
         elif isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
             yield key, f"{integer(value)} is no integer of 64 bits: -{MAX_INT + 1} to {MAX_INT}"
 

@@ -96,7 +96,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel
-    if (ranks := max(world or 1, parallel.tp * parallel.pp * max(1, parallel.dp))) > MAX_RANKS:
+    ranks = max(world or 1, parallel.tp * parallel.pp * max(1, parallel.dp))
+    if ranks > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
         problems.append(Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.pp, parallel.dp or --nproc"))
     elif world is not None:
@@ -149,7 +150,8 @@ def resolve_model(config: RunConfig) -> ModelConfig:
     family = family_of(config)
     if config.model.hf:
         hf = _hf_config(Path(config.model.hf))
-        if config.model.init == "hf" and (reason := quantization(hf)):
+        reason = quantization(hf)
+        if config.model.init == "hf" and reason:
             raise ConfigError([Problem("model.hf", f"{config.model.hf}: {reason}")])
         base = family.from_hf(hf)
     else:
@@ -356,11 +358,12 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
     if data.weights and len(data.weights) != len(data.mixture):
         reason = f"has {len(data.weights)} numbers for the {len(data.mixture)} corpora of data.mixture"
         yield Problem("data.weights", reason, hint="give one for each, in the same order; or none, for equal shares")
-    elif data.weights and (period := sum(row_shares(data.weights))) > MAX_PERIOD:
-        reason = f"the rows repeat after {integer(period)}, the sum of the smallest integers in this ratio"
-        yield Problem(
-            "data.weights", reason, hint=f"round them to a sum of at most {MAX_PERIOD:,}; 4 digits always fit"
-        )
+    elif data.weights:
+        period = sum(row_shares(data.weights))
+        if period > MAX_PERIOD:
+            reason = f"the rows repeat after {integer(period)}, the sum of the smallest integers in this ratio"
+            hint = f"round them to a sum of at most {MAX_PERIOD:,}; 4 digits always fit"
+            yield Problem("data.weights", reason, hint=hint)
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:

@@ -56,7 +56,8 @@ def decode(
         key = prefix + ".".join(path)
         reason, hint = _explain(model, detail, path, prefix)
         problems.append(Problem(key.rstrip("."), reason, origin_of(key.rstrip(".")), hint))
-    if rest := len(details) - len(problems):
+    rest = len(details) - len(problems)
+    if rest:
         hint = "correct these first; a file in TOML of another program is not a configuration of nxtrain"
         problems.append(Problem("", f"{rest:,} more problems of the same configuration are not shown", hint=hint))
     raise ConfigError(problems)
@@ -68,11 +69,13 @@ def _in_order(details: list[ErrorDetails]) -> list[ErrorDetails]:
         return details
     order = dict[int, int]()
     seen = set[tuple[int | str, ...]]()
-    for place, detail in enumerate(details):
+    for index, detail in enumerate(details):
         key = tuple(part for part in detail["loc"] if isinstance(part, str))
-        order[place] = 2 if detail["type"] == "extra_forbidden" else int(key in seen)
+        order[index] = int(key in seen)
+        if detail["type"] == "extra_forbidden":
+            order[index] = 2
         seen.add(key)
-    return [details[place] for place in sorted(order, key=order.__getitem__)]
+    return [details[index] for index in sorted(order, key=order.__getitem__)]
 
 
 def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:

@@ -44,7 +44,8 @@ def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:
         raise ConfigError([Problem("train.epochs", reason, hint="give fewer")])
     train = config.train.model_copy(update={"steps": steps, "epochs": 0.0})
     counted = config.model_copy(update={"train": train})
-    if problems := [*_schedule(counted)]:
+    problems = list(_schedule(counted))
+    if problems:
         raise ConfigError(problems)
     return counted
 

@@ -65,8 +65,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         except (RecursionError, ValueError) as error:
             problems.append(Problem(shortened(key), _unparsed(error), "override"))
             continue
-        if found := _out_of_bounds(added, lambda _: "override"):
-            problems += found
+        out_of_bounds = _out_of_bounds(added, lambda _: "override")
+        if out_of_bounds:
+            problems += out_of_bounds
             continue
         table = merge(table, added)
         origins |= dict.fromkeys(flatten(added), "override")
@@ -125,8 +126,9 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
     try:
         own = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: not valid TOML: {error}") from error
+        match = re.search(r"line (\d+)", str(error))
+        line = match[1] if match else text.count("\n") + 1
+        raise ConfigError(f"{path}:{line}: not valid TOML: {error}") from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path}: {_unparsed(error)}") from error
     lines = _lines(text)
@@ -136,8 +138,9 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
             key = key.rpartition(".")[0]
         return f"{path}:{lines[key]}" if key else str(path)
 
-    if found := _out_of_bounds(own, line_of):
-        raise ConfigError(found)
+    problems = _out_of_bounds(own, line_of)
+    if problems:
+        raise ConfigError(problems)
     extends = own.pop("extends", [])
     if not isinstance(extends, list) or not all(isinstance(name, str) for name in extends):
         raise ConfigError([Problem("extends", f"{extends!r} is not a list of file names", str(path))])
@@ -159,8 +162,11 @@ def _text(path: Path) -> str:
     except OSError as error:
         names = [p.name for p in sorted(path.parent.glob("*.toml")) if p.is_file()]
         close = get_close_matches(path.name, names, n=1)
-        known = f"found there: {', '.join(names)}" if names else ""
-        hint = f"did you mean {path.parent / close[0]}?" if close else known
+        hint = ""
+        if close:
+            hint = f"did you mean {path.parent / close[0]}?"
+        elif names:
+            hint = f"found there: {', '.join(names)}"
         raise ConfigError([Problem("", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
 
 
@@ -177,8 +183,10 @@ def _lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
+        entry = re.match(r"\s*([\w.-]+)\s*=", line)
+        if header:
             section = f"{header[1]}."
-        elif entry := re.match(r"\s*([\w.-]+)\s*=", line):
+        elif entry:
             lines.setdefault(section + entry[1], number)
     return lines

@@ -16,11 +16,14 @@ def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
         reason = f"{virtual_pp} chunks take turns with those of other pipeline stages, but pp=1 has no other"
         yield Problem("parallel.virtual_pp", reason, hint="use parallel.virtual_pp=1, or parallel.pp=2 or more")
     elif num_chunks > num_layers:
-        chunks = f" x virtual_pp={virtual_pp} = {num_chunks} chunks" if virtual_pp > 1 else " stages"
+        chunks = " stages"
+        if virtual_pp > 1:
+            chunks = f" x virtual_pp={virtual_pp} = {num_chunks} chunks"
         reason = f"pp={pp}{chunks} cannot share model.config.num_hidden_layers={num_layers}: each has one block or more"
-        key = "parallel.virtual_pp" if pp <= num_layers else "parallel.pp"
-        most = f"parallel.virtual_pp={num_layers // pp}" if pp <= num_layers else f"parallel.pp={num_layers}"
-        yield Problem(key, reason, hint=f"use at most {most}")
+        key, most = "parallel.pp", num_layers
+        if pp <= num_layers:
+            key, most = "parallel.virtual_pp", num_layers // pp
+        yield Problem(key, reason, hint=f"use at most {key}={most}")
     if cuts and num_chunks == 1:
         reason = f"{list(cuts)} is where pipeline stages begin, but pp=1 has no second"
         yield Problem("parallel.pipeline_cuts", reason, hint="leave it out, or use parallel.pp=2 or more")

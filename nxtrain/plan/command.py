@@ -22,7 +22,7 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.length import with_length
 from nxtrain.plan.predict import Assumptions, Prediction
 from nxtrain.plan.presets import DATASETS, SHAPES
-from nxtrain.plan.search import Found, impossible, search
+from nxtrain.plan.search import Found, Rejected, impossible, search
 
 ASSUMED = "trn1.32xlarge"
 """Instance of a run that names none."""
@@ -91,7 +91,8 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     config, assumed, length = with_length(config, setting.dimensions.vocab_size, assumed)
     job = Job(setting.dimensions, setting.machine, setting.nodes, config)
-    if problems := list(impossible(job)):
+    problems = list(impossible(job))
+    if problems:
         origins = setting.loaded.origins
         raise ConfigError([replace(each, origin=origin_of(origins, each.key)) for each in problems])
     return Prediction.of(job, assumed), "\n".join(filter(None, [setting.note, length]))
@@ -107,16 +108,22 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
     config = setting.loaded.config
     if question.model not in SHAPES:
         family = family_of(config)
-        if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
+        problems = family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len)
+        if problems:
             raise ConfigError(problems)
     config, assumed, length = with_length(config, setting.dimensions.vocab_size, assumed)
-    methods = METHODS if question.method == EVERY else (config.finetune.method,)
-    found = [
-        search(setting.dimensions, setting.machine, setting.nodes, _by(method, config), assumed) for method in methods
-    ]
-    layouts = sorted((one for each in found for one in each.layouts), key=lambda one: one.time.step_s)
+    methods: Sequence[str] = (config.finetune.method,)
+    if question.method == EVERY:
+        methods = METHODS
+    layouts: list[Prediction] = []
+    rejected: list[Rejected] = []
+    for method in methods:
+        found = search(setting.dimensions, setting.machine, setting.nodes, _by(method, config), assumed)
+        layouts += found.layouts
+        rejected += found.rejected
+    layouts.sort(key=lambda layout: layout.time.step_s)
     note = "\n".join(filter(None, [setting.note, length, assumed.unknown_length]))
-    return Found(tuple(layouts), tuple(one for each in found for one in each.rejected)), note
+    return Found(tuple(layouts), tuple(rejected)), note
 
 
 def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:
@@ -126,7 +133,8 @@ def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:
         ConfigError: More than one is given, or the data set is unknown.
     """
     given = {"--tokens": tokens, "--dataset": dataset, "--device-hours": device_hours}
-    if len(names := [name for name, value in given.items() if value]) > 1:
+    names = [name for name, value in given.items() if value]
+    if len(names) > 1:
         raise ConfigError(f"{' and '.join(names)} each give the length of the run; use one of them")
     if dataset and dataset not in DATASETS:
         raise _unknown("--dataset", dataset, list(DATASETS))
@@ -171,11 +179,12 @@ def _family_with(preset: str) -> str:
         ConfigError: No installed family has the preset.
     """
     names = sorted(family_names(), key=lambda name: (name != DEFAULT_FAMILY, name))
-    presets = {name: find_family(name).presets for name in names}
+    presets: dict[str, None] = {}
     for name in names:
-        if preset in presets[name]:
+        if preset in find_family(name).presets:
             return name
-    raise _unknown("--model", preset, [*dict.fromkeys(each for known in presets.values() for each in known), *SHAPES])
+        presets |= dict.fromkeys(find_family(name).presets)
+    raise _unknown("--model", preset, [*presets, *SHAPES])
 
 
 def _on(machine: Machine, config: RunConfig) -> RunConfig:

@@ -122,9 +122,13 @@ class Failures:
         square root.
         """
         low, high = 0.0, 1.0  # in units of mtbf_s
-        while (middle := (low + high) / 2) not in {low, high}:
-            rises = math.log1p(-middle) + middle + self.stall_s / self.mtbf_s > 0
-            low, high = (middle, high) if rises else (low, middle)
+        middle = (low + high) / 2
+        while middle not in {low, high}:
+            if math.log1p(-middle) + middle + self.stall_s / self.mtbf_s > 0:
+                low = middle
+            else:
+                high = middle
+            middle = (low + high) / 2
         return max(high * self.mtbf_s, self.write_s)
 
     def best_every(self, step_s: float) -> int:

@@ -175,7 +175,9 @@ def _recorded(run: Path) -> dict[str, Any]:
         found = json.loads(read_text(run / ENVIRONMENT_FILE))
     except (OSError, RecursionError, ValueError):
         return {}
-    return {name: each for name, each in found.items() if isinstance(each, int)} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def _checkpoint(run: Path) -> CheckpointFacts | None:

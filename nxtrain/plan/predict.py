@@ -96,19 +96,21 @@ class Prediction:
     @property
     def reasons(self) -> list[str]:
         """Reasons why the run does not fit its machines; none if it fits."""
-        machine, found = self.job.machine, []
+        machine = self.job.machine
+        num_devices = machine.devices * self.job.nodes
+        reasons = []
         if self.bytes.total > machine.device_bytes:
             parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.bytes.to_json().items() if size)
-            found.append(
+            reasons.append(
                 f"a rank of stage {self.stage} needs {self.bytes.total / GIB:.2f} GiB, and a device of {machine.name} "
                 f"has {machine.device_bytes / GIB:.2f} GiB: {parts}"
             )
-        if self.job.world > machine.devices * self.job.nodes:
-            found.append(
+        if self.job.world > num_devices:
+            reasons.append(
                 f"tp x pp x dp = {self.job.world} ranks, and {self.job.nodes} x {machine.name} has "
-                f"{machine.devices * self.job.nodes} devices"
+                f"{num_devices} devices"
             )
-        return found
+        return reasons
 
     @property
     def tokens_per_s(self) -> float:
@@ -127,24 +129,31 @@ class Prediction:
     @property
     def days(self) -> float | None:
         """Days of training without failures; None if the length of the run is unknown."""
-        return None if self.tokens is None else self.tokens / self.tokens_per_s / DAY_S
+        if self.tokens is None:
+            return None
+        return self.tokens / self.tokens_per_s / DAY_S
 
     @property
     def device_hours(self) -> float | None:
         """Hours of all devices in `days`."""
-        return None if self.days is None else self.days * DAY_S / HOUR_S * self.job.world
+        if self.days is None:
+            return None
+        return self.days * DAY_S / HOUR_S * self.job.world
 
     @property
     def price_usd_h(self) -> float | None:
         """Price of a machine's hour; None if it is unknown."""
-        given = self.assumed.price_usd_h
-        return self.job.machine.price_usd_h if given is None else given
+        if self.assumed.price_usd_h is None:
+            return self.job.machine.price_usd_h
+        return self.assumed.price_usd_h
 
     @property
     def cost_usd(self) -> float | None:
         """Cost of `days` on all machines; None without a price or days."""
         price, days = self.price_usd_h, self.days
-        return None if price is None or days is None else price * self.job.nodes * days * 24
+        if price is None or days is None:
+            return None
+        return price * self.job.nodes * days * 24
 
     @property
     def trained_params(self) -> int:
@@ -161,13 +170,10 @@ class Prediction:
         machines = max(1, -(-self.job.world // self.job.machine.devices))
         write_s = self.checkpoint_bytes / (machines * self.assumed.store_bytes_s)
         copy_s = self.checkpoint_bytes / (machines * COPY_BYTES_S)
-        waits = self.job.config.checkpoint.async_
-        return Failures(
-            mtbf_s=self.assumed.mtbf_s or 1.0 / (INTERRUPTIONS_PER_DEVICE_S * self.job.world),
-            stall_s=copy_s if waits else write_s,
-            write_s=write_s if waits else 0.0,
-            restart_s=RESTART_S,
-        )
+        mtbf_s = self.assumed.mtbf_s or 1.0 / (INTERRUPTIONS_PER_DEVICE_S * self.job.world)
+        if self.job.config.checkpoint.async_:
+            return Failures(mtbf_s=mtbf_s, stall_s=copy_s, write_s=write_s, restart_s=RESTART_S)
+        return Failures(mtbf_s=mtbf_s, stall_s=write_s, restart_s=RESTART_S)
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as JSON; the first keys are a contract."""
@@ -264,7 +270,11 @@ class Prediction:
         if not self.job.is_lazy:
             return {"graphs": 0, "host_bytes": 0}
         parallel = self.job.config.parallel
-        graphs = parallel.pp * (2 * parallel.virtual_pp + 1) if parallel.pp > 1 else 1 + (self.job.num_micro > 1)
+        graphs = 1
+        if parallel.pp > 1:
+            graphs = parallel.pp * (2 * parallel.virtual_pp + 1)
+        elif self.job.num_micro > 1:
+            graphs = 2
         workers = min(graphs, max(1, self.job.machine.host_bytes // COMPILE_BYTES))
         return {"graphs": graphs, "workers": workers, "host_bytes": workers * COMPILE_BYTES}
 
@@ -272,7 +282,9 @@ class Prediction:
         if self.assumed.price_usd_h is not None:
             return f"{self.assumed.price_usd_h:g} USD per machine and hour, as given"
         price, note = self.job.machine.price_usd_h, self.job.machine.price_note
-        return note if price is None else f"{price:g} USD per machine and hour, {note}"
+        if price is None:
+            return note
+        return f"{price:g} USD per machine and hour, {note}"
 
 
 def layout_json(job: Job) -> Mapping[str, Any]:

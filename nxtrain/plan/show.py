@@ -51,8 +51,8 @@ def show(found: Prediction, note: str) -> None:
         times.add_row(*row)
     screen.print(times)
     screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *found.reasons]))
-    if unknown := found.assumed.unknown_length:
-        screen.print(unknown)
+    if found.assumed.unknown_length:
+        screen.print(found.assumed.unknown_length)
 
 
 def _rows(found: Prediction) -> list[tuple[str, str, str]]:
@@ -112,11 +112,16 @@ def _attention_cost(job: Job) -> str:
     if job.attention not in ("masked", "scores"):
         return "data.doc_mask=true: a call for each document, planned as one for the row"
     shape = AttentionShape.of(job.config, job.dimensions)
-    return f"data.doc_mask=true. {shape.mask_cost if job.attention == 'masked' else shape.scores_cost}"
+    cost = shape.scores_cost
+    if job.attention == "masked":
+        cost = shape.mask_cost
+    return f"data.doc_mask=true. {cost}"
 
 
 def _with_failures(days: float | None) -> str:
-    return "failures leave no time for a step and its checkpoint" if days is None else f"{days:,.2f} days with failures"
+    if days is None:
+        return "failures leave no time for a step and its checkpoint"
+    return f"{days:,.2f} days with failures"
 
 
 def show_found(found: Found, note: str, top: int) -> None:
@@ -130,11 +135,14 @@ def show_found(found: Found, note: str, top: int) -> None:
     )
     for each in found.layouts[:top]:
         parallel, train = each.job.config.parallel, each.job.config.train
+        order = f"{parallel.virtual_pp} x 1f1b"
+        if parallel.schedule == "zero_bubble":
+            order = "zero bubble"
         layouts.add_row(
             each.job.method,
             *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
             parallel.shard,
-            "zero bubble" if parallel.schedule == "zero_bubble" else f"{parallel.virtual_pp} x 1f1b",
+            order,
             str(train.micro_batch),
             train.remat,
             f"{each.bytes.total / GIB:.2f}",
@@ -165,6 +173,8 @@ def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
         return
     table = Table("one rank on fake tensors", "predicted GiB", "traced GiB", "error", box=box.SIMPLE_HEAD)
     for name, (predicted, traced) in compared.items():
-        error = f"{predicted / traced - 1:+.1%}" if traced else ""
+        error = ""
+        if traced:
+            error = f"{predicted / traced - 1:+.1%}"
         table.add_row(name, f"{predicted / GIB:.3f}", f"{traced / GIB:.3f}", error)
     console().print(table)

@@ -48,9 +48,13 @@ def _model_lines(found: Inspection) -> Iterator[str]:
         f"{dimensions.num_heads} heads of {dimensions.head_size}, {dimensions.num_kv_heads} K/V heads, "
         f"MLP {dimensions.intermediate_size:,}"
     )
-    head = "the output projection is the same matrix" if dimensions.tied else "the output projection has as many"
+    head = "the output projection has as many"
+    if dimensions.tied:
+        head = "the output projection is the same matrix"
     yield f"vocabulary {dimensions.vocab_size:,}: {params['embedding']:,} parameters; {head}"
-    sharing = f", {job.shard_size} ranks share the state" if job.shard_size > 1 else ""
+    sharing = ""
+    if job.shard_size > 1:
+        sharing = f", {job.shard_size} ranks share the state"
     yield (
         f"{job.world:,} ranks: tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}{sharing}; "
         f"{job.method} training"
@@ -82,9 +86,13 @@ def _stage_rows(ranks: Sequence[Rank]) -> Iterator[tuple[str, ...]]:
 
 def _ranges(chunks: Sequence[range]) -> str:
     """Text of blocks by their first and last index."""
-    return " and ".join(
-        f"{chunk.start} .. {chunk.stop - 1}" if len(chunk) > 1 else str(chunk.start) for chunk in chunks
-    )
+    texts = []
+    for chunk in chunks:
+        if len(chunk) > 1:
+            texts.append(f"{chunk.start} .. {chunk.stop - 1}")
+        else:
+            texts.append(str(chunk.start))
+    return " and ".join(texts)
 
 
 def _tree(ranks: Sequence[Rank]) -> Table:
@@ -94,9 +102,12 @@ def _tree(ranks: Sequence[Rank]) -> Table:
     table.columns[5].justify = "right"
     for held in _first_others(ranks, EMBEDDING):
         table.add_row(*_row(held.parameter.name, held))
-    blocks = [chunk for rank in ranks for chunk in rank.blocks]
-    indices = sorted(index for chunk in blocks for index in chunk)
-    table.add_row(f"model.layers.{_ranges(_runs(indices))}{', each:' if len(indices) > 1 else ':'}")
+    indices: list[int] = []
+    for rank in ranks:
+        for chunk in rank.blocks:
+            indices += chunk
+    end = ", each:" if len(indices) > 1 else ":"
+    table.add_row(f"model.layers.{_ranges(_runs(sorted(indices)))}{end}")
     for held in ranks[0].block:
         table.add_row(*_row(f"  {held.parameter.name}", held))
     for name in ("model.norm.weight", "lm_head.weight"):
@@ -106,7 +117,10 @@ def _tree(ranks: Sequence[Rank]) -> Table:
 
 
 def _first_others(ranks: Sequence[Rank], name: str) -> Iterator[Held]:
-    yield from (held for rank in ranks for held in rank.others if held.parameter.name == name)
+    for rank in ranks:
+        for held in rank.others:
+            if held.parameter.name == name:
+                yield held
 
 
 def _runs(indices: Sequence[int]) -> list[range]:

@@ -85,11 +85,11 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of a step by cause; transfers count as far as no computation hides them."""
-        found = {"computation": self.compute_s, "the update": self.update_s}
-        for each in self.traffic:
-            name = f"{each.axis} transfers by {_LINKS[each.link]}"
-            found[name] = found.get(name, 0.0) + each.seconds * (1.0 - each.hidden)
-        return {**found, "waits of the pipeline": max(0.0, self.step_s - sum(found.values()))}
+        parts = {"computation": self.compute_s, "the update": self.update_s}
+        for traffic in self.traffic:
+            name = f"{traffic.axis} transfers by {_LINKS[traffic.link]}"
+            parts[name] = parts.get(name, 0.0) + traffic.seconds * (1.0 - traffic.hidden)
+        return {**parts, "waits of the pipeline": max(0.0, self.step_s - sum(parts.values()))}
 
 
 def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
@@ -107,8 +107,9 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
 
     forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rates)
-    busy = [sum(f + b for f, b in _own(job, forward_s, backward_s, rank)) for rank in range(parallel.pp)]
-    slowest = max(range(parallel.pp), key=lambda rank: busy[rank])
+    chunk_s = [forward + backward for forward, backward in zip(forward_s, backward_s, strict=True)]
+    busy = [sum(chunk_s[rank :: parallel.pp]) for rank in range(parallel.pp)]
+    slowest = busy.index(max(busy))
 
     gather_s = ring_s(job, job.shard_size, gather_bytes(job, slowest), links, spread=parallel.tp)
     exposed_gather_s = max(gather_s * (1.0 - speed.overlap), gather_s - busy[slowest])
@@ -125,7 +126,7 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     step_s = work_s + exposed_sync_s + update_s
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
     flops = model_flops_per_token(job) * job.tokens_per_step
-    tp_own_s = sum(_own_values(job, exposed_tp_s, slowest))
+    tp_own_s = sum(exposed_tp_s[slowest :: parallel.pp])
     num = job.num_micro
     return StepTime(
         step_s=step_s,
@@ -140,14 +141,6 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
         mfu=flops / (step_s * job.world * job.machine.device_flops),
         basis=speed.basis,
     )
-
-
-def _own_values(job: Job, values: list[float], rank: int) -> list[float]:
-    return values[rank :: job.config.parallel.pp]
-
-
-def _own(job: Job, forward_s: list[float], backward_s: list[float], rank: int) -> list[tuple[float, float]]:
-    return list(zip(_own_values(job, forward_s, rank), _own_values(job, backward_s, rank), strict=True))
 
 
 @dataclass(frozen=True)
@@ -178,38 +171,45 @@ class Rates:
 
 def _parts(job: Job, links: Links, tp_overlap: float, rates: Rates) -> tuple[list[float], list[float], list[float]]:
     """Seconds of every part for a micro-batch: forward, backward, and of both the transfers that show."""
-    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
-    parts = [own[chunk] for chunk in range(job.config.parallel.virtual_pp) for own in job.parts]
-    for blocks, last in {(len(part.blocks), part.last) for part in parts}:
-        forward, backward = map(rates.seconds, passes(job, blocks, has_head=last))
-        restore_s = restored_bytes(job, blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
-        tp = _tp_seconds(job, blocks, links, tp_overlap, rates.products)
-        again_s = restore_s * (2 if job.config.train.remat == "full" else 1)
-        forward_s = forward + tp.forward + restore_s
-        costs_of[blocks, last] = forward_s, backward + tp.exposed_backward + again_s, tp.forward + tp.exposed_backward
-    forwards, backwards, exposed = zip(*(costs_of[len(part.blocks), part.last] for part in parts), strict=True)
-    return list(forwards), list(backwards), list(exposed)
+    costs: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    forwards, backwards, exposed = [], [], []
+    for chunk in range(job.config.parallel.virtual_pp):
+        for parts in job.parts:
+            num_blocks, last = len(parts[chunk].blocks), parts[chunk].last
+            if (num_blocks, last) not in costs:
+                costs[num_blocks, last] = _part(job, num_blocks, last, links, tp_overlap, rates)
+            forward_s, backward_s, exposed_s = costs[num_blocks, last]
+            forwards.append(forward_s)
+            backwards.append(backward_s)
+            exposed.append(exposed_s)
+    return forwards, backwards, exposed
 
 
-@dataclass(frozen=True)
-class _TpSeconds:
-    """Seconds of the tensor parallel transfers of a micro-batch: all of forward, and those of backward that show."""
+def _part(
+    job: Job, num_blocks: int, has_head: bool, links: Links, tp_overlap: float, rates: Rates
+) -> tuple[float, float, float]:
+    """Seconds of a part for a micro-batch: forward, backward, and of both the transfers that show."""
+    forward, backward = passes(job, num_blocks, has_head=has_head)
+    restore_s = restored_bytes(job, num_blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
+    tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, tp_overlap, rates.products)
+    forward_s = rates.seconds(forward) + tp_forward_s + restore_s
+    if job.config.train.remat == "full":
+        restore_s *= 2
+    return forward_s, rates.seconds(backward) + tp_backward_s + restore_s, tp_forward_s + tp_backward_s
 
-    forward: float
-    exposed_backward: float
 
-
-def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> _TpSeconds:
-    """Transfers of blocks, of which the products of column layers hide some.
+def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> tuple[float, float]:
+    """Transfers of blocks, all of forward and those of backward that show; products of column layers hide some.
 
     Backward of `parallel/linear.py:_ColumnProduct` gathers the input beside one product, and sums the input's gradient
     beside the other. All other transfers are exposed.
     """
-    forward, backward, beside = (
-        ring_s(job, job.config.parallel.tp, each, links, spread=1) for each in tp_bytes(job, num_blocks)
-    )
+    tp = job.config.parallel.tp
+    forward, backward, beside = tp_bytes(job, num_blocks)
+    beside_s = ring_s(job, tp, beside, links, spread=1)
     products_s = num_blocks * job.micro_tokens * 4 * job.dimensions.column_params / rate
-    return _TpSeconds(forward, backward - min(overlap * beside, products_s))
+    backward_s = ring_s(job, tp, backward, links, spread=1) - min(overlap * beside_s, products_s)
+    return ring_s(job, tp, forward, links, spread=1), backward_s
 
 
 def _send_seconds(job: Job, links: Links) -> float:
@@ -221,7 +221,9 @@ def _send_seconds(job: Job, links: Links) -> float:
     spread = parallel.tp * parallel.dp
     if link_of(job, 2, spread) == "device":
         return per_micro / links.device
-    return per_micro * min(job.world, job.machine.devices) / links.network if links.network else float("inf")
+    if not links.network:
+        return float("inf")
+    return per_micro * min(job.world, job.machine.devices) / links.network
 
 
 def _sync_seconds(job: Job, stage: int, links: Links) -> float:
@@ -239,19 +241,21 @@ def _bubble(job: Job, forward_s: list[float], backward_s: list[float]) -> float:
     parallel = job.config.parallel
     if parallel.pp == 1:
         return 0.0
-    splits = parallel.schedule == "zero_bubble"
-    backward = [each / 2 for each in backward_s] if splits else backward_s
+    weight_s: list[float] = []
     none = [0] * len(forward_s)
+    if parallel.schedule == "zero_bubble":
+        backward_s = [seconds / 2 for seconds in backward_s]
+        weight_s = backward_s
     pipeline = PipelineCosts(
         pp_size=parallel.pp,
         virtual_pp=parallel.virtual_pp,
         num_micro=job.num_micro,
         forward_s=forward_s,
-        backward_s=backward,
+        backward_s=backward_s,
         kept_bytes=none,
         order=parallel.schedule,
-        weight_s=backward if splits else (),
-        postponed_bytes=none if splits else (),
+        weight_s=weight_s,
+        postponed_bytes=none,
         boundary_bytes=0,
     )
     return pipeline.ideal_bubble
@@ -276,11 +280,15 @@ def _tp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterato
 def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:
     """Gathers of every micro-batch, and sums of every step, with their exposed part; hybrid has both, on two links."""
     parallel = job.config.parallel
-    if gathered := job.num_micro * gather_bytes(job, stage):
+    gathered = job.num_micro * gather_bytes(job, stage)
+    if gathered:
         link = link_of(job, job.shard_size, parallel.tp)
         yield Traffic("dp", link, int(gathered), gather_s[0], _hidden(*gather_s))
-    if sent := sum(sync_bytes(job, stage)):
-        replicas = parallel.dp // job.shard_size if job.is_fully_sharded else parallel.dp
+    sent = sum(sync_bytes(job, stage))
+    if sent:
+        replicas = parallel.dp
+        if job.is_fully_sharded:
+            replicas //= job.shard_size
         link = link_of(job, replicas, parallel.tp * (parallel.dp // replicas))
         yield Traffic("dp", link, int(sent), sync_s[0], _hidden(*sync_s))
 
@@ -294,4 +302,6 @@ def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]
 
 def _hidden(seconds: float, exposed_s: float) -> float:
     """Share of a transfer that is hidden; rounding may leave more seconds exposed than the transfer takes."""
-    return max(0.0, 1.0 - exposed_s / seconds) if seconds else 0.0
+    if not seconds:
+        return 0.0
+    return max(0.0, 1.0 - exposed_s / seconds)

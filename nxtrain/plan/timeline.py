@@ -69,13 +69,13 @@ def _legend(pipeline: PipelineCosts) -> str:
     text = f"F{last} is the forward and B{last} the backward of micro-batch {last}, dots are time without either"
     if pipeline.virtual_pp == _CASES:
         return f"{text}; small letters: the second chunk of the rank"
-    return (
-        f"{text}; F{last}.1: chunk 1 of the rank, of 0 to {pipeline.virtual_pp - 1}"
-        if pipeline.virtual_pp > 1
-        else text
-    )
+    if pipeline.virtual_pp > 1:
+        return f"{text}; F{last}.1: chunk 1 of the rank, of 0 to {pipeline.virtual_pp - 1}"
+    return text
 
 
 def _time(seconds: float) -> str:
-    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
-    return f"{seconds / scale:.4g} {unit}"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"
