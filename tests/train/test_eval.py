@@ -21,8 +21,9 @@ from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.progress import Progress
 from nxtrain.common.run_folder import EVALUATIONS_FILE
-from nxtrain.tools.eval import command, harness, scorer
+from nxtrain.tools.eval import harness, scorer
 from nxtrain.tools.eval.generate import Continuation, Sampling, extend
 from nxtrain.tools.eval.offline import OFFLINE
 from nxtrain.tools.eval.scorer import Likelihood, Row, Scorer
@@ -306,15 +307,18 @@ def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.Monke
         assert asked.call_args.kwargs["confirm_run_unsafe_code"] is allowed
 
 
-def test_a_long_task_tells_its_progress_every_ten_seconds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0, 40.0]), list[str]()
-    progress = command.EvalProgress(said.append, "cloze", lambda: next(now))
-    for done in (32, 64, 96, 128, 160):
-        progress(done, 160)
-    assert said == ["cloze: 64 of 160 rows of this rank", "cloze: 128 of 160 rows of this rank"]
-    monkeypatch.setattr(command, "PROGRESS_S", 0.0)
+def test_a_long_task_shows_the_share_of_its_rows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[float, float]] = []
+    show = Progress.show
+
+    def shows(progress: Progress, done: float, label: str = "") -> None:
+        show(progress, done, label)
+        shown.append((done, progress.total))
+
+    monkeypatch.setattr(Progress, "show", shows)
     code, _, err = in_process("eval", run, "--tasks", "arithmetic", "--limit", "20")
-    assert code == 0 and "arithmetic: 32 of 80 rows of this rank" in err
+    assert code == 0, err
+    assert [one for one in shown if one[1] == 80] == [(32, 80), (64, 80), (80, 80)]
 
 
 def test_other_seeds_draw_other_samples_of_a_text(hf: Path) -> None:

@@ -149,8 +149,7 @@ def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = measure_text(text_mib, seq_len, rounds, folder)
-        with Progress("measuring how long steps wait for ids"):
-            wait = measure_wait(_corpora(folder, seq_len))
+        wait = measure_wait(_corpora(folder, seq_len))
         with Progress(f"opening a corpus of {file_mib:,} MiB"):
             return {"text": text, "wait": wait, "start": measure_start(file_mib, folder)}
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
+from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
@@ -46,26 +48,27 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
     """
     numbers = sorted({1, max(2, num_cores())})
     shares: dict[str, float] = {}
-    reached: dict[str, dict[int, float]] = {}
-    for name, source in sources.items():
-        reached[name] = {}
-        for workers in numbers:
-            with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
-                first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
-                reached[name][workers] = 0.0
-                if workers == numbers[-1]:
-                    shares[name] = first
-                if first < MOST_WAITING:
-                    reached[name][workers] = TOKENS_PER_S
-                    continue
-                # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
-                most = 1.25 * (1 - first) * TOKENS_PER_S
-                for part in LADDER[1:]:
-                    rate = part * TOKENS_PER_S
-                    if rate <= most and share_waiting(batches, source.seq_len / rate) < MOST_WAITING:
-                        reached[name][workers] = rate
-                        break
-    return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": reached}
+    kept: dict[str, dict[int, float]] = {name: {} for name in sources}
+    with Progress("waits for ids", len(sources) * len(numbers)) as progress:
+        for done, (name, workers) in enumerate(product(sources, numbers)):
+            progress.show(done, f"waits for ids: {name} with {workers} workers")
+            shares[name], kept[name][workers] = _kept_rate(sources[name], workers)
+    return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": kept}
+
+
+def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
+    """Share of the time that waits at `TOKENS_PER_S`, and the highest rate without a wait."""
+    with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
+        first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
+        if first < MOST_WAITING:
+            return first, TOKENS_PER_S
+        # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+        most = 1.25 * (1 - first) * TOKENS_PER_S
+        for part in LADDER[1:]:
+            rate = part * TOKENS_PER_S
+            if rate <= most and share_waiting(batches, source.seq_len / rate) < MOST_WAITING:
+                return first, rate
+    return first, 0.0
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +16,9 @@ from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.object_store import open_store, place_of
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process import progress
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
+from nxtrain.common.process.progress import Progress
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
@@ -38,9 +37,6 @@ MAX_LIMIT = 1_000_000
 
 WAIT_S = 86_400.0
 """Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
-
-PROGRESS_S = 10.0
-"""Seconds between two lines of progress of a task."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
-    with progress.Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
+    with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices, registry = choose_tasks(options.tasks, options.folder)
     if any(choice.is_local for choice in choices) and options.limit > MAX_LIMIT:
         raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
@@ -181,12 +177,13 @@ def _evaluate(
         metrics = record.find(model, task.name, task.identity)
         if metrics is None:
             note(f"{model.place}: {task.name}")
-            if scorer is None:
-                console = standard_error(quiet=not ranks.is_leader)
-                with progress.Progress(f"reading the weights of {model.place}", console=console):
+            with Progress(task.name, console=standard_error(quiet=not ranks.is_leader)) as progress:
+                if scorer is None:
+                    progress.show(0, f"reading the weights of {model.place}")
                     scorer = Scorer(model, backend, ranks)
-            scorer.tell = EvalProgress(note, task.name)
-            metrics = _run(task, scorer, waiting, run)
+                    progress.show(0, task.name)
+                scorer.progress = progress
+                metrics = _run(task, scorer, waiting, run)
             add = partial(record.add, model, task.name, task.identity, metrics)
             ranks.on_leader(add, f"cannot record the result in {run}")
         results[task.name] = metrics
@@ -205,31 +202,6 @@ def _run(task: Task | HarnessTask, scorer: Scorer, waiting: Ranks, run: Path | N
     for request in task.requests:
         likelihoods.append([next(scores).nats for _ in request.choices])
     return task.measure(likelihoods)
-
-
-class EvalProgress:
-    """Lines of progress of a task that takes long.
-
-    Args:
-        note: Prints a line for the user.
-        task: Name of the task.
-        clock: Seconds, monotonic.
-    """
-
-    def __init__(self, note: Callable[[str], None], task: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._note, self._task, self._clock = note, task, clock
-        self._since_s = clock()
-
-    def __call__(self, done: int, number: int) -> None:
-        """Print a line if the last one is long ago.
-
-        Args:
-            done: Rows that this rank has scored or continued.
-            number: All of its rows in this pass.
-        """
-        if self._clock() - self._since_s >= PROGRESS_S and done < number:
-            self._since_s = self._clock()
-            self._note(f"{self._task}: {done:,} of {number:,} rows of this rank")
 
 
 def _kept(address: str) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError, DivergedError
+from nxtrain.common.process.progress import Progress
 from nxtrain.nn.decoding import Decoder
 from nxtrain.tools.eval.generate import Continuation, Sampling, extend
 from nxtrain.tools.eval.trained import Trained
@@ -75,7 +76,7 @@ class Scorer:
         length: Tokens of the longest sequence.
         prefix: Token that begins a text.
         ranks: Ranks that share the work.
-        tell: Called after each batch with the rows that this rank has done, and with all of its rows.
+        progress: Gets the rows that this rank has done, and all of its rows, after each batch.
     """
 
     def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
@@ -88,7 +89,7 @@ class Scorer:
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
         self._put = backend.put
-        self.tell: Callable[[int, int], None] = lambda done, number: None
+        self.progress: Progress | None = None
 
     def likelihoods(
         self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None] = lambda number, found: None
@@ -228,7 +229,9 @@ class Scorer:
         for batch in mine:
             yield batch
             done += len(batch)
-            self.tell(done, num_rows)
+            if self.progress is not None:
+                self.progress.total = num_rows
+                self.progress.show(done)
 
     def _chunk(self) -> int:
         """Tokens whose logits are computed at once."""

@@ -67,28 +67,6 @@ class UseBox:
 
 
 @dataclass(frozen=True)
-class StartRow:
-    """Start in the table; a row without a number stands for the starts that are left out.
-
-    Args:
-        number: Number of the start.
-        resumed, last: First step's predecessor, and last finished step.
-        lost: Steps that a later start repeated.
-        lasted: Duration.
-        outcome: End of the start.
-        why: Reason for the end.
-    """
-
-    number: str
-    resumed: str = ""
-    last: str = ""
-    lost: str = ""
-    lasted: str = ""
-    outcome: str = ""
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class RunTimeline:
     """Timeline as the page needs it.
 
@@ -97,7 +75,8 @@ class RunTimeline:
         restarts: Positions of the begins of later starts, in units of `WIDTH`.
         total: Duration as text.
         ticks: Positions in percent, with their times.
-        rows: The table of starts.
+        rows: The table of starts: number, step that the start resumed, last finished step, steps that a later start
+            repeated, duration, outcome, and reason for the end.
         added_up: True if the spans are added up in columns.
     """
 
@@ -105,7 +84,7 @@ class RunTimeline:
     restarts: tuple[float, ...]
     total: str
     ticks: tuple[tuple[float, str], ...]
-    rows: tuple[StartRow, ...]
+    rows: tuple[tuple[str, ...], ...]
     added_up: bool
 
 
@@ -197,16 +176,16 @@ def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
                 yield UseBox(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
 
 
-def _rows(starts: Sequence[RunStart]) -> Iterator[StartRow]:
+def _rows(starts: Sequence[RunStart]) -> Iterator[tuple[str, ...]]:
     half = MOST_ROWS // 2
     hidden = range(half, len(starts) - half)  # empty for few starts
     stands = standing(starts)
     for index, start in enumerate(starts):
         if index in hidden:
             if index == hidden.start:
-                yield StartRow("\u2026", why=f"{len(hidden):,} starts in between are not listed")
+                yield "\u2026", "", "", "", "", "", f"{len(hidden):,} starts in between are not listed"
             continue
-        yield StartRow(
+        yield (
             f"{index + 1:,}",
             f"{start.resumed:,}",
             f"{start.spent.step:,}",
