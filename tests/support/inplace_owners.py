@@ -39,7 +39,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/lanes.py": {
         "MixedLane.row: self._given +=": "host: number",
     },
-    "nxtrain/data/arrow/prepared.py": {
+    "nxtrain/data/arrow/opening.py": {
         "_Bodiless.read: found.ctypes.data": "fresh: bytes of this read, whose address is noted",
         "_Bodiless.read: self._position +=": "host: number",
     },
@@ -48,7 +48,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "BestFitLane._fill: flat[begin + length - 1] |=": "fresh: likewise",
     },
     "nxtrain/data/arrow/training.py": {
-        "_append: marked[-1] |=": "fresh: `astype` right above copies",
+        "_marked: marked[-1] |=": "fresh: `astype` right above copies",
     },
     "nxtrain/tools/eval/scorer.py": {
         "Scorer._totals: left[owner] -=": "host: list of this very function",
@@ -222,13 +222,6 @@ OWNERS: dict[str, dict[str, str]] = {
         "bytes_of: tensor.detach().reshape(-1).view(torch.uint8).numpy().data": (
             "read: bytes for a file; `_Piece.take` writes those of what is loaded"
         ),
-    },
-    "nxtrain/data/checksums.py": {
-        "VerifiedBlocks.fill: view[done:done + len(part)] =": "given: the view that the docstring lets it fill",
-    },
-    "nxtrain/data/files.py": {
-        "writing_tokens.append: num_tokens +=": "host: number",
-        "writing_tokens.append: np.ascontiguousarray(ids.astype(dtype, copy=False)).data": "read: bytes for a file",
     },
     "nxtrain/data/held_out.py": {
         "target_counts: found[:counts.size] +=": "fresh: counts of this round",
