@@ -142,7 +142,7 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
     if path.exists():
         return path
     num_bytes = min(_TOKENIZER_BYTES, sum(corpus.value_bytes for corpus in run.corpora))
-    line = f"training a tokenizer of {vocab_size:,} entries on {num_bytes:,} bytes of text or less"
+    line = f"training a tokenizer of {vocab_size:,} entries on at most {num_bytes:,} bytes of text"
     standard_error().print(line, markup=False)
 
     def texts(progress: Progress) -> Iterator[str]:
