@@ -12,15 +12,16 @@ from nxtrain.common.errors import DataError, LostPeerError, refused
 from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.batch_source import BatchSource, Rows
-from nxtrain.data.files import read_array, read_checksums, replacing
+from nxtrain.data.files import replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
-from nxtrain.data.samples import EndedSamples, FileSamples, Samples
+from nxtrain.data.samples import EndedSamples, FileSamples, Samples, check_shape, header
 from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
+    from nxtrain.data.arrow.token_stream import StreamSamples
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     else:
         source = _open_rows(config, prepared, seq_len, vocab_size)
     if prepared.validation:
-        validation = _open_prepared(prepared, prepared.validation, prepared.validation_probe, seq_len, vocab_size)
+        validation = _open_stream(prepared.validation, seq_len)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
         if config.validation_path:
             held_out, way_out = f"of data.validation_path={config.validation_path} has", "give more text"
-        _refuse_too_short(validation, prepared.validation, held_out, way_out)
+        _refuse_too_short(validation, held_out, way_out)
     return Data(
         source,
         validation,
@@ -148,21 +149,38 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
         raise DataError(f"{workdir} has no data that this configuration has prepared: {error}") from error
     if not prepared.validation:
         return None
-    path = workdir / prepared.validation.name
-    return _open_prepared(prepared, path, prepared.validation_probe, seq_len, vocab_size)
+    return _open_stream(workdir / prepared.validation.name, seq_len)
 
 
-def read_prepared(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> str:
-    """Path of the token file that the last start of a run has prepared from text; its content is not verified.
+def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> tuple[int, Path]:
+    """Rows of `source=tokens`, or of text that an earlier start of the run has prepared; no content is verified.
+
+    Args:
+        config: The `[data]` section; its rows have an end.
+        seq_len: Targets in a row.
+        vocab_size: Entries of the model's vocabulary.
+        workdir: Folder of the prepared files.
+
+    Returns:
+        The rows, and the file that holds them.
 
     Raises:
-        DataError: No start has prepared the text.
+        DataError: The file is absent, in S3, or no file of rows of this length; or no start has prepared the text.
+        StorageError: The storage fails.
     """
-    try:
-        receipt = read_bytes(_receipt(config, seq_len, vocab_size, workdir))
-        return str(workdir / Path(Prepared.model_validate_json(receipt).train).name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no start has prepared the text in {workdir}") from error
+    if config.source != "tokens":
+        try:
+            receipt = Prepared.model_validate_json(read_bytes(_receipt(config, seq_len, vocab_size, workdir)))
+        except (OSError, ValueError) as error:
+            raise DataError(f"no start has prepared the text in {workdir}") from error
+        path = workdir / Path(receipt.train).name
+        return _open_stream(path, seq_len).num_rows, path
+    place = place_of(config.path)
+    if not isinstance(place, Path):
+        raise DataError(f"{place} is in S3, from which a start reads")
+    dtype, shape, _ = header(open_file(place, Path()))
+    check_shape(dtype, shape, place, seq_len)
+    return shape[0], place
 
 
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
@@ -172,19 +190,18 @@ def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -
     return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
 
 
-def _open_prepared(prepared: Prepared, path: Path, probe: str, seq_len: int, vocab_size: int) -> FileSamples:
-    """Rows of a file on this disk, with its checksums if the run has written them."""
-    checksums = read_checksums(path) if prepared.has_checksums else None
-    file = open_file(path, Path())
-    return FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
+def _open_stream(path: Path, seq_len: int) -> StreamSamples:
+    """Rows of a stream on this disk."""
+    from nxtrain.data.arrow.token_stream import StreamSamples
+
+    return StreamSamples(path, seq_len)
 
 
 def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Rows:
     """Rows to train on, of one token file or of a mixture of several."""
     if config.source != "tokens":
-        path = Path(prepared.train)
-        train = _open_prepared(prepared, path, prepared.probe, seq_len, vocab_size)
-        _refuse_too_short(train, path, "leaves for training", "add text, or lower train.seq_len")
+        train = _open_stream(Path(prepared.train), seq_len)
+        _refuse_too_short(train, "leaves for training", "add text, or lower train.seq_len")
         return Rows(train)
     files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
     probes = zip(files, prepared.probe.split(), strict=True)
@@ -199,10 +216,10 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
     return Rows(parts[0])
 
 
-def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:
+def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:
     if not samples.num_rows:
         raise DataError(
-            f"the corpus {what} {read_array(path).size} tokens, less than one row of train.seq_len + 1 = "
+            f"the corpus {what} {samples.num_tokens} tokens, less than one row of train.seq_len + 1 = "
             f"{samples.seq_len + 1}; {way_out}"
         )
 

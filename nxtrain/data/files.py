@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError, NxtrainError, StorageError, refused
 from nxtrain.common.io import atomic
-from nxtrain.common.io.regular import NotRegularError, read_bytes, require_regular
-from nxtrain.data.checksums import Checksums, Summing, checksums_of
+from nxtrain.common.io.regular import NotRegularError, require_regular
 
 Tokens = NDArray[np.integer[Any]]
-
-MARKED = np.dtype(np.uint32)
-"""Type of the ids in token files that a run writes; their marks are `PROMPT_BIT` and `END_BIT`."""
 
 
 @contextmanager
@@ -31,56 +26,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         InputError: A file is in the way of the folder.
         StorageError: The disk is full or fails.
     """
-    try:
+    with refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path, durable=True, shared=True) as draft, draft.open("wb") as file:
             yield file
-    except OSError as error:
-        raise refused(error, f"{path} cannot be written") from error
 
 
 @contextmanager
-def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], None]]:
-    """Write a 1-d .npy file piece by piece, and its checksums; yields the function that appends ids.
-
-    Raises:
-        NxtrainError: The file cannot be written; see `replacing`.
-    """
-    num_tokens, summing = 0, Summing()
-
-    def append(ids: Tokens) -> None:
-        nonlocal num_tokens
-        num_tokens += ids.size
-        content = np.ascontiguousarray(ids.astype(dtype, copy=False)).data
-        summing.add(content)
-        file.write(content)
-
-    checksums_of(path).unlink(missing_ok=True)  # checksums of an earlier file of the name
-    with replacing(path) as file:
-        file.write(_header(dtype, 0))
-        yield append
-        # numpy pads its header for the largest possible count, so that the final header has the same length.
-        header = _header(dtype, num_tokens)
-        file.seek(0)
-        file.write(header)
-    with replacing(checksums_of(path)) as file:
-        file.write(summing.finish(header).sealed())
-
-
-def read_checksums(path: Path) -> Checksums:
-    """Checksums of a token file that a run has prepared.
-
-    Raises:
-        DataError: The checksum file is missing, unreadable, or differs from the written bytes.
-        StorageError: The storage fails.
-    """
-    file = checksums_of(path)
+def refusing(path: Path) -> Iterator[None]:
+    """Turn a failed write into an error for people, with the errors of `replacing`."""
     try:
-        return Checksums.of(read_bytes(file))
+        yield
     except OSError as error:
-        raise unreadable(f"{file}", error) from error
-    except ValueError as error:
-        raise DataError(f"{file} is damaged: {error}; delete it, and the next start prepares the data again") from error
+        raise refused(error, f"{path} cannot be written") from error
 
 
 def read_array(path: Path) -> NDArray[Any]:
@@ -103,26 +61,9 @@ def read_array(path: Path) -> NDArray[Any]:
     return array
 
 
-def is_whole(path: Path) -> bool:
-    """True if an earlier start wrote the file and its checksums, and both can be opened; else they are written again.
-
-    The content is verified when rows are read. Damage of the content is an error then, because a disk may cause it.
-    """
-    try:
-        return path.exists() and read_array(path).nbytes == read_checksums(path).num_bytes > 0
-    except DataError:
-        return False
-
-
 def unreadable(what: str, error: OSError) -> NxtrainError:
     """Make the error for a failed read: DataError for a wrong name or missing rights, StorageError for the storage."""
     mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
     if isinstance(error, mistakes):
         return DataError(f"{what} cannot be read: {error.strerror}")
     return StorageError(f"{what} cannot be read: {error.strerror}. Start again when the storage is back")
-
-
-def _header(dtype: DTypeLike, num_tokens: int) -> bytes:
-    descr, file = np.lib.format.dtype_to_descr(np.dtype(dtype)), io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})
-    return file.getvalue()

@@ -26,15 +26,14 @@ class Prepared(BaseModel):
 
     Attributes:
         train: Path or address of the corpus or the token file.
-        validation: Token file; None if no text is held out.
+        validation: Stream of tokens; None if no text is held out.
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
         tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
         end_id: Id of that token; None if unknown.
         trained: The tokenizer was trained on this data.
         fingerprint: Identity of the files' content.
-        has_checksums: The run wrote the token files, with checksums next to them.
-        probe, validation_probe: Digest of a sample of the checked ids; see `nxtrain.data.samples.probe`.
+        probe: Identities of the checked files: digests of samples of ids, or those of corpora.
         skipped: Skipped files, with the reason.
     """
 
@@ -48,9 +47,7 @@ class Prepared(BaseModel):
     end_id: int | None = None
     trained: bool = False
     fingerprint: str
-    has_checksums: bool
-    probe: str
-    validation_probe: str = ""
+    probe: str = ""
     skipped: tuple[str, ...] = ()
 
 
@@ -76,7 +73,6 @@ def prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepare
         tokenizer=tokenizer_path,
         end_id=end_id,
         fingerprint=digest(*identity),
-        has_checksums=False,
         probe=" ".join(probes),
     )
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.object_store import Location
-from nxtrain.common.vocab import END_BIT, ID_MASK
-from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
+from nxtrain.common.vocab import END_BIT
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.data.order import shuffled
 from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
@@ -91,32 +90,20 @@ class FileSamples(Samples):
     name stays open, and is read unchanged.
 
     Args:
-        file: The open file: (num_rows, S + 1) ids, or a stream of ids, in which each row begins with the last id of the
-            previous row.
+        file: The open file: (num_rows, S + 1) ids.
         seq_len: Targets in a row.
         vocab_size: Size of the vocabulary; every id must be below it.
         expected: Result of `probe` for the ids that were checked.
-        checksums: Checksums with which every block is verified when it is read; None: the file has none.
 
     Raises:
         DataError: The file cannot be read, or differs from the checked ids.
     """
 
-    def __init__(
-        self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str, checksums: Checksums | None = None
-    ) -> None:
+    def __init__(self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str) -> None:
         self._file, self._expected = file, expected
         self._seq_len, self._vocab_size = seq_len, vocab_size
         self._dtype, shape, self._start = header(file)
-        self._verified: VerifiedBlocks | None = None
-        if checksums is not None:
-            if not checksums.is_header(bytes(read_exactly(file, self._start, 0))):
-                raise changed(file.name, "its header is")
-            self._verified = VerifiedBlocks(file.name, checksums, self._read)
-        is_stream = len(shape) == 1
-        self._stride, self._num_rows = seq_len + 1, shape[0]
-        if is_stream:
-            self._stride, self._num_rows = seq_len, max(0, shape[0] - 1) // seq_len
+        self._num_rows = shape[0]
         self._version = file.version()
         self._compare()
 
@@ -139,8 +126,6 @@ class FileSamples(Samples):
         """
         version = self._file.version()
         if version != self._version:
-            if self._verified is not None:
-                self._verified.forget()
             self._compare()
             self._version = version
         return self._rows(indices)
@@ -148,17 +133,14 @@ class FileSamples(Samples):
     def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         stored = np.empty((indices.size, self._seq_len + 1), self._dtype)
         content = stored.view(np.uint8).reshape(indices.size, -1)
-        starts = (indices * (self._stride * self._dtype.itemsize)).tolist()
+        starts = (indices * content.shape[1]).tolist()
         for start in starts:
             self._file.ahead(read_exactly, self._file, content.shape[1], self._start + start)
-        fill = self._read if self._verified is None else self._verified.fill
         for number, start in enumerate(starts):
-            fill(start, content[number].data)
-        rows = ids = stored.astype(np.int64)
-        if self._verified is not None:
-            ids = rows & ID_MASK  # only a file that the run has written itself has marks
-        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):
-            number, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
+            self._read(start, content[number].data)
+        rows = stored.astype(np.int64)
+        if rows.size and (rows.min() < 0 or rows.max() >= self._vocab_size):
+            number, column = np.argwhere((rows < 0) | (rows >= self._vocab_size))[0]
             raise DataError(
                 f"{self._file.name}, row {indices[number]}, column {column}: id {stored[number, column]} is outside of "
                 f"the vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
@@ -167,7 +149,7 @@ class FileSamples(Samples):
 
     def _read(self, start: int, content: memoryview) -> None:
         """Fill a view with the bytes at an offset, counted from the first id."""
-        done, row = 0, start // (self._stride * self._dtype.itemsize)
+        done, row = 0, start // len(content)
         while done < len(content):
             try:
                 length = self._file.read(content[done:], self._start + start + done)

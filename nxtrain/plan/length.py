@@ -28,7 +28,7 @@ def with_length(config: RunConfig, vocab_size: int, assumed: Assumptions) -> tup
     epochs = config.train.epochs
     if not epochs or assumed.tokens or assumed.device_hours:
         return config, assumed, ""
-    from nxtrain.data.row_count import count_rows
+    from nxtrain.data.dataset import count_rows
 
     try:
         num_rows, file = count_rows(config.data, config.train.seq_len, vocab_size, config.run.dir / DATA_DIR)

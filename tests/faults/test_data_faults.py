@@ -21,6 +21,7 @@ import pytest
 
 from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data import dataset
+from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import at_batch, command, train, write_config
 from tests.support.runs import course
@@ -254,7 +255,7 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
         code, told = train(tmp_path, *overrides, first=partial(_before, module, function, partial(_kill_in, call)))
         assert code == -signal.SIGKILL, told
         assert [*data.glob(".*"), *data.glob("*.partial")], "the test kills too late"
-        assert not [*data.glob("train-*")]
+        assert not [*data.glob("train-*.arrow")]
     code, told = train(tmp_path, *overrides)
     assert code == 0, told
     assert course(tmp_path / "run") == course(tmp_path / "straight")
@@ -265,7 +266,7 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
     assert names == {path.name for path in (tmp_path / "again/run/data").iterdir()}
 
 
-@pytest.mark.parametrize("name", ["train-*.npy", "corpus-*.arrow"])
+@pytest.mark.parametrize("name", ["train-*.arrow", "corpus-*.arrow"])
 def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path, name: str) -> None:
     overrides = write_text(tmp_path)
     assert train(tmp_path, *overrides)[0] == 0
@@ -281,18 +282,18 @@ def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path, name: s
 @pytest.mark.parametrize("side", ["train", "validation"])
 def test_a_bit_of_a_prepared_file_that_has_changed_is_not_trained_on(tmp_path: Path, side: str) -> None:
     """The id stays inside of the vocabulary, so that nothing else could tell."""
-    overrides = write_text(tmp_path)
+    overrides = (*write_text(tmp_path), "train.eval_every=2")
     assert train(tmp_path, *overrides)[0] == 0
     before, done = prepared(tmp_path), course(tmp_path / "run")
-    (file,) = (tmp_path / "run/data").glob(f"{side}-*.npy")
+    (file,) = (tmp_path / "run/data").glob(f"{side}-*.arrow")
     content = bytearray(file.read_bytes())
-    content[128] ^= 1  # the first byte of ids
+    content[content.index(PreparedCorpus(file).values(0, 32))] ^= 1
     file.write_bytes(content)
     code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
     assert code == DataError.exit_code, told
     told = "".join(told.split())
     assert f"{file}isdamaged:bytes0to" in told
-    assert "deleteit,andthenextstartpreparesitagain" in told
+    assert "deleteit,andthenextstartwritesitagain" in told
     assert "Traceback" not in told
     file.unlink()
     code, told = train(tmp_path, *overrides, "checkpoint.resume=never")

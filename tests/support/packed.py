@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.data.loader import Batch, batch_of
@@ -37,3 +39,11 @@ def spans(row: list[int]) -> list[tuple[int, int]]:
 def drawn_batch(rng: Random, vocab_size: int, rows: int) -> tuple[list[list[int]], Batch]:
     found = [drawn_row(rng, vocab_size) for _ in range(rows)]
     return found, batch_of(np.array(found), rows, end_id=END, doc_mask=True)
+
+
+def rows_of_stream(stream: NDArray[Any], seq_len: int) -> NDArray[Any]:
+    """Rows of a stream of tokens, each of which begins with the last token of the row before: (T,) to (n, S + 1)."""
+    num_rows = max(0, stream.size - 1) // seq_len
+    return np.array([stream[row * seq_len : (row + 1) * seq_len + 1] for row in range(num_rows)]).reshape(
+        num_rows, seq_len + 1
+    )

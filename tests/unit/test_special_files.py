@@ -25,8 +25,9 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.training import prepare_corpora
-from nxtrain.data.files import read_array, read_checksums
+from nxtrain.data.files import read_array
 from nxtrain.data.prepare import prepare_tokens
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import open_file as open_data_file
@@ -115,7 +116,7 @@ READERS: list[tuple[str, Callable[[Path], object], type[Exception]]] = [
     ("rows.npy", read_array, DataError),
     ("rows.npy", _samples, DataError),
     ("rows.npy", _tokens, DataError),
-    ("rows.npy.xxh3", lambda path: read_checksums(path.with_suffix("")), DataError),
+    ("rows.arrow", PreparedCorpus, DataError),
     ("text", _text, DataError),
     ("text", _arrow, DataError),
     ("tokenizer.json", _tokenizer, DataError),

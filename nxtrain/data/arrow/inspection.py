@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import encode, open_tokenizer
+from nxtrain.data.arrow.opening import is_prepared
 from nxtrain.data.arrow.preparation import source_rows
-from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
+from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import DAMAGED, BadRow, Fields, is_blank
 from nxtrain.data.arrow.sources import Source, find_sources, summary
 from nxtrain.data.arrow.work import Position

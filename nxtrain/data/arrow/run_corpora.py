@@ -18,8 +18,10 @@ from nxtrain.data.arrow.preparation import OnBad, PreparationRequest, Watcher, p
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, versions
 from nxtrain.data.arrow.streams import content_hash
+from nxtrain.data.arrow.token_stream import opened_before
 from nxtrain.data.arrow.work import Counts, Outputs
 from nxtrain.data.corpora import stdlib_files, text_files
+from nxtrain.data.files import refusing
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.prepare import digest
 from nxtrain.data.storage import cache_folder
@@ -165,27 +167,18 @@ def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
     sources = find_sources(files, any_text=True)
     out = workdir / f"corpus-{digest(fingerprint(sources), versions(sources))}.arrow"
     request = PreparationRequest(files, out, on_bad=_SKIPPED[config.source], sections=True)
-    corpus = _made_before(out) or _make(request, sources, name)
+    corpus = opened_before(out) or _make(request, sources, name)
     bad = Outputs(out).bad
     if bad.exists():
         skipped.extend(f"{line['file']}: {line['reason']}: {line['detail']}" for line in read(bad))
     return RunCorpora([corpus], None, config.validation_fraction, True, name, tuple(skipped))
 
 
-def _made_before(out: Path) -> PreparedCorpus | None:
-    """Corpus that an earlier start has made; None without one, or if its file is damaged."""
-    if not out.exists():
-        return None
-    try:
-        return PreparedCorpus(out)
-    except DataError:
-        Outputs(out).clear()
-        return None
-
-
 def _make(request: PreparationRequest, sources: Sequence[Source], name: str) -> PreparedCorpus:
     outputs = Outputs(request.out)
-    with Progress(f"reading {name}") as progress:
+    with refusing(request.out), Progress(f"reading {name}") as progress:
+        if request.out.exists():  # a damaged corpus
+            outputs.clear()
         watcher = _TextWatcher(progress)
         try:
             prepare_sources(request, sources, watcher)

@@ -10,7 +10,7 @@ never uses an old one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,11 @@ from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
 from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora, open_corpus
 from nxtrain.data.arrow.streams import Documents
+from nxtrain.data.arrow.token_stream import MARKED, opened_before, write_stream
 from nxtrain.data.batch_source import Streams
-from nxtrain.data.files import MARKED, Tokens, is_whole, read_array, writing_tokens
+from nxtrain.data.files import Tokens
 from nxtrain.data.order import shuffled
-from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest
-from nxtrain.data.samples import probe
 from nxtrain.data.storage import cache_folder
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
@@ -93,10 +92,9 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
         end_id = int(first.metadata[END_ID_KEY])
     encoding = _Encoding(tokenizer, identity, vocab_size, workdir)
     validation = _validation(config, run, encoding, validation_rows * seq_len + 1)
-    train, train_probe = str(first.path), " ".join(corpus.identity for corpus in run.corpora)
+    train = str(first.path)
     if run.is_text:
-        file = _training(run, encoding)
-        train, train_probe = str(file), probe(concat(read_array(file), seq_len))
+        train = str(_training(run, encoding))
     return Prepared(
         train=train,
         validation=validation,
@@ -106,9 +104,7 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
         end_id=end_id,
         trained=trained,
         fingerprint=digest(run.contents, identity, config.packing, config.validation_fraction),
-        has_checksums=True,
-        probe=train_probe,
-        validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
+        probe=" ".join(corpus.identity for corpus in run.corpora),
         skipped=run.skipped,
     )
 
@@ -146,7 +142,7 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
     if path.exists():
         return path
     num_bytes = min(_TOKENIZER_BYTES, sum(corpus.value_bytes for corpus in run.corpora))
-    line = f"training a tokenizer of {vocab_size:,} entries on {num_bytes:,} bytes of text or less"
+    line = f"training a tokenizer of {vocab_size:,} entries on at most {num_bytes:,} bytes of text"
     standard_error().print(line, markup=False)
 
     def texts(progress: Progress) -> Iterator[str]:
@@ -221,35 +217,49 @@ def _validation(config: DataConfig, run: RunCorpora, encoding: _Encoding, num_to
     if not (config.validation_path or run.fraction) or most_tokens <= 1:
         return None
     name = digest(run.contents, encoding.identity, run.fraction, most_tokens)
-    file = encoding.workdir / f"validation-marked-{name}.npy"
-    if is_whole(file):
+    file = encoding.workdir / f"validation-{name}.arrow"
+    if opened_before(file) is not None:
         return file
-    with Progress("tokenizing held-out documents"), writing_tokens(file, MARKED) as append:
+
+    def held_out() -> Iterator[list[Tokens]]:
         for corpus, wanted in zip(run.corpora, run.parts(most_tokens), strict=True):
             documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
-            _append(_stream(documents, is_held_out=run.held_out > 0), append, wanted)
+            yield from _marked(documents, is_held_out=run.held_out > 0, most_tokens=wanted)
+
+    with Progress("tokenizing held-out documents"):
+        write_stream(file, held_out())
     return file
 
 
 def _training(run: RunCorpora, encoding: _Encoding) -> Path:
     """Write the tokens of text that are trained on, unless they are there."""
-    file = encoding.workdir / f"train-marked-{digest(run.contents, encoding.identity, run.fraction)}.npy"
-    if is_whole(file):
+    file = encoding.workdir / f"train-{digest(run.contents, encoding.identity, run.fraction)}.arrow"
+    if opened_before(file) is not None:
         return file
     (corpus,) = run.corpora
     standard_error().print(f"tokenizing {corpus.value_bytes:,} bytes of {run.name}", markup=False)
     documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
-    with Progress("tokenizing", corpus.value_bytes) as progress, writing_tokens(file, MARKED) as append:
-        _append(_stream(documents, is_held_out=False, progress=progress), append, math.inf)
+    with Progress("tokenizing", corpus.value_bytes) as progress:
+        write_stream(file, _marked(documents, is_held_out=False, progress=progress))
     return file
 
 
-def _stream(documents: Documents, *, is_held_out: bool, progress: Progress | None = None) -> Iterator[Tokens]:
-    """Marked tokens of the documents on one side of the split, in the order of the corpus."""
+def _marked(
+    documents: Documents, *, is_held_out: bool, most_tokens: float = math.inf, progress: Progress | None = None
+) -> Iterator[list[Tokens]]:
+    """Groups of documents on one side of the split, in the order of the corpus, as ids with marks of their ends.
+
+    Args:
+        documents: The documents.
+        is_held_out: Take those that are held out; otherwise the others.
+        most_tokens: Tokens after which the last document is cut.
+        progress: Gets the bytes that are read.
+    """
     corpus = documents.corpus
     contents: list[bytes] = []
     prompts: list[int] = []
     num_bytes = num_read = 0
+    num_tokens = 0
     for document in range(len(corpus)):
         content = corpus.raw(document)
         num_read += len(content)
@@ -257,21 +267,19 @@ def _stream(documents: Documents, *, is_held_out: bool, progress: Progress | Non
             contents.append(content)
             prompts.append(corpus.prompt(document, content))
             num_bytes += len(content)
-        if num_bytes >= _GROUP_BYTES or document == len(corpus) - 1:
-            yield from documents.ids(contents, prompts)
-            contents, prompts, num_bytes = [], [], 0
-            if progress:
-                progress.show(num_read)
-
-
-def _append(stream: Iterable[Tokens], append: Callable[[Tokens], None], most_tokens: float) -> None:
-    """Write tokens of documents, each with the mark of its end, up to a number."""
-    written = 0
-    for ids in stream:
-        marked = ids.astype(MARKED)
-        marked[-1] |= END_BIT
-        if written + ids.size >= most_tokens:
-            append(marked[: int(most_tokens) - written])
-            return
-        append(marked)
-        written += ids.size
+        if num_bytes < _GROUP_BYTES and document < len(corpus) - 1:
+            continue
+        group: list[Tokens] = []
+        for ids in documents.ids(contents, prompts):
+            marked: Tokens = ids.astype(MARKED)
+            marked[-1] |= END_BIT
+            if num_tokens + ids.size >= most_tokens:
+                yield [*group, marked[: int(most_tokens) - num_tokens]]
+                return
+            group.append(marked)
+            num_tokens += ids.size
+        if group:
+            yield group
+        contents, prompts, num_bytes = [], [], 0
+        if progress:
+            progress.show(num_read)

@@ -27,8 +27,7 @@ from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
-from nxtrain.data.arrow.seal import ENTRY_BYTES, Sealing
-from nxtrain.data.checksums import BLOCK_BYTES
+from nxtrain.data.arrow.seal import BLOCK_BYTES, ENTRY_BYTES, Sealing
 
 _JOURNAL = "journal.jsonl"
 _BAD = "bad.jsonl"

@@ -20,12 +20,12 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load, values
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import Documents, open_lane
-from nxtrain.data.packing import concat
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.nn.init import draw
 from nxtrain.optim.schedule import Schedule
 from tests.support.corpora import write_corpus, write_tokenizer
+from tests.support.packed import rows_of_stream
 from tests.support.parity import table_of
 from tests.support.shipped import CONFIGS, world_of
 
@@ -187,7 +187,7 @@ def test_the_command_of_a_recipe_makes_the_corpus_that_it_reads(
     seq_len = config.train.seq_len
     stream = np.concatenate([ids for _, ids in islice(documents.lane(order, 5), 9)])
     lane = open_lane(documents, config.data.packing, seq_len, order, 5)
-    for row in concat(stream, seq_len)[:3]:
+    for row in rows_of_stream(stream, seq_len)[:3]:
         np.testing.assert_array_equal(lane.row() & ID_MASK, row)
 
 

@@ -281,7 +281,7 @@ def test_opening_a_bucket_reads_metadata_only(
     monkeypatch.setattr(cached_object, "BLOCK_BYTES", 1 << 10)
     texts = ["snow " * 9000 for _ in range(40)]
     monkeypatch.setattr(preparation, "BATCH_BYTES", 200_000)
-    monkeypatch.setattr("nxtrain.data.arrow.prepared._METADATA_BYTES", 1 << 10)
+    monkeypatch.setattr("nxtrain.data.arrow.opening._METADATA_BYTES", 1 << 10)
     prepare(write_corpus(tmp_path, "a.jsonl", texts), out=tmp_path / "o.arrow")
     address = S3Path(f"s3://{BUCKET}/o.arrow")
     s3.upload_file(str(tmp_path / "o.arrow"), BUCKET, "o.arrow")
@@ -322,7 +322,7 @@ def test_an_object_that_changes_under_a_run_ends_it_with_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cached_object, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("nxtrain.data.arrow.prepared._METADATA_BYTES", 512)
+    monkeypatch.setattr("nxtrain.data.arrow.opening._METADATA_BYTES", 512)
     monkeypatch.setattr("nxtrain.data.samples._HEADER_BYTES", 128)
     data = opened(tmp_path, corpora, bucket, name, shuffle=False)
     if workers:  # a worker opens the object itself, at its start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,13 +11,11 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from nxtrain.common.errors import DataError, LostPeerError, StorageError
+from nxtrain.common.errors import DataError, LostPeerError
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Samples, open_data
 from nxtrain.data.arrow import rows, training
-from nxtrain.data.files import writing_tokens
-from nxtrain.data.packing import concat
 from nxtrain.data.tokenization import train_bpe
 from tests.unit.data.conftest import OpenAlone
 
@@ -39,21 +36,6 @@ def texts_of(data: Data, samples: Samples) -> list[str]:
     tokenizer = Tokenizer.from_file(str(data.tokenizer))
     text = tokenizer.decode(stream_of(samples), skip_special_tokens=False)
     return text.split("<|endoftext|>")[:-1]
-
-
-@pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 1000])
-def test_every_token_but_the_first_is_a_target_once(num_tokens: int) -> None:
-    stream = np.arange(num_tokens)
-    rows = concat(stream, 8)
-    targets = rows[:, 1:].ravel()
-    np.testing.assert_array_equal(targets, stream[1 : 1 + targets.size])
-    np.testing.assert_array_equal(rows[:, :-1].ravel(), targets - 1)
-    assert num_tokens - 1 - targets.size < 8
-    assert rows.base is not None, "rows must be a view of the stream"
-
-
-def test_too_few_tokens_make_no_row() -> None:
-    assert concat(np.arange(8), 8).shape == (0, 9)
 
 
 def test_stream_holds_every_document_in_order_with_its_end(folder_of_text: Path, open_alone: OpenAlone) -> None:
@@ -132,9 +114,9 @@ def test_second_start_reuses_the_files_and_gives_equal_rows(
 ) -> None:
     keys = {"source": "text", "path": str(folder_of_text), "validation_fraction": 0.2}
     first = open_alone(**keys)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").iterdir() if path.suffix != ".json"}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").iterdir() if "prepared" not in path.name}
     monkeypatch.setattr(training, "train_bpe", None)
-    monkeypatch.setattr(training, "writing_tokens", None)
+    monkeypatch.setattr(training, "write_stream", None)
     second = open_alone(**keys)
     assert second.fingerprint == first.fingerprint
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -149,7 +131,7 @@ def test_preparing_again_from_nothing_is_bitwise_equal(folder_of_text: Path, tmp
         open_data(config, seq_len=8, vocab_size=300, workdir=workdir, leader=True, barrier=lambda: None)
         contents.append({p.name: p.read_bytes() for p in workdir.iterdir() if not p.name.startswith("prepared")})
     assert contents[0] == contents[1]
-    assert len(contents[0]) == 7, "a corpus with its summary, a tokenizer, and two token files with their checksums"
+    assert len(contents[0]) == 7, "a tokenizer, and a corpus and two streams with their summaries"
 
 
 def test_changed_text_changes_the_fingerprint(folder_of_text: Path, open_alone: OpenAlone) -> None:
@@ -195,20 +177,6 @@ def test_too_small_a_split_says_so(folder_of_text: Path, open_alone: OpenAlone) 
         DataError, match=r"holds out with data\.validation_fraction=0\.001 \d+ tokens.*raise the fraction"
     ):
         open_alone(source="text", path=str(folder_of_text), seq_len=1000, validation_fraction=0.001)
-
-
-def test_full_disk_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
-    path = tmp_path / "ids.npy"
-    path.write_bytes(b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        refused = pytest.raises(StorageError, match=r"ids\.npy cannot be written: File too large; free space")
-        with refused, writing_tokens(path, np.uint16) as append:
-            append(np.zeros(100_000, np.uint16))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"ids.npy": b"old"}
 
 
 def open_on_ranks(config: DataConfig, workdir: Path, num_ranks: int) -> list[Data | BaseException]:

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.data import held_out, target_bytes, unigram_entropy
 from nxtrain.data.held_out import target_counts, token_bytes
-from nxtrain.data.packing import concat
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
 from nxtrain.train.results import Summary
+from tests.support.packed import rows_of_stream
 from tests.unit.data.conftest import OpenAlone
 
 TEXTS = [
@@ -80,7 +80,7 @@ def test_rows_that_cut_documents_and_characters_count_the_bytes_of_their_own_tar
     monkeypatch.setattr(held_out, "_CHUNK_TOKENS", chunk)
     stream, bytes_of = stream_of(tokenizer), spelled(tokenizer)
     assert b"".join(bytes_of[number] for number in stream.tolist()) == "".join(TEXTS).encode()
-    samples = TableSamples(concat(stream, seq_len))
+    samples = TableSamples(rows_of_stream(stream, seq_len))
     for num_rows in range(1, samples.num_rows + 3):
         # The first token of the stream is no target, and neither are those after the last row.
         evaluated = stream[1 : 1 + min(num_rows, samples.num_rows) * seq_len]

@@ -14,9 +14,10 @@ from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.inspection import Lengths, PackingWaste, inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.packing import best_fit, concat
+from nxtrain.data.packing import best_fit
 from nxtrain.data.tokenization import load_tokenizer
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
+from tests.support.packed import rows_of_stream
 
 DRAWN = st.lists(st.integers(0, 50), min_size=1, max_size=60)
 
@@ -43,7 +44,7 @@ def test_waste_is_that_of_the_packed_rows(drawn: list[int], seq_len: int) -> Non
     assert found["rows"]["best_fit"] == fitted.num_rows
     assert found["waste"]["best_fit"] == pytest.approx(fitted.waste)
     assert found["cut"]["best_fit"] == sum(length > seq_len + 1 for length in drawn)
-    rows = concat(np.arange(sum(drawn)), seq_len)
+    rows = rows_of_stream(np.arange(sum(drawn)), seq_len)
     assert found["rows"]["concat"] == len(rows)
     if sum(drawn) > 1:
         assert found["waste"]["concat"] == pytest.approx(1 - rows[:, 1:].size / (sum(drawn) - 1))

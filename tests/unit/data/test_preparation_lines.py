@@ -48,7 +48,7 @@ def test_a_first_start_names_what_it_does_and_a_second_one_has_nothing_to_do(
     prepared(tmp_path / "text")
     said = capsys.readouterr()
     assert said.err.splitlines() == [
-        f"training a tokenizer of {VOCAB:,} entries on {num_bytes:,} bytes of text or less",
+        f"training a tokenizer of {VOCAB:,} entries on at most {num_bytes:,} bytes of text",
         f"tokenizing {num_bytes:,} bytes of {tmp_path / 'text'}",
     ]
     assert said.out == ""

@@ -24,8 +24,7 @@ from nxtrain.common.errors import DataError
 from nxtrain.data.arrow import preparation, seal
 from nxtrain.data.arrow.inspection import inspect_corpus, verify_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.seal import CheckedFile
-from nxtrain.data.checksums import BLOCK_BYTES
+from nxtrain.data.arrow.seal import BLOCK_BYTES, ENTRY_BYTES, CheckedFile, Sealing
 from nxtrain.data.storage import DataFile, read_exactly
 from tests.support.corpora import documents, drop_checksums, prepare, texts_of, write_tokenizer
 
@@ -223,3 +222,15 @@ def test_a_dropped_table_is_damage_unless_the_file_is_of_an_earlier_release(corp
         PreparedCorpus(tmp_path / "o.arrow")
     drop_checksums(tmp_path / "o.arrow")
     assert PreparedCorpus(tmp_path / "o.arrow").raw(3) == PreparedCorpus(corpus).raw(3)
+
+
+@pytest.mark.parametrize("piece", [1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 10**7])
+def test_checksums_do_not_depend_on_the_pieces(piece: int) -> None:
+    content = np.random.default_rng(0).bytes(5 * BLOCK_BYTES + 77)
+    sealing = Sealing()
+    entries = b"".join(
+        sealing.add(memoryview(content[start : start + piece])) for start in range(0, len(content), piece)
+    )
+    entries += sealing.finish(len(content), b"footer")[:ENTRY_BYTES]
+    blocks = [content[start : start + BLOCK_BYTES] for start in range(0, len(content), BLOCK_BYTES)]
+    assert entries == b"".join(struct.pack("<Q", xxh3_64_intdigest(block)) for block in blocks)
