@@ -91,10 +91,10 @@ def _adapt_layer(
     # The mean square of PEFT's initial A, which is uniform up to 1 / sqrt(I).
     drawn, zeros = Init("uniform", 1 / math.sqrt(3 * in_features)), Init("zeros")
     a, b = adapter_specs(spec, segments, config.r, partial_gradient=tp.sequence_parallel)
-    layer.specs |= {A: replace(a, init=drawn), B: replace(b, init=zeros)}
     with torch.device("meta"):
-        for leaf in (A, B):
-            layer.register_parameter(leaf, tp.empty(layer.specs[leaf]))
+        for leaf, each in ((A, replace(a, init=drawn)), (B, replace(b, init=zeros))):
+            layer.specs[leaf] = each
+            layer.register_parameter(leaf, tp.empty(each))
     first, width = (0, in_features) if is_column else (spec.pieces(tp.axis)[0].start, spec.local_shape(tp.axis)[1])
     sequence = tp.axis if is_column and tp.sequence_parallel else None
     drop = None if dropout is None else dropout.of_layer(path, range(first, first + width), sequence)
