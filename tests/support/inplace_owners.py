@@ -294,7 +294,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "LossScale.restore: self.state.copy_": "state: the scale itself, which is loaded",
     },
     "nxtrain/nn/offload.py": {
-        "saved_on_host.pack: kept[place] =": "host: dictionary",
+        "saved_on_host.pack: copies[key] =": "host: dictionary",
     },
     "nxtrain/parallel/data_parallel.py": {
         "Bucketed._hook.finished: self.sums[name].add_": "state: gradient sum of this object",
@@ -308,7 +308,7 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/parallel/saved_tensors.py": {
         "save_copies_of_views.pack: kept[id(x)] =": "host: dictionary",
-        "save_copies_of_views.pack: (x if given else x.clone()).data": "read: what backward reads",
+        "save_copies_of_views.pack: saved.data": "read: what backward reads",
     },
     "nxtrain/parallel/loss.py": {
         "_VocabCrossEntropy.forward: weight_grad.float().add_": (
