@@ -120,10 +120,9 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = kernels.linear(hidden, weight)
-        if scale is not None:
-            # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
-            logits = logits.float()
-        loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
+        scaled = logits if scale is None else logits.float()
+        loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
