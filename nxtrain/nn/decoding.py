@@ -157,7 +157,8 @@ class _Cache:
         new = [x.permute(1, 2, 0, 3) for x in (k, v)]
         if not self._kept:
             self._kept = tuple(x.new_zeros(*x.shape[:2], capacity + 1, x.shape[3]) for x in new)
-        if missing := capacity + 1 - self._kept[0].shape[2]:
+        missing = capacity + 1 - self._kept[0].shape[2]
+        if missing:
             self._kept = tuple(F.pad(x, (0, 0, 0, missing)) for x in self._kept)
         for kept, x in zip(self._kept, new, strict=True):
             kept.scatter_(2, rows[:, None, :, None].expand_as(x), x)

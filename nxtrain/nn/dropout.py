@@ -93,8 +93,10 @@ class Dropout:
             features: Features of the input that this rank holds.
             sequence: Axis over which the positions are sharded; None: this rank holds all of them.
         """
-        length = self._seq_len if sequence is None else self._seq_len // sequence.size
-        first = 0 if sequence is None else sequence.rank * length
+        first, length = 0, self._seq_len
+        if sequence is not None:
+            length = self._seq_len // sequence.size
+            first = sequence.rank * length
         self._layers.append(LayerDropout(self, name, range(first, first + length), features))
         return self._layers[-1]
 
@@ -152,7 +154,8 @@ class Dropout:
 
 def resume_dropout(model: nn.Module, steps: int) -> None:
     """Let the masks of a model go on after finished steps; does nothing without dropout."""
-    if (dropout := getattr(model, _ATTRIBUTE, None)) is not None:
+    dropout: Dropout | None = getattr(model, _ATTRIBUTE, None)
+    if dropout is not None:
         dropout.begin(steps)
 
 

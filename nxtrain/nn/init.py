@@ -81,8 +81,11 @@ def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
 def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int) -> None:
     """Fill this rank's shard of one parameter, in place; padding is not changed."""
     for piece, view in spec.views(local, axis):
-        if spec.init.kind in {"ones", "zeros"}:
-            view.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+        if spec.init.kind == "ones":
+            view.fill_(1.0)
+            continue
+        if spec.init.kind == "zeros":
+            view.fill_(0.0)
             continue
         offsets = [0] * view.dim()
         offsets[spec.dim or 0] = piece.start
@@ -110,4 +113,6 @@ def _draw(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], i
 
 def _host_buffers(module: nn.Module) -> dict[str, Tensor]:
     host_buffers: Callable[[], dict[str, Tensor]] | None = getattr(module, "host_buffers", None)
-    return host_buffers() if host_buffers is not None else {}
+    if host_buffers is None:
+        return {}
+    return host_buffers()

@@ -13,7 +13,7 @@ Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nxtrain.common.dimensions import adapter_specs
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
+from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import FinetuneConfig
@@ -42,7 +43,9 @@ def is_adapter(parameter: str) -> bool:
 
 def scale_of(config: FinetuneConfig) -> float:
     """Factor of an adapter's output."""
-    return config.alpha / (math.sqrt(config.r) if config.rslora else config.r)
+    if config.rslora:
+        return config.alpha / math.sqrt(config.r)
+    return config.alpha / config.r
 
 
 def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None = None) -> None:
@@ -58,16 +61,19 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         ConfigError: A target is not a linear layer of the blocks, or the rank is larger than every adapted layer.
     """
     model.requires_grad_(False)
-    found, widest = set[str](), 0
+    names: set[str] = set()
+    widest = 0
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = cast(CausalLM, model).blocks
     for layer in (module for block in blocks for module in block.modules()):
         if isinstance(layer, ColumnLinear | RowLinear):
-            found.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout))
-            widest = max(widest, *(layer.specs["weight"].shape if A in layer.specs else ()), 0)
-    if missing := sorted({*config.targets} - found):
+            names.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout))
+            if A in layer.specs:
+                widest = max(widest, *layer.specs["weight"].shape)
+    missing = sorted({*config.targets} - names)
+    if missing:
         reason = f"{', '.join(missing)}: no linear layer of the model's blocks has this name"
-        raise ConfigError([Problem("finetune.targets", reason, hint=nearest(missing[0], sorted(found)))])
+        raise ConfigError([Problem("finetune.targets", reason, hint=nearest(missing[0], sorted(names)))])
     if config.r > widest:
         reason = f"{config.r:,} is larger than every adapted layer, which have up to {widest:,} features"
         raise ConfigError([Problem("finetune.r", reason, hint=f"use {widest} at most; 8 to 64 are usual")])
@@ -80,28 +86,42 @@ def _adapt_layer(
     layer: ColumnLinear | RowLinear, path: str, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None
 ) -> Sequence[str]:
     """Add the adapters of one layer, and return the names of the layer's segments."""
-    spec, name = layer.specs["weight"], path.rpartition(".")[2]
-    is_column = isinstance(layer, ColumnLinear)
-    names = [segment.name or name for segment in spec.segments] if is_column else [name]
-    chosen = [index for index, each in enumerate(names) if not config.targets or each in config.targets]
+    spec = layer.specs["weight"]
+    names = [path.rpartition(".")[2]]
+    if isinstance(layer, ColumnLinear):
+        names = [segment.name or names[0] for segment in spec.segments]
+    chosen = [index for index, name in enumerate(names) if not config.targets or name in config.targets]
     if not chosen:
         return names
     out_features, in_features = spec.shape
-    segments = [spec.segments[index] for index in chosen] if is_column else [Segment("", out_features)]
     # The mean square of PEFT's initial A, which is uniform up to 1 / sqrt(I).
-    drawn, zeros = Init("uniform", 1 / math.sqrt(3 * in_features)), Init("zeros")
+    drawn = Init("uniform", 1 / math.sqrt(3 * in_features))
+    zeros = Init("zeros")
+    forward: Callable[[Any, Tensor], Tensor]
+    sequence: Axis | None = None
+    if isinstance(layer, ColumnLinear):
+        segments = [spec.segments[index] for index in chosen]
+        features = range(in_features)
+        forward = _column_forward
+        if tp.sequence_parallel:
+            sequence = tp.axis
+    else:
+        segments = [Segment("", out_features)]
+        first = spec.pieces(tp.axis)[0].start
+        features = range(first, first + spec.local_shape(tp.axis)[1])
+        forward = _row_forward
     a, b = adapter_specs(spec, segments, config.r, partial_gradient=tp.sequence_parallel)
     with torch.device("meta"):
-        for leaf, each in ((A, replace(a, init=drawn)), (B, replace(b, init=zeros))):
-            layer.specs[leaf] = each
-            layer.register_parameter(leaf, tp.empty(each))
-    first, width = (0, in_features) if is_column else (spec.pieces(tp.axis)[0].start, spec.local_shape(tp.axis)[1])
-    sequence = tp.axis if is_column and tp.sequence_parallel else None
-    drop = None if dropout is None else dropout.of_layer(path, range(first, first + width), sequence)
+        for leaf, matrix in ((A, replace(a, init=drawn)), (B, replace(b, init=zeros))):
+            layer.specs[leaf] = matrix
+            layer.register_parameter(leaf, tp.empty(matrix))
+    drop = None
+    if dropout is not None:
+        drop = dropout.of_layer(path, features, sequence)
     adapted = cast(Any, layer)
     adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
     # One function serves all layers, so that a compiler sees equal blocks.
-    adapted.forward = MethodType(_column_forward if is_column else _row_forward, layer)
+    adapted.forward = MethodType(forward, layer)
     return names
 
 
@@ -132,16 +152,20 @@ class _Adapters:
 
 def _column_forward(layer: Any, x: Tensor) -> Tensor:
     """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
-    out, own = ColumnLinear.forward(layer, x), layer.adapters
-    parts = own.tp.enter(own.down(x, layer.lora_A)).split(own.r, dim=-1)
-    rows = layer.lora_B.split([layer.split_sizes[index] for index in own.chosen])
-    linear = own.tp.kernels.linear
-    updates = {index: linear(part, b) for index, part, b in zip(own.chosen, parts, rows, strict=True)}
-    whole = [
-        updates[index] if index in updates else out.new_zeros(*out.shape[:-1], width)
-        for index, width in enumerate(layer.split_sizes)
-    ]
-    return out + (torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0])
+    out = ColumnLinear.forward(layer, x)
+    adapters: _Adapters = layer.adapters
+    tp = adapters.tp
+    parts = tp.enter(adapters.down(x, layer.lora_A)).split(adapters.r, dim=-1)
+    rows = layer.lora_B.split([layer.split_sizes[index] for index in adapters.chosen])
+    updates: dict[int, Tensor] = {}
+    for index, part, b in zip(adapters.chosen, parts, rows, strict=True):
+        updates[index] = tp.kernels.linear(part, b)
+    for index, width in enumerate(layer.split_sizes):
+        if index not in updates:
+            updates[index] = out.new_zeros(*out.shape[:-1], width)
+    if len(updates) == 1:
+        return out + updates[0]
+    return out + torch.cat([updates[index] for index in range(len(updates))], dim=-1)
 
 
 def _row_forward(layer: Any, x: Tensor) -> Tensor:

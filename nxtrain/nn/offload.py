@@ -41,17 +41,20 @@ def _offloaded(forward: Callable[..., Tensor], model: nn.Module) -> Callable[...
 def saved_on_host(module: nn.Module) -> Iterator[None]:
     """Save tensors for backward in host memory in this context, other than parameters and buffers of a module."""
     stays = {buffer.untyped_storage().data_ptr() for buffer in module.buffers()}
-    # By place: the tensor, kept alive so that nothing else takes its place, and its copy.
-    kept: dict[object, tuple[Tensor, Tensor]] = {}
+    # The tensor stays alive with its copy, so that nothing else gets its memory and its key.
+    copies: dict[object, tuple[Tensor, Tensor]] = {}
 
     def pack(x: Tensor) -> tuple[torch.device, Tensor]:
-        whole = x._base if x._base is not None else x
-        if isinstance(whole, nn.Parameter) or x.untyped_storage().data_ptr() in stays:
+        is_parameter = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+        if is_parameter or x.untyped_storage().data_ptr() in stays:
             return x.device, x
-        place = _place(x)
-        if place not in kept:
-            kept[place] = x, to_host(x)
-        return x.device, kept[place][1].view_as(x) if x.is_contiguous() else kept[place][1]
+        key = _key(x)
+        if key not in copies:
+            copies[key] = x, to_host(x)
+        copy = copies[key][1]
+        if x.is_contiguous():
+            copy = copy.view_as(x)
+        return x.device, copy
 
     def unpack(saved: tuple[torch.device, Tensor]) -> Tensor:
         device, x = saved
@@ -59,12 +62,14 @@ def saved_on_host(module: nn.Module) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-    kept.clear()
+    copies.clear()
 
 
-def _place(x: Tensor) -> object:
+def _key(x: Tensor) -> object:
     """Key of the values of a tensor; contiguous views of the same values share one."""
-    order = x.numel() if x.is_contiguous() else (x.shape, x.stride())
+    order: object = (x.shape, x.stride())
+    if x.is_contiguous():
+        order = x.numel()
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype, x._version, order
 
 

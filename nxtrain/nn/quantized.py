@@ -109,7 +109,8 @@ def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, 
 
 
 def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:
-    if problems := list(quantized_cut(name, spec, tp.axis)):
+    problems = list(quantized_cut(name, spec, tp.axis))
+    if problems:
         raise ConfigError(problems)
     parts = tuple(
         Part(cast(tuple[int, int], spec.global_shape(piece.segment)), spec.dim or 0, piece.start, piece.length)

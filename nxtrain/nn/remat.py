@@ -48,5 +48,6 @@ def _parts(model: nn.Module, remat: Remat, seq_len: int) -> Iterable[nn.Module]:
         return ()
     if remat == "full":
         return cast(CausalLM, model).blocks
-    kinds = (CausalAttention, GatedMLP) if seq_len >= LONG_SEQUENCE else (CausalAttention,)
-    return [module for module in model.modules() if isinstance(module, kinds)]
+    if seq_len >= LONG_SEQUENCE:
+        return [module for module in model.modules() if isinstance(module, CausalAttention | GatedMLP)]
+    return [module for module in model.modules() if isinstance(module, CausalAttention)]

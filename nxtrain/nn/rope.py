@@ -82,15 +82,17 @@ class Rope(nn.Module):
         """
         length = x.shape[0]
         if positions is not None:
-            # Positions of each row of the batch: sequence and batch become one dimension, as long as the tables.
-            rows = x if positions.dim() == 1 else x.flatten(0, 1).unsqueeze(1)
             chosen = positions.flatten()
-            return self._kernels.rotate(
-                rows, self.cos.index_select(0, chosen), self.sin.index_select(0, chosen)
-            ).view_as(x)
-        # Whole tables are not views: a graph that ends between forward and backward would copy views.
-        tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
-        return self._kernels.rotate(x, *tables)
+            cos, sin = self.cos.index_select(0, chosen), self.sin.index_select(0, chosen)
+            rows = x
+            if positions.dim() > 1:
+                # Sequence and batch become one dimension, as long as the tables.
+                rows = x.flatten(0, 1).unsqueeze(1)
+            return self._kernels.rotate(rows, cos, sin).view_as(x)
+        if length == self._seq_len:
+            # Whole tables are not views: a graph that ends between forward and backward would copy views.
+            return self._kernels.rotate(x, self.cos, self.sin)
+        return self._kernels.rotate(x, self.cos[:length], self.sin[:length])
 
 
 def positions_of(starts: Tensor) -> Tensor:

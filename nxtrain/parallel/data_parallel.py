@@ -109,7 +109,9 @@ class Bucketed(DataParallel):
             return {name: self._take(name) for name in self._parameters}
         reduced: dict[str, Tensor] = {}
         for index, names in enumerate(self.buckets):
-            pending = self._started.pop(index) if index in self._started else self._start_bucket(index)
+            if index not in self._started:
+                self._started[index] = self._start_bucket(index)
+            pending = self._started.pop(index)
             reduced.update(zip(names, pending.wait(), strict=True))
         self._missing = Counter(self._bucket_of.values())
         return {name: reduced[name] for name in self._parameters}
@@ -139,7 +141,9 @@ class Bucketed(DataParallel):
             total = self.sums[name].clone()
             self.sums[name].zero_()
             return total
-        return self.sums.pop(name) if name in self.sums else _take_grad(self._parameters[name])
+        if name in self.sums:
+            return self.sums.pop(name)
+        return _take_grad(self._parameters[name])
 
     @abstractmethod
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
@@ -243,7 +247,9 @@ def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
 
 def _pad_rows(x: Tensor, multiple: int) -> Tensor:
     rows = -x.shape[0] % multiple
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows)) if rows else x
+    if rows == 0:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows))
 
 
 def _take_grad(parameter: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.kernels import Kernels
-from nxtrain.common.sharding import Layout, ShardSpec
+from nxtrain.common.sharding import Layout
 from nxtrain.parallel.data_parallel import DataParallel
 
 
@@ -74,10 +74,15 @@ class SquareSum:
         self._kernels, self._sum = kernels, kernels.fuse(self._weighted)
         self._names = [*layout]
         mixed = {name for name in layout if layout.mixes_copies(name)}
-        weights = [
-            1.0 if name in mixed else _weight(spec, spec.pieces(layout.mesh.tp)[0].copies)
-            for name, spec in ((name, layout.table[name]) for name in layout)
-        ]
+        weights = []
+        for name in layout:
+            spec = layout.table[name]
+            if name in mixed:
+                weights.append(1.0)
+            elif spec.tied_to:
+                weights.append(0.0)
+            else:
+                weights.append(1.0 / spec.pieces(layout.mesh.tp)[0].copies)
         self._weights = put(torch.tensor(weights, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))
@@ -100,19 +105,19 @@ class SquareSum:
         for name, tensor in zip(self._names, tensors, strict=True):
             mixed = name in self._row_weights
             squares = self._kernels.row_square_sums(_rows(tensor, apart=mixed))
-            sums.append((squares * self._row_weights[name] if mixed else squares).sum())
+            if mixed:
+                squares = squares * self._row_weights[name]
+            sums.append(squares.sum())
         return (torch.stack(sums) * self._weights).sum()
 
 
 def _rows(tensor: Tensor, *, apart: bool) -> Tensor:
     """(R, C) view: a vector is one row, or with `apart` a row for each entry."""
-    if tensor.dim() == 1:
-        return tensor.unsqueeze(1) if apart else tensor.unsqueeze(0)
-    return tensor.flatten(1)
-
-
-def _weight(spec: ShardSpec, copies: int) -> float:
-    return 0.0 if spec.tied_to else 1.0 / copies
+    if tensor.dim() > 1:
+        return tensor.flatten(1)
+    if apart:
+        return tensor.unsqueeze(1)
+    return tensor.unsqueeze(0)
 
 
 class _TiedSums:
@@ -168,7 +173,10 @@ class _TensorParallelSums:
             tensors = [grads[name] for name in (*whole, *rows)]
             reduced = self._comm.start_all_reduce_bucket(tensors, axis, torch.float32).wait()
             for name, total in zip((*whole, *rows), reduced, strict=True):
-                grads[name] = torch.where(rows[name], total, grads[name]) if name in rows else total
+                if name in rows:
+                    grads[name] = torch.where(rows[name], total, grads[name])
+                else:
+                    grads[name] = total
 
 
 class _TensorParallelMeans:

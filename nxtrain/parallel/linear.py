@@ -42,14 +42,15 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        gathers = tp.sequence_parallel and x is not None
-        gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis) if gathers else None
-        reduce = tp.comm.start_reduce_scatter if tp.sequence_parallel else tp.comm.start_all_reduce
-        reducing = reduce(tp.kernels.matmul(grad, weight), tp.axis)
+        if not tp.sequence_parallel:
+            reducing = tp.comm.start_all_reduce(tp.kernels.matmul(grad, weight), tp.axis)
+            weight_grad = None if x is None else _outer(grad, x, tp)
+            return reducing.wait(), weight_grad, None
         if x is None:
-            return reducing.wait(), None, None
-        whole = gathering.wait() if gathering is not None else x
-        weight_grad = _outer(grad, whole, tp)
+            return tp.comm.reduce_scatter(tp.kernels.matmul(grad, weight), tp.axis), None, None
+        gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis)
+        reducing = tp.comm.start_reduce_scatter(tp.kernels.matmul(grad, weight), tp.axis)
+        weight_grad = _outer(grad, gathering.wait(), tp)
         return reducing.wait(), weight_grad, None
 
 
@@ -146,9 +147,12 @@ class ColumnLinear(SplitBackward):
     ) -> None:
         super().__init__()
         spec = ShardSpec.column(in_features, segments, init)
-        self.specs = {"weight": spec, "bias": spec.of_bias()} if bias else {"weight": spec}
+        self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self.bias = tp.empty(spec.of_bias()) if bias else None
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.specs["bias"] = spec.of_bias()
+            self.bias = tp.empty(spec.of_bias())
         self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp.axis))
         self._tp = tp
 

@@ -58,8 +58,9 @@ class VocabHead(nn.Module):
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
         self.padding: Tensor | None
-        padded = self._piece.local_length * tp.axis.size > vocab_size
-        self.register_buffer("padding", torch.empty(self._piece.local_length) if padded else None, persistent=False)
+        self.register_buffer("padding", None, persistent=False)
+        if self._piece.local_length * tp.axis.size > vocab_size:
+            self.register_buffer("padding", torch.empty(self._piece.local_length), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
         """Values of the buffers, computed on the host."""
@@ -82,13 +83,16 @@ class VocabHead(nn.Module):
             () float32, equal on all tp ranks.
         """
         whole = self._tp.enter(hidden)
+        chunk = self._chunk
+        if self.scale is not None:
+            chunk = partial(chunk, scale=self.scale())
         loss: Tensor = _VocabCrossEntropy.apply(
             whole.flatten(0, -2),
             self.weight,
             targets.flatten(),
             VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
             self._chunk_rows,
-            self._chunk if self.scale is None else partial(self._chunk, scale=self.scale()),
+            chunk,
         )
         return loss
 
@@ -123,7 +127,9 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
             return loss, None, None
         if scale is not None:
             logits_grad = (logits_grad * scale).to(hidden.dtype)
-        weight_grad = kernels.matmul(logits_grad.t(), hidden) if is_trained else None
+        weight_grad = None
+        if is_trained:
+            weight_grad = kernels.matmul(logits_grad.t(), hidden)
         return loss, kernels.matmul(logits_grad, weight), weight_grad
 
     return kernels.fuse(chunk)
@@ -159,16 +165,24 @@ class _VocabCrossEntropy(torch.autograd.Function):
             loss = loss + chunk_loss
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)
-            if part is not None:
+            if weight_grad is None:
+                weight_grad = part
+            elif part is not None:
                 # Several chunks are summed in float32, so that their number hardly changes the result's rounding.
-                weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
-        if needs_grad:
-            hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
-            ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+                weight_grad = weight_grad.float().add_(part)
+        if not needs_grad:
+            return loss
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
+        hidden_grad = hidden_grads[0]
+        if len(hidden_grads) > 1:
+            hidden_grad = torch.cat(hidden_grads)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        of_weight = None if weight_grad is None else weight_grad.mul_(grad.to(weight_grad.dtype))
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), of_weight, *[None] * 4
+        if weight_grad is not None:
+            weight_grad.mul_(grad.to(weight_grad.dtype))
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None

@@ -218,7 +218,9 @@ class Pipeline:
 
     def _keeping(self) -> AbstractContextManager[None]:
         """Context for tensors saved by autograd: copies of views on lazy devices; eager views need no memory."""
-        return save_copies_of_views() if self._comm.lazy else nullcontext()
+        if self._comm.lazy:
+            return save_copies_of_views()
+        return nullcontext()
 
     def _backward(self, action: Action, received: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
@@ -243,7 +245,9 @@ class Pipeline:
         underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item).contiguous(), self._pp, peer)
 
     def _exchange(self, one: Action, other: Action, underway: _Underway) -> None:
-        send, receive = (one, other) if one.is_send else (other, one)
+        send, receive = one, other
+        if receive.is_send:
+            send, receive = receive, send
         out = underway.to_send.pop(_item(send)).contiguous()
         underway.received[_item(receive)] = Done(self._comm.exchange(out, self._pp, self._peer(send)))
 

@@ -56,7 +56,9 @@ class Precision:
     @property
     def sharded_params(self) -> torch.dtype:
         """Type in which `fully_shard` stores parameters, which it also gives to reduced gradients."""
-        return self.reduce if self.params != torch.float32 else self.params
+        if self.params == torch.float32:
+            return self.params
+        return self.reduce
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,8 +25,10 @@ def save_copies_of_views() -> Iterator[None]:
             # A computed tensor may be a view unnoticed: for torch-xla every matrix product of more than two dimensions
             # ends in one. A copy costs nothing, since the original is freed when the graph ends. `detach` instead of
             # `data` would make a view again.
-            given = x.is_leaf and not x._is_view()
-            kept[id(x)] = x, (x if given else x.clone()).data
+            saved = x
+            if not x.is_leaf or x._is_view():
+                saved = x.clone()
+            kept[id(x)] = x, saved.data
         return kept[id(x)][1]
 
     def unpack(x: Tensor) -> Tensor:
