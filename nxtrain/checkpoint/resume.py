@@ -196,7 +196,8 @@ class ResumePlanner:
 
     def _upload(self, upload: Upload) -> bool:
         """Copy a version to the mirror; False: a file of the version is damaged."""
-        mirror, scope, (step, _) = self._locations.mirror, self._locations.scope, upload.version
+        mirror, scope = self._locations.mirror, self._locations.scope
+        step = upload.version[0]
         assert mirror is not None
         path = directory.step_path(self._locations.folder, step)
         digests: dict[str, FileDigest] = {}

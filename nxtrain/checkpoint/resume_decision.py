@@ -152,8 +152,8 @@ def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...
 
     A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
     """
-    records = survey.records
-    requested, on_disk, in_mirror = survey.requested, survey.step_on_disk, survey.step_in_mirror
+    records, requested = survey.records, survey.requested
+    on_disk, in_mirror = survey.step_on_disk, survey.step_in_mirror
     sources: dict[int, tuple[Location, ...]] = {}
     keeps = 0
     if requested is not None:

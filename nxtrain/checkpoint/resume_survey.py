@@ -203,18 +203,15 @@ def read_manifests(
 
 def _with_requested(survey: ResumeSurvey, locations: RunLocations, request: ResumeRequest) -> ResumeSurvey:
     """The survey with the checkpoint of the requested path."""
-
-    def search() -> tuple[Location, int | None, int | None]:
-        checkpoint = mirror.locate_checkpoint(request.resume)
-        step_in_mirror = None
-        if survey.mirror is not None:
-            step_in_mirror = mirror.step_in(survey.mirror, checkpoint)
-        return checkpoint, mirror.step_in(survey.folder, checkpoint), step_in_mirror
-
+    ranks, root = locations.scope.ranks, survey.mirror
     try:
-        checkpoint, on_disk, in_mirror = locations.scope.ranks.on_leader(search, LOOKING)
+        checkpoint = ranks.on_leader(lambda: mirror.locate_checkpoint(request.resume), LOOKING)
     except NxtrainError as error:  # a run that goes on from its own checkpoints needs no other
         return replace(survey, requested=error)
+    on_disk = ranks.on_leader(lambda: mirror.step_in(survey.folder, checkpoint), LOOKING)
+    in_mirror = None
+    if root is not None:
+        in_mirror = ranks.on_leader(lambda: mirror.step_in(root, checkpoint), LOOKING)
     return replace(survey, requested=checkpoint, step_on_disk=on_disk, step_in_mirror=in_mirror)
 
 

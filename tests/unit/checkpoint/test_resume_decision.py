@@ -154,6 +154,20 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
         ResumeRequest("never", job="7"),
         Resume(abandon={0: 0, MIRROR: 0}, record=went_back(Rewind(told="never", job="7", keeps=0))),
     ),
+    "a requested start from scratch writes a damaged record anew": (
+        surveyed(records={0: DAMAGED, MIRROR: FRESH}),
+        ResumeRequest("never"),
+        Resume(
+            lines=(f"WARNING: {DAMAGED}; it is written anew",),
+            abandon={0: 0, MIRROR: 0},
+            record=went_back(Rewind(told="never", keeps=0)),
+        ),
+    ),
+    "a converted checkpoint of step 0 is the run's own": (
+        surveyed({0: LocationSurvey({0: 1}), MIRROR: NO_REMNANT}, files={(0, 1): {0: FILES}}, is_shared=True),
+        AUTO,
+        resumed(0, {0: (on_disk(0),)}),
+    ),
     "a restart goes on from what the run has reached since": (
         surveyed({0: LISTED[0], MIRROR: LISTED[0]}, history=TO_SCRATCH, files={(4, 1): {0: FILES}}),
         ResumeRequest("never", is_restart=True),
