@@ -17,9 +17,8 @@ from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.check import Resolved
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.train.step import train_step
-from tests.support.adamw import ours
-from tests.support.layers import random
-from tests.support.models import changed, weights_of
+from tests.support.adamw import ours, rounded
+from tests.support.models import changed, random, weights_of
 from tests.support.parity import (
     batches,
     check_course,
@@ -32,7 +31,6 @@ from tests.support.parity import (
     start,
 )
 from tests.support.ranks import RankPool
-from tests.support.rounding import rounded
 
 pytestmark = pytest.mark.cuda
 

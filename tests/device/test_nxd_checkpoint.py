@@ -28,13 +28,13 @@ from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig
 from tests.support import nxd_checkpoints
-from tests.support.checkpoints import blank, cut, meta, same, save
 from tests.support.models import changed
 from tests.support.nxd_checkpoints import Seen, rows, sized
 from tests.support.nxd_golden import Case, our_plan
 from tests.support.nxd_stages import micro_rows
 from tests.support.parity import relative_errors, table_of
 from tests.support.ranks import RankPool
+from tests.support.run_folders import blank, cut, meta, same, save
 
 pytestmark = pytest.mark.nxd
 

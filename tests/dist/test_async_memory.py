@@ -18,8 +18,8 @@ from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io.checksummed_file import aligned_memory
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
-from tests.support.checkpoints import Shards, cut, meta, table
 from tests.support.ranks import RankPool
+from tests.support.run_folders import Shards, cut, meta, table
 
 WORLD, STEPS = 4, (1, 2)
 

@@ -19,10 +19,10 @@ from nxtrain.checkpoint.load import load
 from nxtrain.common.io import checksummed_file
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
 from tests.support.memory import returns_pages, rise_bytes
 from tests.support.parity import layout as layout_of
 from tests.support.ranks import RankPool
+from tests.support.run_folders import blank, cut, meta, same, save, table, whole
 
 MODEL: dict[str, Any] = {
     "vocab_size": 32000,

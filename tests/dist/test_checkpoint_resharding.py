@@ -16,8 +16,8 @@ from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manife
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table
 from tests.support.ranks import RankPool
+from tests.support.run_folders import KINDS, blank, cut, meta, same, save, table
 
 Degrees = tuple[int, int]  # tp, dp
 

@@ -18,10 +18,10 @@ from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.config.check import Resolved
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.checkpoints import meta, save
 from tests.support.models import changed, weights_of
 from tests.support.parity import LR, batches, layout, local_batch, start
 from tests.support.ranks import RankPool
+from tests.support.run_folders import meta, save
 
 SAVED, STEPS = 2, 4
 """Steps before the checkpoint, and in all: the last loss is that of an update from what was loaded."""

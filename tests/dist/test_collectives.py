@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Axis, Mesh
-from tests.support.layers import random
+from tests.support.models import random
 from tests.support.ranks import RankPool
 
 Results = dict[str, Tensor]

@@ -20,11 +20,11 @@ from nxtrain.common.sharding import Layout
 from nxtrain.train.build import build_mesh
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.checkpoints import Shards, meta, save
 from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LOSS, NORM, first_weights, wanted
 from tests.support.parity import Course, local_pair, start, table_of
 from tests.support.ranks import RankPool
+from tests.support.run_folders import Shards, meta, save
 
 SAVED, STEPS = 1, 3
 """Steps before the checkpoint, and in all: the last loss is that of an update from the state that was loaded."""

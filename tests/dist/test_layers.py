@@ -19,7 +19,7 @@ from nxtrain.common.sharding import Init, Segment, ShardSpec
 from nxtrain.parallel.embedding import VocabEmbedding
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
-from tests.support.layers import filled, random
+from tests.support.models import filled, random
 from tests.support.ranks import RankPool
 
 S, B, D, IN, V = 8, 2, 6, 10, 13

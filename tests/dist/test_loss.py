@@ -17,7 +17,7 @@ from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.regions import TensorParallel
-from tests.support.layers import filled, random
+from tests.support.models import filled, random
 from tests.support.ranks import RankPool
 
 S, B, D = 8, 3, 16

@@ -23,8 +23,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.train.build import build_meta
-from tests.support.layers import filled, random
-from tests.support.models import changed, our_model, weights_of
+from tests.support.models import changed, filled, our_model, random, weights_of
 from tests.support.parity import (
     Course,
     Gradient,

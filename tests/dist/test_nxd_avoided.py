@@ -20,8 +20,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.train.build import build_meta
-from tests.support.layers import random
-from tests.support.models import weights_of
+from tests.support.models import random, weights_of
 from tests.support.parity import batches, gradient, layout, local_batch, start
 from tests.support.ranks import RankPool
 

@@ -26,7 +26,7 @@ from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
 from tests.support.parity import batches, layout, local_batch, start
-from tests.support.patience import patient_s
+from tests.support.ports import patient_s
 from tests.support.ranks import RankPool
 
 BUCKET_BYTES = 16 << 10

@@ -16,8 +16,7 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.memory import Bytes, stage_bytes
 from nxtrain.tools.trace.fake_rank import Traced, step_memory
 from nxtrain.train.build import mesh_of
-from tests.support.memory import returns_pages, rise_bytes
-from tests.support.memory_formula import TOLERANCE, Measured, job_of
+from tests.support.memory import TOLERANCE, Measured, job_of, returns_pages, rise_bytes
 from tests.support.models import plan
 from tests.support.ranks import RankPool
 

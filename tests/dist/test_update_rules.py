@@ -19,8 +19,7 @@ from nxtrain.optim.rounding import rounding_keys
 from nxtrain.train.build import build_mesh
 from nxtrain.train.step import train_step
 from tests.support.adamw import cut, part
-from tests.support.layers import random
-from tests.support.models import changed, weights_of
+from tests.support.models import changed, random, weights_of
 from tests.support.parity import Course, batches, layout, local_batch, run_ours, start, table_of
 from tests.support.ranks import RankPool
 

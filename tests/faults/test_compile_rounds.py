@@ -20,12 +20,11 @@ from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs
 from nxtrain.tools.compile.tool import TOOL
 from tests.support.caches import add_failed, add_locked
-from tests.support.neuron_machine import ROOT, install
-from tests.support.neuron_plugin import PAUSE, Plugin
+from tests.support.neuron_machine import PAUSE, ROOT, Plugin, install
 from tests.support.parallel_compile import FAULTS
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
-TRIAL = (sys.executable, "-m", "tests.support.neuron_plugin")
+TRIAL = (sys.executable, "-m", "tests.support.neuron_machine")
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ import os, sys, tempfile
 from pathlib import Path
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.parallel_compile import CompileJob, compile_graphs
-command = [sys.executable, "-m", "tests.support.neuron_plugin", *{[A, B, C]}]
+command = [sys.executable, "-m", "tests.support.neuron_machine", *{[A, B, C]}]
 cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
 found = compile_graphs(CompileJob(sys.argv[1], command, os.environ, cache, Path(tempfile.mkdtemp())), 2, 0)
 assert set(found.names) == cache.done(), (found.names, cache.done())

@@ -18,7 +18,7 @@ from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
-from tests.support.small_disks import small_disk
+from tests.support.special_files import small_disk
 
 ROOM_BYTES = 1 << 20
 BAD_STEP = 6

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import command_ranks, tiny
+from tests.support import command_ranks, runs
 from tests.support.command_ranks import Ranks
 from tests.support.commands import at_batch, ended, start_rank, train, write_config
 from tests.support.ports import free_port
@@ -114,7 +114,7 @@ def num_entries(pid: int | None, folder: str) -> int:
 @pytest.mark.timeout(180)
 def test_memory_threads_and_files_stay_what_they_are(started_by: ForkServerContext, tmp_path: Path) -> None:
     """Two ranks with 50 checkpoints in the background: the slope over 250 steps."""
-    model = {**tiny.TINY["model"], "config": {"num_hidden_layers": 1}}
+    model = {**runs.TINY["model"], "config": {"num_hidden_layers": 1}}
     command_ranks.write_config(tmp_path, steps=100_000, every=5, model=model)
     steps = range(50, 301, 25)
     mib: list[list[float]] = []

@@ -16,7 +16,7 @@ import pytest
 from nxtrain.checkpoint import directory
 from nxtrain.common.errors import BackendError, CheckpointError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
-from tests.support import commands, tiny
+from tests.support import commands, runs
 
 SHARD = "rank-00000.safetensors"
 STEPS = (2, 4, 6)
@@ -34,7 +34,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> tuple[int, str, str]:
-    return commands.in_process("train", folder / tiny.FILE, *OVERRIDES, *overrides)
+    return commands.in_process("train", folder / runs.FILE, *OVERRIDES, *overrides)
 
 
 def copied(finished: Path, to: Path) -> Path:

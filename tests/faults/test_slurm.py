@@ -15,7 +15,7 @@ from nxtrain.common.errors import ConfigError
 from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, configure, last_step, start
-from tests.support.slurm_jobs import WITHIN_S, Job, needs_slurm
+from tests.support.slurm import WITHIN_S, Job, needs_slurm
 
 pytestmark = needs_slurm
 

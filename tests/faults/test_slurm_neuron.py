@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import neuron_machine, slurm, tiny
+from tests.support import neuron_machine, runs, slurm
 from tests.support.recovery import last_step
 from tests.support.runs import course
-from tests.support.slurm_jobs import Job, needs_slurm
+from tests.support.slurm import Job, needs_slurm
 
 pytestmark = needs_slurm
 
@@ -39,7 +39,7 @@ def test_one_line_compiles_runs_is_preempted_and_resumes(
     """The compiler is a stand-in; the name of the run is hostile."""
     compiled = {"cache_dir": tmp_path / "cache", "manifest": tmp_path / "manifest.json", "max_recompiles": 0}
     backend = {"name": "neuron", "layers": "native"}
-    tiny.write_toml(tmp_path, num_rows=18, compile=compiled, backend=backend, **NEURON)
+    runs.write_toml(tmp_path, num_rows=18, compile=compiled, backend=backend, **NEURON)
     machine = {
         **neuron_machine.install(tmp_path),
         "NXTRAIN_FAULTS": "sleep@*:1:pre_step:0.5",

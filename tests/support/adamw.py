@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.rounding import step_hash
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Init, Layout, ParamTable, ShardBox, ShardSpec
 from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.rounding import rounding_keys
 from nxtrain.optim.update_rules import Stochastic
 from nxtrain.parallel.precision import Precision, Update
-from tests.support.layers import random
+from tests.support.models import random
 
 STEPS = 50
 TABLE = ParamTable(
@@ -110,3 +113,17 @@ def rounding_to_nearest() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stochastic, "close", nearest)
         yield
+
+
+CPU = CpuKernels()
+
+
+def rounded(
+    x: Tensor, step: int = 1, *, seed: int = 0, name: str = "w", kind: str = "param", kernels: Kernels = CPU
+) -> Tensor:
+    """`x` rounded as the whole of a parameter."""
+    layout = Layout(ParamTable({name: ShardSpec(tuple(x.shape))}), Mesh.build(1, 0))
+    key = rounding_keys(layout, {name: x}, kind, seed, host)[name]
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    kernels.stochastic_round(x.clone(), out, key, step_hash(torch.tensor(float(step))))
+    return out

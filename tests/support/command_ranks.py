@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.launch.local import AGENT, render
-from tests.support import commands, tiny
+from tests.support import commands, runs
 
 WORLD = 2
 
@@ -32,7 +32,7 @@ def write_config(folder: Path, *, steps: int = 100_000, every: int = 0, **sectio
         "checkpoint": {"every": every},
         "recovery": {"hang_timeout_s": 600.0},
     }
-    return tiny.write_toml(folder, num_rows=64, **{**tables, **sections})
+    return runs.write_toml(folder, num_rows=64, **{**tables, **sections})
 
 
 class Ranks:
@@ -65,7 +65,7 @@ class Ranks:
         place: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         place |= {VARIABLE: ",".join(faults)}
-        argv = ("train", str(config or folder / tiny.FILE), *overrides)
+        argv = ("train", str(config or folder / runs.FILE), *overrides)
         environs = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
         self.processes: list[BaseProcess] = [
             started_by.Process(

@@ -26,7 +26,7 @@ from nxtrain.common.testing import faults  # noqa: F401
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.train.command import train_on  # noqa: F401
-from tests.support import forked_python, tiny
+from tests.support import forked_python, runs
 
 TOLD, ERRORS = "told.txt", "errors.txt"
 
@@ -34,8 +34,8 @@ TOLD, ERRORS = "told.txt", "errors.txt"
 def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int = 18) -> Path:
     """A run of one rank and one block on random rows, every step logged."""
     model = {"config": {"num_hidden_layers": 1}}
-    sections = {"model": {**tiny.TINY["model"], **model}, "train": {"steps": steps}, "checkpoint": {"every": every}}
-    return tiny.write_toml(folder, num_rows=num_rows, **sections)
+    sections = {"model": {**runs.TINY["model"], **model}, "train": {"steps": steps}, "checkpoint": {"every": every}}
+    return runs.write_toml(folder, num_rows=num_rows, **sections)
 
 
 def context() -> ForkServerContext:
@@ -158,7 +158,7 @@ def outcome(*argv: object) -> tuple[int, str, str]:
 def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], object] | None = None) -> tuple[int, str]:
     """`nxtrain train` on the run of a folder, perhaps with faults."""
     environ = {VARIABLE: armed} if armed else {}
-    return command(folder, "train", folder / tiny.FILE, *overrides, environ=environ, first=first)
+    return command(folder, "train", folder / runs.FILE, *overrides, environ=environ, first=first)
 
 
 def start_rank(
@@ -182,7 +182,7 @@ def start_rank(
     return start(
         folder / str(number),
         "train",
-        folder / tiny.FILE,
+        folder / runs.FILE,
         *cut,
         *overrides,
         environ={**place_of_rank, **(environ or {})},

@@ -14,10 +14,9 @@ from nxtrain.common.layers import LayerSet
 from nxtrain.common.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels, contract_layers
-from tests.support.contract import Setting, hold
+from tests.support.contract import FORMS, Placed, Setting, Watch, hold, place
 from tests.support.contract_functions import Ranks
 from tests.support.contract_kernels import exact_attention
-from tests.support.forms import FORMS, Placed, Watch, place
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -31,7 +31,7 @@ from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGra
 from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
-from tests.support.contract import Operand, Work
+from tests.support.contract import WHOLE, Operand, Shape, Work
 from tests.support.contract_kernels import (
     EPS,
     LENGTHS,
@@ -43,7 +43,6 @@ from tests.support.contract_kernels import (
     rotated_operands,
     swiglu_shape,
 )
-from tests.support.forms import WHOLE, Shape
 
 
 class Echo(Collectives):

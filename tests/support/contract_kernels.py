@@ -15,8 +15,7 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
-from tests.support.contract import BOUNDS, Operand, Update, Work, compare
-from tests.support.forms import CONTIGUOUS, WHOLE, Shape
+from tests.support.contract import BOUNDS, CONTIGUOUS, WHOLE, Operand, Shape, Update, Work, compare
 
 LENGTHS = (1, 2, 7, 127, 128, 129, 130)
 """Around the blocks of 128 that the CPU's attention computes together."""

@@ -16,9 +16,8 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.linear import Product, SplitBackward
 from nxtrain.parallel.native import NativeLayers
-from tests.support.contract import Operand, Work
+from tests.support.contract import CONTIGUOUS, Operand, Shape, Work
 from tests.support.contract_functions import Ranks
-from tests.support.forms import CONTIGUOUS, Shape
 
 WIDTH = 4
 

@@ -4,19 +4,150 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
+from nxtrain.checkpoint import directory
 from nxtrain.common.io.object_store import Location
+from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY
 from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.loader import Batch, batch_of
+from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import train_bpe
+from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate
+from tests.support.models import hf_model, plan
+
+LENGTH = 64
+"""Longest sequence of the models."""
+
+TEXT = "na\xefve caf\xe9 \u4f60\u597d, \u4e16\u754c \U0001f642 the quick brown fox "
+
+
+DRAWN_FAMILIES = ("drawn-llama", "drawn-mistral", "drawn-qwen2", "drawn-qwen3")
+"""Shapes of `text_model` whose sizes are drawn, one of each family."""
+
+
+def text_model(folder: Path, shape: str = "gqa2") -> Path:
+    """Write a model with 300 entries of vocabulary; a shape of `SHAPES` or `DRAWN_FAMILIES`."""
+    config: dict[str, Any] = {"vocab_size": 300}
+    family = shape.removeprefix("drawn-")
+    drawn = shape in DRAWN_FAMILIES
+    if drawn:
+        config |= _sizes(Random(shape))
+    model = {"family": family if drawn else "llama", "config": config}
+    hf_model(plan("gqa2" if drawn else shape, model=model), std=0.3).save_pretrained(folder)
+    train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)
+    return folder
+
+
+def _sizes(rng: Random) -> dict[str, Any]:
+    heads = rng.choice((2, 3, 4, 6))
+    return {
+        "hidden_size": heads * rng.randint(8, 20),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "head_dim": 2 * rng.randint(4, 12),
+        "intermediate_size": rng.randint(20, 120),
+        "num_hidden_layers": rng.randint(1, 3),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
+def continued(place: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
+    """A prompt and its continuation by the model of a place."""
+    _, (text,) = generate(str(place), GenerateRequest((prompt,), count, seed), sampling)
+    return text.prompt + text.text
+
+
+WIDTH = 5
+
+
+class NumberedLane:
+    """Rows of numbers that name the lane and the row."""
+
+    def __init__(self, lane: int, place: Place, mark: Callable[[str], None] | None, poison: int) -> None:
+        self._lane, self._row, self._mark, self._poison = lane, place[0], mark, poison
+
+    @property
+    def place(self) -> Place:
+        """Place of the next row."""
+        return self._row, 0
+
+    def row(self) -> NDArray[np.int32]:
+        """Next row; the poisonous one ends the process."""
+        if self._mark:
+            self._mark(f"numbers.arrow, document {self._row}")
+        if self._row == self._poison:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self._row += 1
+        return np.full(WIDTH, 1000 * self._lane + self._row, np.int32)
+
+
+@dataclass(frozen=True)
+class NumberedLanes:
+    """Source of lanes of numbers.
+
+    Args:
+        poison: Row of each lane that ends the process; -1: none.
+    """
+
+    poison: int = -1
+
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+        """Function that opens a lane."""
+        return lambda order, lane, place: NumberedLane(lane, place, mark, self.poison)
+
+
+SEQ_LEN, END = 64, 0
+
+
+def drawn_row(rng: Random, vocab_size: int) -> list[int]:
+    """S + 1 marked ids: documents of drawn lengths, each with its end; the last may be cut, or padding may follow.
+
+    The id of the end is also a word of the documents.
+    """
+    row: list[int] = []
+    while len(row) <= SEQ_LEN:
+        words = [rng.choice((END, rng.randrange(vocab_size))) for _ in range(rng.choice((0, 1, 3, 10, 30)))]
+        row += [*words, END | END_BIT]
+        if rng.random() < 0.1:
+            row += [IGNORE_INDEX] * (SEQ_LEN + 1)
+    return row[: SEQ_LEN + 1]
+
+
+def spans(row: list[int]) -> list[tuple[int, int]]:
+    """First and last + 1 position of each document among the inputs of a row."""
+    is_last = [token == IGNORE_INDEX or token & END_BIT != 0 for token in row[:SEQ_LEN]]
+    bounds = [0, *(position + 1 for position in range(SEQ_LEN) if is_last[position]), SEQ_LEN]
+    return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
+
+
+def drawn_batch(rng: Random, vocab_size: int, rows: int) -> tuple[list[list[int]], Batch]:
+    found = [drawn_row(rng, vocab_size) for _ in range(rows)]
+    return found, batch_of(np.array(found), rows, end_id=END, doc_mask=True)
+
+
+def rows_of_stream(stream: NDArray[Any], seq_len: int) -> NDArray[Any]:
+    """Rows of a stream of tokens, each of which begins with the last token of the row before: (T,) to (n, S + 1)."""
+    num_rows = max(0, stream.size - 1) // seq_len
+    return np.array([stream[row * seq_len : (row + 1) * seq_len + 1] for row in range(num_rows)]).reshape(
+        num_rows, seq_len + 1
+    )
+
 
 FORMATS = (
     "text",

@@ -20,11 +20,18 @@ from tests.support.drawn import (
     is_for_xla,
     on_torchneuron,
 )
-from tests.support.drawn_bf16 import WORSE, distances
-from tests.support.drawn_commands import error_of_command, prepare, run_command
-from tests.support.drawn_fp16 import differences, draw_fp16
+from tests.support.drawn_fp16 import WORSE, differences, distances, draw_fp16
 from tests.support.drawn_fp16 import run as run_fp16
-from tests.support.drawn_runs import Error, error_of, first_weights, ours, wanted
+from tests.support.drawn_runs import (
+    Error,
+    error_of,
+    error_of_command,
+    first_weights,
+    ours,
+    prepare,
+    run_command,
+    wanted,
+)
 from tests.support.models import weights_of
 from tests.support.parity import Course
 from tests.support.ranks import RankPool

@@ -1,6 +1,7 @@
 """A pretended Trainium machine, for one process or for all that a shell starts; the list of all its fakes.
 
-Nothing of nxtrain is replaced but two paths, and `tests.support.replaced` tells if that were to change. The fakes are:
+Nothing of nxtrain is replaced but two paths, and `tests.support.neuron_runtime` finds any other
+replacement. The fakes are:
 
 - Packages: the metadata of torch-neuronx, neuronx-cc and libneuronxla, as pip installs them, without any code.
 - Device nodes: `sdk.DEVICES` and the default argument of `hardware.this_machine` name a folder with the driver's files
@@ -13,16 +14,19 @@ Nothing of nxtrain is replaced but two paths, and `tests.support.replaced` tells
   hosts, and the graphs between them run (see `tests.support.xla_link`).
 - With `NXD`, what NeuronX Distributed imports of AWS's, and the NKI kernels that its flash attention calls (see
   `tests.support.nxd_cpu` and `nki_kernels`). Its layers and functions are its own.
-- The compiler, its cache and `neuron_parallel_compile` (see `tests.support.neuron_plugin` and `parallel_compile`).
+- The compiler, its cache and `neuron_parallel_compile` (see `tests.support.neuron_machine` and `parallel_compile`).
 
 Two modules of torch-xla whose names are imported and not used are empty, for speed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -30,8 +34,97 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
+from tests.support.caches import COMPILER, compile_now
 from tests.support.forked_python import play
 from tests.support.xla_processes import FAST
+
+CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}
+"""Flags of the cache, which the hash of the flags leaves out."""
+
+PAUSE = "STAND_IN_COMPILE_PAUSE_S"
+"""Variable: seconds for which the stand-in of the compiler leaves each of an entry's three files half written."""
+
+
+class Plugin:
+    """Plugin that one process loads.
+
+    Args:
+        environ: Its variables.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._root = Path(environ["NEURON_COMPILE_CACHE_URL"])
+        flags = shlex.split(environ.get("NEURON_CC_FLAGS", ""))
+        self._flags = [flag for flag in flags if flag.partition("=")[0] not in CACHE_FLAGS]
+        self._extracts = bool(environ.get("NEURON_EXTRACT_GRAPHS_ONLY"))
+        self._pause_s = float(environ.get(PAUSE, "0"))
+        self._met: set[str] = set()
+        if file := environ.get("NEURON_PARALLEL_COMPILE_CACHE_PATH_LOG"):
+            Path(file).write_text(str(self._root), encoding="utf-8")
+
+    def key(self, graph: str) -> CacheKey:
+        """The key of a graph, whose hash is hexadecimal."""
+        flags = hashlib.md5(" ".join(self._flags).encode()).hexdigest()[:8]
+        return CacheKey(COMPILER, f"MODULE_{int(graph[:16], 16):020d}+{flags}")
+
+    def meet(self, graph: str, text: str) -> None:
+        """Have a graph ready to run, as a process does when it first reaches it."""
+        if graph in self._met:
+            return
+        self._met.add(graph)
+        key = self.key(graph)
+        folder = self._root / key.compiler / key.module
+        if (folder / DONE).exists():
+            log("NEURON_CC_WRAPPER", f"Using a cached neff at {folder / NEFF}")
+        elif self._extracts:
+            folder.mkdir(parents=True, exist_ok=True)
+            hlo = folder / "model.hlo_module.pb"
+            hlo.write_text(text, encoding="utf-8")
+            (folder / "compile_flags.json").write_text(json.dumps(self._flags), encoding="utf-8")
+            what = f"Extracting graphs ({hlo}) for ahead-of-time parallel compilation. No compilation was done."
+            log("NEURON_CC_WRAPPER", what)
+        else:
+            self._compile(folder)
+
+    def _compile(self, folder: Path) -> None:
+        """Compile a graph, or wait for whoever does, in this process: it holds the lock, and its child compiles."""
+        folder.mkdir(parents=True, exist_ok=True)
+        while not (folder / DONE).exists():
+            try:
+                os.close(os.open(folder / LOCK, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                log("NEURON_CACHE", f"Another process must be compiling {folder.name}")
+                time.sleep(0.3)
+                continue
+            log("NEURON_CC_WRAPPER", f"Call compiler with cmd: neuronx-cc compile --framework=XLA {folder.name}")
+            compile_now(folder, self._pause_s)
+            (folder / DONE).touch()
+            (folder / LOCK).unlink()
+
+
+def log(who: str, text: str) -> None:
+    """Print a line as libneuronxla does, in one write, since many ranks share a pipe."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S.000000", time.gmtime())
+    sys.stdout.write(f"{now}:  {os.getpid()}  INFO ||{who}||: {text}\n")
+    sys.stdout.flush()
+
+
+def main(graphs: list[str]) -> None:
+    """A script that reaches graphs; `fail` among them ends it, and a name with a colon is what it says it is at."""
+    plugin = Plugin()
+    for graph in graphs:
+        if graph == "fail":
+            sys.exit("this script fails")
+        if graph.endswith(":"):
+            print(f"extracting: {graph[:-1]}", file=sys.stderr, flush=True)
+        else:
+            plugin.meet(graph, f"HloModule {graph}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "PRETENDED_MACHINE"
@@ -178,7 +271,7 @@ def _start_runtime() -> None:
     from nxtrain.backends.xla.environment import extracting
     from nxtrain.backends.xla.graphs import freeze_older_objects
     from nxtrain.common.process.placement import Placement
-    from tests.support.neuron_plugin import Plugin
+    from tests.support.neuron_machine import Plugin
     from tests.support.neuron_runtime import Runtime, Witness
 
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}

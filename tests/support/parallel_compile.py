@@ -26,7 +26,7 @@ from pathlib import Path
 
 from nxtrain.tools.compile.entries import DONE, LOCK, LOG
 from tests.support.caches import compile_now
-from tests.support.neuron_plugin import PAUSE, log
+from tests.support.neuron_machine import PAUSE, log
 
 FAULTS = "EMULATOR_FAULTS"
 """Variable: a folder of files, of which each makes one compilation go wrong as its name says after a hyphen."""

@@ -7,10 +7,20 @@ process can hold, are safe from both.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
 from collections import deque
+
+VARIABLE = "NXTRAIN_TEST_PATIENCE"
+"""Variable with the factor; 1 if it is not set."""
+
+
+def patient_s(seconds: float) -> float:
+    """A limit in seconds, times the factor of this test session."""
+    return seconds * float(os.environ.get(VARIABLE) or 1)
+
 
 FIRST, LAST = 20_000, 32_000
 """Linux gives ports from 32768 on to connections."""

@@ -10,14 +10,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import find_family
 from nxtrain.common.machines import GB, GIGABIT, Machine
+from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.presets import SHAPES
 from nxtrain.plan.speed import step_time
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def world_of(loaded: Loaded) -> int:
+    """Ranks of a configuration's cluster: one per core of its instances, or as many as its degrees need."""
+    cluster, parallel = loaded.config.cluster, loaded.config.parallel
+    if cluster.instance:
+        return cluster.nodes * INSTANCES[cluster.instance].devices
+    return parallel.tp * parallel.pp * max(parallel.dp, 1)
+
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLISHED = GOLDEN / "published_throughput.json"

@@ -22,7 +22,7 @@ from tests.support.neuron_machine import INSTANCE, furnish, stand_on
 if TYPE_CHECKING:
     from nxtrain.backends.xla.backend import XlaBackend
 
-from tests.support.patience import patient_s
+from tests.support.ports import patient_s
 from tests.support.xla_processes import FAST, Ended, start
 
 TIMEOUT_S = patient_s(200)

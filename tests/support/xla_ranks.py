@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 from nxtrain.common.process.placement import Placement
-from tests.support.patience import patient_s
+from tests.support.ports import patient_s
 from tests.support.xla_processes import FAST, Ended, nxtrain, start
 
 TIMEOUT_S = patient_s(200)

@@ -10,7 +10,7 @@ import pytest
 from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
 from tests.support.drawn import CONFIG, ROOT, SEED, covering_array, draw
-from tests.support.drawn_commands import LIMIT_S, error_of_command, prepare
+from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""

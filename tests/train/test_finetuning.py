@@ -24,9 +24,9 @@ from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
 from tests.support.commands import in_process
+from tests.support.corpora import continued
 from tests.support.markdown import ROOT, blocks
 from tests.support.models import hf_model, plan
-from tests.support.text_models import continued
 
 VOCAB = 300
 STEPS = 8

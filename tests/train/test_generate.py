@@ -35,8 +35,8 @@ from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate, gen
 from nxtrain.tools.eval.model_shape import local_shape
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
+from tests.support.corpora import DRAWN_FAMILIES, LENGTH, continued, text_model
 from tests.support.ranks import RankPool
-from tests.support.text_models import DRAWN_FAMILIES, LENGTH, continued, text_model
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -28,8 +28,8 @@ from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.task import Metrics
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
+from tests.support.corpora import LENGTH, TEXT, text_model
 from tests.support.ranks import RankPool
-from tests.support.text_models import LENGTH, TEXT, text_model
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports

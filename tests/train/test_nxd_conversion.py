@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.support.commands import in_process
-from tests.support.runs import course, token_file
-from tests.support.tiny import write_toml
+from tests.support.runs import course, token_file, write_toml
 
 
 def test_a_run_goes_on_from_rank_files(tmp_path: Path) -> None:

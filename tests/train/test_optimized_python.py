@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nxtrain.checkpoint import directory
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from tests.support import commands, tiny
+from tests.support import commands, runs
 from tests.support.runs import course
 
 SHARD = "rank-00000.safetensors"
@@ -19,11 +19,11 @@ def test_a_run_saves_and_resumes_without_assertions(tmp_path: Path) -> None:
     plain, optimized = tmp_path / "plain", tmp_path / "optimized"
     for folder in (plain, optimized):
         commands.write_config(folder, steps=4, every=2)
-    code, _, err = commands.in_process("train", plain / tiny.FILE, "checkpoint.async=false")
+    code, _, err = commands.in_process("train", plain / runs.FILE, "checkpoint.async=false")
     assert code == 0, err
     for steps in (2, 4):
         overrides = (f"train.steps={steps}", "optim.decay_steps=4", "checkpoint.strict=true")
-        command = [sys.executable, "-OO", "-m", "nxtrain", "train", str(optimized / tiny.FILE), *overrides]
+        command = [sys.executable, "-OO", "-m", "nxtrain", "train", str(optimized / runs.FILE), *overrides]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr

@@ -16,8 +16,7 @@ from tests.support import forked_python
 from tests.support.commands import command
 from tests.support.models import hf_model
 from tests.support.ranks import RankPool
-from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
-from tests.support.tiny import write_toml
+from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank, write_toml
 
 STEPS = 4
 ALONE: dict[str, Any] = {"tp": 1, "dp": 1}

@@ -20,7 +20,7 @@ from nxtrain.optim.schedule import Schedule
 from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
 from tests.support.corpora import documents, write_corpus, write_tokenizer
-from tests.support.shipped import CONFIGS, world_of
+from tests.support.published import CONFIGS, world_of
 
 SEQ_LEN, VOCABULARY, STEPS = 32, 300, 4
 SCALED: dict[str, Any] = {

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.eval.generate import Sampling
-from tests.support.patience import patient_s
-from tests.support.text_models import continued
+from tests.support.corpora import continued
+from tests.support.ports import patient_s
 
 _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n])|(?P<text>[^\x1b\r\n]+)")
 

@@ -14,7 +14,7 @@ from unittest import mock
 import nxtrain
 import nxtrain_models
 from nxtrain.train import trainer
-from tests.support import tiny
+from tests.support import runs
 from tests.support.commands import outcome
 
 OURS = (*nxtrain.__path__, *nxtrain_models.__path__)
@@ -45,7 +45,7 @@ def test_the_trainer_makes_few_calls_between_its_steps(tmp_path: Path) -> None:
         sys.setprofile(note)
         return result
 
-    config = tiny.write_toml(
+    config = runs.write_toml(
         tmp_path,
         model={"config": {"num_hidden_layers": LAYERS}},
         train={"steps": STEPS},

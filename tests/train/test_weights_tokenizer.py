@@ -19,9 +19,9 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.show import dump
 from nxtrain.tools.eval.generate import Sampling
+from tests.support.corpora import continued
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
-from tests.support.text_models import continued
 
 VOCAB = 300
 WORDS = ("alpha", "beta", "gamma", "delta")

@@ -2,9 +2,77 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
 import pytest
 
-from tests.support.docstrings import PROPER_NAMES, ROOT, first_lines, found, offends, public_names, riddles
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("nxtrain", "models", "scripts", "tests")
+QUESTION_WORDS = frozenset({"how", "what", "where", "whether", "which", "who", "whose", "why"})
+OLD_WORDS = frozenset(
+    {"arrivals", "aside", "befall", "board", "heed", "heeds", "lasting", "leave", "lineage", "meeting", "parting"}
+    | {"saver", "say", "says", "tell", "tells", "told", "unsteady"}
+)
+"""Everyday words; `docs/glossary.md` has the terms in their place."""
+PROPER_NAMES = frozenset({"TensorBoardSink"})
+
+
+def first_lines(source: str) -> Iterator[tuple[int, str]]:
+    """Line number and first docstring line of a module and of everything it defines, private names included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text.splitlines()[0].strip()
+            yield from _attribute_lines(node.body)
+
+
+def offends(line: str) -> bool:
+    """True for a first line that begins with a question word."""
+    word = line.split(maxsplit=1)[0] if line.split() else ""
+    return word.strip("`'\"*_.,:;()-").partition("'")[0].lower() in QUESTION_WORDS
+
+
+@cache
+def found() -> list[tuple[str, str]]:
+    """Place (`path:line`) and first line of every docstring that offends."""
+    return [
+        (f"{path.relative_to(ROOT)}:{number}", line)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in first_lines(path.read_text(encoding="utf-8"))
+        if offends(line)
+    ]
+
+
+def public_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line number and name of each public class, function and method."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.lineno, node.name
+
+
+def riddles(name: str) -> set[str]:
+    """Words of a name, in CamelCase or with underscores, that no term of the field has."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)} & OLD_WORDS
+
+
+def _attribute_lines(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """First lines of the strings below assignments, which document constants and fields."""
+    previous: ast.stmt | None = None
+    for statement in body:
+        if (
+            isinstance(previous, ast.Assign | ast.AnnAssign)
+            and isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+            and isinstance(statement.value.value, str)
+        ):
+            yield statement.lineno, statement.value.value.strip().partition("\n")[0]
+        previous = statement
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.nxd_golden import VERSION
 from tests.support.nxd_signatures import COMMITS, REPOSITORY
-from tests.support.patience import VARIABLE, patient_s
+from tests.support.ports import VARIABLE, patient_s
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "scripts" / "nxd.sh").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.train.health.replica_check import Dissent, Holders, checksums, factors, minority
-from tests.support.layers import random
+from tests.support.models import random
 
 FACTORS = factors(64)
 

@@ -23,8 +23,7 @@ from nxtrain.tools.compile.compiler_processes import naming
 from nxtrain.tools.compile.entries import EntryState
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.caches import COMPILER
-from tests.support.neuron_machine import ROOT, assert_real, command, install
-from tests.support.neuron_plugin import PAUSE
+from tests.support.neuron_machine import PAUSE, ROOT, assert_real, command, install
 from tests.support.xla_processes import Started, start
 
 STEPS = 3

@@ -9,8 +9,8 @@ import torch
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Mesh
+from tests.support.corpora import SEQ_LEN, drawn_batch, spans
 from tests.support.models import our_model, plan, weights_of
-from tests.support.packed import SEQ_LEN, drawn_batch, spans
 from tests.support.xla_bodies import document_logits
 from tests.support.xla_engine import run_devices
 

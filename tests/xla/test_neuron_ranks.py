@@ -6,15 +6,32 @@ Shapes and layouts are drawn; what is pretended, `tests.support.neuron_machine` 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from nxtrain.backends.base import Backend
+from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
+from nxtrain.config.check import Resolved
 from tests.support.models import weights_of
-from tests.support.neuron_bodies import courses
-from tests.support.parity import check_course, layout, reference
+from tests.support.neuron_machine import REPLACED
+from tests.support.neuron_runtime import replaced
+from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.xla_engine import run_devices
+
+
+def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]], steps: int) -> list[Course]:
+    """Train each case from its weights, with the classes that a Trainium gets and nothing else."""
+    assert type(backend) is NeuronBackend
+    assert type(backend.kernels) is NeuronKernels
+    found = [run_ours(backend, resolved, steps, weights) for resolved, weights in cases]
+    if backend.rank == 0:  # for all threads of the process
+        assert replaced("nxtrain.backends") == REPLACED
+    return found
+
 
 SEED = 20
 STEPS = 3

@@ -6,15 +6,164 @@ those of a cluster, and nothing can be executed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from nxtrain.common.errors import BackendError
+from nxtrain.backends.base import BackendSettings
+from nxtrain.backends.neuron.backend import NeuronBackend
+from nxtrain.backends.xla import backend
+from nxtrain.backends.xla.world import join
+from nxtrain.checkpoint import directory
+from nxtrain.common.errors import BackendError, NxtrainError
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.metrics.run_observer import Observers, RunObserver
+from nxtrain.optim.schedule import Schedule
+from nxtrain.parallel.grads import Gradients
+from nxtrain.tools.trace import trace
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
+from nxtrain.train.compatibility import RunInputs, meta_at
+from nxtrain.train.graph_extraction import trainer
+from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.health.recompiles import Recompiles
+from nxtrain.train.start import restore
+from nxtrain.train.step import TrainState
+from nxtrain.train.trainer import Trainer
+from tests.support.graph_mutants import MUTANTS
 from tests.support.models import changed
+from tests.support.neuron_machine import furnish, stand_on
 from tests.support.parity import layout
-from tests.support.xla_rank_bodies import RANK_MUTANTS, on_a_fake_neuron_machine, outcomes
 from tests.support.xla_ranks import command_ranks, run_ranks
+
+
+def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:
+    """Train on paper with each defect: class and message of what ended it, and the graphs that were handed over."""
+    found = []
+    with (
+        patch.object(backend, "join", cache(join)),  # one process group for all cases
+        patch.object(trace, "trainer", _as_in_a_run),
+    ):
+        for mutant in mutants:
+            tape = trace._Tape(rank=place.rank)
+            with {**MUTANTS, **RANK_MUTANTS}[mutant]():
+                try:
+                    trace._play(plan, place.world, tape, steps)
+                    ended = ["", ""]
+                except NxtrainError as error:
+                    ended = [type(error).__name__, str(error)]
+            found.append([*ended, *(cut.hash for cut in tape.cuts)])
+    return found
+
+
+def _as_in_a_run(
+    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, observer: RunObserver
+) -> Trainer:
+    """The trainer on paper, watched as the one of a run is."""
+    recompiles = Recompiles(state.backend, config.compile.max_recompiles)
+    return trainer(plan, state, config, schedule, Observers(observer, recompiles))
+
+
+def _uneven_batch() -> AbstractContextManager[Any]:
+    sound = Trainer._put
+
+    def put(self: Trainer, batch: Any) -> Any:
+        whole = sound(self, batch)
+        short = slice(1 if self.state.mesh.rank else None)
+        return type(whole)([x[short] for x in whole.inputs], [x[short] for x in whole.targets])
+
+    return patch.object(Trainer, "_put", put)
+
+
+def _work_of_one_rank() -> AbstractContextManager[Any]:
+    sound = NumericsGuard.values
+
+    def values(self: NumericsGuard) -> dict[str, Tensor]:  # the first of what is computed for a record
+        if self._state.mesh.rank == 1:
+            self._state.backend.step_boundary()
+        return sound(self)
+
+    return patch.object(NumericsGuard, "values", values)
+
+
+def _after_warm_up() -> AbstractContextManager[Any]:
+    sound, calls = Gradients.norm, []
+
+    def norm(self: Gradients, tensors: Mapping[str, Tensor]) -> Tensor:
+        calls.append(0)
+        late = self._layout.mesh.rank and len(calls) > 4  # each step asks twice: for the update and for the log
+        return sound(self, tensors) + (2.0 if late else 0.0)
+
+    return patch.object(Gradients, "norm", norm)
+
+
+RANK_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "uneven batch": _uneven_batch,
+    "work of one rank": _work_of_one_rank,
+    "after warm-up": _after_warm_up,
+}
+
+
+def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]:
+    """Open and close the Neuron backend on a pretended machine, and use what it gives beside graphs."""
+    import torch_xla
+    from torch_xla.distributed.xla_backend import ProcessGroupXla
+
+    machine = plan.config.run.dir.parent / f"machine-{place.rank}"
+    furnish(machine)
+    stand_on(machine)
+    backend = NeuronBackend(BackendSettings(hang_timeout_s=60.0))
+    found: dict[str, Any] = {
+        "placement": [backend.rank, backend.world, backend.local_rank, backend.local_world],
+        "default group": [dist.get_backend(), dist.get_rank(), dist.get_world_size()],
+        "is of torch-xla": isinstance(dist.group.WORLD, ProcessGroupXla),
+        "devices that replicate": torch_xla._XLAC._xla_get_replication_devices_count(),
+        "host group": dist.get_backend(backend.host_group),
+        "hosts wait": _timeout_s(backend),
+    }
+    groups = [[0], [1]]
+    made = dist.new_group([place.rank], pg_options={"xla_pg_options": {"mesh": groups}})
+    found["group of NxD"] = getattr(made, "_mesh", None)
+    backend.collectives.barrier()
+    found["compiled"] = backend.diagnostics.num_compiled()
+    found["resumes"] = _saved_and_loaded(backend, plan)
+    backend.close()
+    found["closed"] = not dist.is_initialized()
+    return found
+
+
+def _timeout_s(backend: NeuronBackend) -> float:
+    assert backend.host_group is not None
+    return float(backend.host_group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
+    """True if this rank finds its drawn weights in a checkpoint that both saved, as a run saves and resumes."""
+    mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
+
+    def state(init: Literal["draw", "zeros"]) -> TrainState:
+        return build_state(plan, build_model(plan, backend, mesh, init=init), backend, mesh)
+
+    saved, loaded = state("draw"), state("zeros")
+    backend.step_boundary()
+    inputs = RunInputs("")
+    Checkpoints(plan, saved, RunIdentity(inputs, meta_at(0, plan, inputs)), print).save(1, True)
+    restore(loaded, directory.step_path(plan.config.run.dir / CHECKPOINTS_DIR, 1), weights_only=False)
+    backend.step_boundary()
+    there = dict(loaded.model.named_parameters())
+    return all(torch.equal(x.cpu(), there[name].cpu()) and x.any() for name, x in saved.model.named_parameters())
+
 
 CONFIG = Path(__file__).parents[2] / "configs/tiny_cpu.toml"
 STEPS = 3

@@ -7,11 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.resharding import LAYOUTS, after, world_of
-from tests.support.runs import token_file
+from nxtrain.backends import open_backend
+from nxtrain.common.process.placement import Placement
+from nxtrain.train.command import train_on
+from nxtrain.train.context import RunContext
+from tests.support.resharding import LAYOUTS, SAVED, after, continued, plan, world_of
+from tests.support.runs import token_file, train_rank
 from tests.support.xla_processes import start
 from tests.support.xla_ranks import ONE_DEVICE, TIMEOUT_S, run_ranks
-from tests.support.xla_resharding import ROWS, go_on, save
+
+ALONE = {"tp": 1, "dp": 1}
+ROWS = "rows.npy"
+
+
+def save(place: Placement, folder: Path, name: str) -> None:
+    """Train one gloo rank of a layout."""
+    backend = open_backend("cpu")
+    train_rank(backend, plan(folder / name, LAYOUTS[name], folder / ROWS))
+    backend.close()
+
+
+def go_on(folder: Path) -> None:
+    """Continue the run of each layout on one XLA device."""
+    backend = open_backend("xla")
+    for name in LAYOUTS:
+        checkpoint = folder / name / "checkpoints" / f"step-{SAVED:08d}"
+        train_on(RunContext.open(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint)))
+    backend.close()
 
 
 def test_the_next_losses_are_those_of_the_run_that_was_saved(tmp_path: Path) -> None:

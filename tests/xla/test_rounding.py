@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.layers import random
-from tests.support.rounding import rounded
+from tests.support.adamw import rounded
+from tests.support.models import random
 from tests.support.xla_bodies import rounded as rounded_on_device
 from tests.support.xla_engine import run_devices
 

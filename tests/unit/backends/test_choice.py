@@ -13,7 +13,7 @@ from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import BackendError
-from tests.support.layers import ALONE, random
+from tests.support.models import ALONE, random
 
 NO_GPU = Support(False, "no GPU in this test")
 

@@ -12,7 +12,7 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
 from nxtrain.common.kernels import Kernels
-from tests.support.layers import random
+from tests.support.models import random
 
 KERNELS = {"fused": FusedKernels(), "grouped": CudaKernels(), "plain": PlainKernels()}
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)

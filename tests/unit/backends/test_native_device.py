@@ -34,9 +34,9 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
-from tests.support import fake_neuron, neuron_profiling
+from tests.support import fake_neuron
+from tests.support.fake_neuron import StandInDevice
 from tests.support.models import changed, plan, tokens
-from tests.support.neuron_device import StandInDevice
 from tests.support.runs import run_plan, token_file, train_rank
 
 BUDGET = 45
@@ -280,12 +280,12 @@ def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: S
 @pytest.fixture
 def profiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """TorchNeuron's package for profiles."""
-    found = neuron_profiling.modules()
+    found = fake_neuron.modules()
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv(DEVICE_TRACE, raising=False)
     yield found["torch_neuronx.profiling"]
-    neuron_profiling.MADE.clear()
+    fake_neuron.MADE.clear()
 
 
 def profile_steps(folder: Path) -> list[str]:
@@ -325,7 +325,7 @@ def test_profiled_steps_hold_the_runtimes_events_and_the_whole_work_of_the_devic
     monkeypatch.setattr(torch.profiler.profile, "stop", stopped)
     monkeypatch.setattr(torch.neuron, "synchronize", lambda: order.append("synchronize"))  # type: ignore[attr-defined]
     found, written = profile_steps(tmp_path)
-    (config,) = neuron_profiling.MADE
+    (config,) = fake_neuron.MADE
     assert (config.modes, config.profile_output_dir) == (modes, str(tmp_path / "profiles" / "neuron"))
     assert order == ["synchronize", "stop"], "the host runs ahead of the device"
     assert {activity.name for activity in asked_for} == {"CPU", "PrivateUse1"}

@@ -23,7 +23,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.rounding import rounding_keys
 from tests.support.adamw import host
-from tests.support.layers import random
+from tests.support.models import random
 
 Install = Callable[..., None]
 GOOD = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436", "neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from nxtrain.backends.neuron import attention, backend, hardware, sdk
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
-from tests.support.replaced import replaced
+from tests.support.neuron_runtime import replaced
 
 PACKAGE = "nxtrain.backends"
 NEURON = f"{PACKAGE}.neuron"

@@ -11,7 +11,7 @@ import torch
 from nxtrain.checkpoint.shards import TensorShard, owned, tensor_shards
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, Segment, ShardSpec
-from tests.support.checkpoints import KINDS, table
+from tests.support.run_folders import KINDS, table
 
 SHAPES = ("gqa2", "mqa", "odd", "tied")
 LAYOUTS = [(tp, dp, 1) for tp, dp in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3), (8, 2)]]

@@ -27,7 +27,7 @@ from nxtrain.common.io.checksummed_file import TransferCounter, transferred
 from nxtrain.common.io.object_store import FolderStore, ObjectStore, S3Store, open_store, place_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
-from tests.support.checkpoints import meta
+from tests.support.run_folders import meta
 from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]

@@ -21,7 +21,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table, whole
+from tests.support.run_folders import KINDS, blank, cut, meta, same, save, table, whole
 
 ALONE = Mesh(1, 0)
 

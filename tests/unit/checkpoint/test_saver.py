@@ -22,7 +22,7 @@ from nxtrain.checkpoint.save import write_state
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
-from tests.support.checkpoints import meta
+from tests.support.run_folders import meta
 
 ONE = Ranks(Mesh(1, 0))
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))

@@ -11,7 +11,7 @@ from nxtrain.common.family import find_family
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.launch.local import render
-from tests.support.shipped import CONFIGS, world_of
+from tests.support.published import CONFIGS, world_of
 from tests.unit.plan.test_command import answer
 
 SHIPPED = sorted(CONFIGS.rglob("*.toml"))

@@ -24,10 +24,9 @@ from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.nn.init import draw
 from nxtrain.optim.schedule import Schedule
-from tests.support.corpora import write_corpus, write_tokenizer
-from tests.support.packed import rows_of_stream
+from tests.support.corpora import rows_of_stream, write_corpus, write_tokenizer
 from tests.support.parity import table_of
-from tests.support.shipped import CONFIGS, world_of
+from tests.support.published import CONFIGS, world_of
 
 BOTH: dict[str, Any] = {
     "run.seed": 12349,

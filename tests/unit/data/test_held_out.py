@@ -19,7 +19,7 @@ from nxtrain.data.held_out import target_counts, token_bytes
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
 from nxtrain.train.results import Summary
-from tests.support.packed import rows_of_stream
+from tests.support.corpora import rows_of_stream
 from tests.unit.data.conftest import OpenAlone
 
 TEXTS = [

@@ -16,8 +16,7 @@ from nxtrain.data.arrow.inspection import Lengths, PackingWaste, inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.packing import best_fit
 from nxtrain.data.tokenization import load_tokenizer
-from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
-from tests.support.packed import rows_of_stream
+from tests.support.corpora import documents, prepare, rows_of_stream, write_corpus, write_tokenizer
 
 DRAWN = st.lists(st.integers(0, 50), min_size=1, max_size=60)
 

@@ -25,8 +25,7 @@ from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, LocalLanes, Place, StreamLoader, merged, places_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
-from tests.support.corpora import prepare, write_corpus, write_tokenizer
-from tests.support.lanes import NumberedLane
+from tests.support.corpora import NumberedLane, prepare, write_corpus, write_tokenizer
 
 VOCABULARY, SEQ_LEN = 300, 24
 WEIGHT = st.one_of(st.integers(1, 40).map(float), st.integers(1, 60).map(lambda tenths: tenths / 10))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data.arrow import seal, work
 from nxtrain.data.arrow.token_stream import StreamSamples, opened_before, write_stream
-from tests.support.packed import rows_of_stream
+from tests.support.corpora import rows_of_stream
 from tests.unit.data.conftest import OpenAlone
 
 BLOCK, SEQ_LEN = 256, 8

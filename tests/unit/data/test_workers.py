@@ -35,8 +35,7 @@ from nxtrain.data.stream_loader import (
 )
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.data.workers import AHEAD, WorkerPolicy, Workers
-from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
-from tests.support.lanes import NumberedLanes
+from tests.support.corpora import NumberedLanes, documents, prepare, write_corpus, write_tokenizer
 
 SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300
 ORDER = LaneOrder(num_lanes(GLOBAL_BATCH), SEED, True)
@@ -228,7 +227,7 @@ RANK = """
 import os, signal, sys, time
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.workers import WorkerPolicy, Workers
-from tests.support.lanes import NumberedLanes
+from tests.support.corpora import NumberedLanes
 workers = Workers(NumberedLanes(), LaneOrder(2, 0, True), WorkerPolicy(2, 3, 60.0), {0: (0, 0), 1: (0, 0)}, 1)
 workers.rows(0)
 workers.members[1].signal(signal.SIGSTOP)

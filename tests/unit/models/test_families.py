@@ -20,8 +20,7 @@ from nxtrain.nn.init import draw_shard
 from nxtrain.parallel.native import NativeLayers
 from nxtrain_models.decoder.config import DecoderConfig
 from tests.support.drawn import FAMILIES
-from tests.support.layers import alone
-from tests.support.models import plan
+from tests.support.models import alone, plan
 from tests.support.parity import table_of
 
 PUBLISHED = {  # counts of the weights on the Hugging Face hub

@@ -18,8 +18,8 @@ from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.nn.rope import Rope, positions_of
+from tests.support.corpora import END, SEQ_LEN, drawn_batch, spans
 from tests.support.models import SHAPES, our_model, plan, weights_of
-from tests.support.packed import END, SEQ_LEN, drawn_batch, spans
 
 TOLERANCE = 1e-5
 KERNELS: dict[str, Kernels] = {

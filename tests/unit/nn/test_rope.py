@@ -11,7 +11,7 @@ from torch import Tensor
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.nn.init import materialize
 from nxtrain.nn.rope import Rope, RopeStretch, frequencies
-from tests.support.layers import random
+from tests.support.models import random
 
 S, B, N, H = 40, 2, 3, 8
 THETA = 10_000.0

@@ -17,7 +17,7 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.precision import Update
 from tests.support.adamw import cut, host, part, precision
-from tests.support.layers import random
+from tests.support.models import random
 
 STEPS = 4
 ADAM = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

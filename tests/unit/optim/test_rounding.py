@@ -16,7 +16,7 @@ from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
-from tests.support.rounding import rounded
+from tests.support.adamw import rounded
 
 KERNELS = {"CPU kernels": CpuKernels(), "CUDA kernels on CPU tensors": CudaKernels(), "plain kernels": PlainKernels()}
 """Kernels whose operations run here on CPU tensors; `tests/device` runs those of CUDA on a GPU."""

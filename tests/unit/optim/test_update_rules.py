@@ -15,7 +15,7 @@ from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.precision import Update
 from tests.support.adamw import host, precision, rounding_to_nearest
-from tests.support.layers import random
+from tests.support.models import random
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ADAM = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

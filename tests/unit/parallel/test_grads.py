@@ -18,7 +18,7 @@ from nxtrain.common.sharding import Layout, ParamTable, Segment, ShardSpec, row_
 from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
 from nxtrain.parallel.grads import SquareSum, clip_factor
 from nxtrain.parallel.precision import Precision
-from tests.support.layers import random
+from tests.support.models import random
 
 
 def host(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.linear import ColumnLinear, Product, RowLinear, SplitBackward
-from tests.support.layers import ALONE, alone, filled, random
+from tests.support.models import ALONE, alone, filled, random
 
 S, B, IN, OUT = 5, 3, 4, 6
 

@@ -14,7 +14,7 @@ from nxtrain.common import vocab as vocab_module
 from nxtrain.common.sharding import Init
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.parallel.loss import VocabHead
-from tests.support.layers import ALONE, alone, filled, random
+from tests.support.models import ALONE, alone, filled, random
 
 S, B, D, V = 16, 4, 8, 131
 T = S * B

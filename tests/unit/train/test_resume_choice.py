@@ -23,7 +23,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.schema import RunConfig
-from tests.support.checkpoints import meta
+from tests.support.run_folders import meta
 
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
 ALONE = Ranks(Mesh(1, 0))

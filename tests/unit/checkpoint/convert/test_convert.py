@@ -22,8 +22,8 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import CheckpointError, ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, save, table
 from tests.support.models import hf_model, plan, tokens
+from tests.support.run_folders import blank, cut, meta, save, table
 
 ALONE = Mesh(1, 0)
 

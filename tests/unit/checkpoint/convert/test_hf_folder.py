@@ -18,8 +18,8 @@ from nxtrain.common.errors import ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
 from nxtrain.train.build import whole_shapes
-from tests.support.checkpoints import blank, cut, same, table, whole
 from tests.support.parity import layout, table_of
+from tests.support.run_folders import blank, cut, same, table, whole
 
 ALONE = Mesh(1, 0)
 WEIGHTS = {"model": torch.float32}

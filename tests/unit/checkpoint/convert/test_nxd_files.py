@@ -25,8 +25,8 @@ from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
 from nxtrain.config.schema import OptimConfig
-from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
 from tests.support.models import plan
+from tests.support.run_folders import blank, cut, meta, same, save, table, whole
 
 ALONE = Mesh(1, 0)
 WIDE = {"model": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import tiny
+from tests.support import runs
 
 # Runs the command line beside records of collections. The modules that torch imports itself do not count.
 CODE = """
@@ -76,7 +76,7 @@ MOST_MODULES = 700
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Records of one run of one step, which computes whole blocks again."""
     folder = tmp_path_factory.mktemp("run")
-    config = tiny.write_toml(folder, train={"steps": 1, "remat": "full"}, checkpoint={"every": 0})
+    config = runs.write_toml(folder, train={"steps": 1, "remat": "full"}, checkpoint={"every": 0})
     argv = [sys.executable, "-c", CODE, "train", str(config)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

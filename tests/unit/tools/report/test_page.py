@@ -22,7 +22,7 @@ from nxtrain.tools.report.page import render
 from nxtrain.tools.report.parity import Bounds, compare
 from nxtrain.tools.report.run import read_run, read_runs, shortened
 from nxtrain.tools.report.scaling import scaling
-from tests.support.patience import patient_s
+from tests.support.ports import patient_s
 from tests.support.run_folders import record, restarted, start, write_run
 
 PIECES = st.sampled_from(
