@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nxd_signatures import PACKAGE, recorded, scan
+from tests.support.nxd_cpu import PACKAGE, recorded, scan
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.contract_bodies import hold_collectives, hold_functions, hold_layers
+from tests.support.contract_layers import hold_collectives, hold_functions, hold_layers
 from tests.support.ranks import RankPool
 
 SEED = 0

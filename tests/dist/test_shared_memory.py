@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,32 @@ from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native.build import LibraryBuildError
 from nxtrain.common.errors import BackendError, LostPeerError
 from nxtrain.common.mesh import Axis, Mesh
-from tests.support.cpp_mutants import mutant_libraries
 from tests.support.ranks import RankPool
+
+
+def mutant_libraries(
+    source: Path, mutants: Mapping[str, tuple[str, str]], flags: Sequence[str], folder: Path
+) -> dict[str, str]:
+    """Compile a source once for each defect.
+
+    Args:
+        source: The C++ file.
+        mutants: By name of the defect, a text of the source and its replacement.
+        flags: Of the compiler.
+        folder: For sources and libraries.
+
+    Returns:
+        The library of each defect.
+    """
+    text, found = source.read_text(), {}
+    for number, (name, (right, wrong)) in enumerate(mutants.items()):
+        assert right in text, f"{name}: {source.name} has no {right!r}"
+        path = folder / f"{number}.cpp"
+        path.write_text(text.replace(right, wrong))
+        build.compile_library(path, path.with_suffix(".so"), flags)
+        found[name] = str(path.with_suffix(".so"))
+    return found
+
 
 SLOT_BYTES = 1 << 20
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)

@@ -25,7 +25,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.nn.init import draw_shard
-from tests.support.nxd_signatures import COMMITS, REPOSITORY
+from tests.support.nxd_cpu import COMMITS, REPOSITORY
 from tests.support.parity import table_of, whole
 from tests.support.runs import QUIET, records
 

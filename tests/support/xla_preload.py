@@ -19,7 +19,7 @@ MODULES = (
     "torch_xla.runtime",
     "transformers.models.llama.modeling_llama",
     "tests.support.command_ranks",
-    "tests.support.contract_bodies",
+    "tests.support.contract_layers",
     "tests.support.drawn_runs",
     "tests.xla.test_extraction",
     "tests.xla.test_neuron_ranks",

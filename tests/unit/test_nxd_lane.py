@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nxd_cpu import COMMITS, REPOSITORY
 from tests.support.nxd_golden import VERSION
-from tests.support.nxd_signatures import COMMITS, REPOSITORY
 from tests.support.ports import VARIABLE, patient_s
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from tests.support.contract_bodies import hold_collectives, hold_functions, hold_layers, hold_xla_kernels
+from tests.support.contract_layers import hold_collectives, hold_functions, hold_layers, hold_xla_kernels
 from tests.support.xla_engine import run_devices
 
 SEED = 0

@@ -1,7 +1,7 @@
 """Several processes of PyTorch/XLA as under torchrun: one world or a clear refusal, and the same graphs or none.
 
-XLA:CPU joins no processes. They pretend the world (see `tests.support.xla_ranks`), so that groups, hosts and graphs are
-those of a cluster, and nothing can be executed.
+XLA:CPU joins no processes. They pretend the world (see `tests.support.xla_engine`), so that groups, hosts and graphs
+are those of a cluster, and nothing can be executed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.graph_mutants import MUTANTS
 from tests.support.models import changed
 from tests.support.neuron_machine import furnish, stand_on
 from tests.support.parity import layout
-from tests.support.xla_ranks import command_ranks, run_ranks
+from tests.support.xla_engine import command_ranks, run_ranks
 
 
 def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:

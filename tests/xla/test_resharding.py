@@ -13,8 +13,8 @@ from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from tests.support.resharding import LAYOUTS, SAVED, after, continued, plan, world_of
 from tests.support.runs import token_file, train_rank
+from tests.support.xla_engine import ONE_DEVICE, TIMEOUT_S, run_ranks
 from tests.support.xla_processes import start
-from tests.support.xla_ranks import ONE_DEVICE, TIMEOUT_S, run_ranks
 
 ALONE = {"tp": 1, "dp": 1}
 ROWS = "rows.npy"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.neuron.sdk import DISTRIBUTED, RELEASES, Package, unverified
-from tests.support.nxd_signatures import COMMITS, FILE, PACKAGE, Entry, Table, dump, recorded, scan
+from tests.support.nxd_cpu import COMMITS, FILE, PACKAGE, Entry, Table, dump, recorded, scan
 
 
 def violations(source: str, table: Table) -> list[str]:
