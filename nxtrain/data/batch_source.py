@@ -86,7 +86,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Rows of token files.
 
     Args:

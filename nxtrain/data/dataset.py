@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nxtrain.common.errors import DataError, LostPeerError, refused
 from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
-from nxtrain.data.batch_source import BatchSource, Rows
+from nxtrain.data.batch_source import BatchSource, TokenRows
 from nxtrain.data.files import replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
@@ -53,7 +53,7 @@ class Data:
     @property
     def train(self) -> Samples:
         """Rows to train on, of data that has rows before training."""
-        assert isinstance(self.source, Rows)
+        assert isinstance(self.source, TokenRows)
         return self.source.samples
 
 
@@ -197,12 +197,12 @@ def _open_stream(path: Path, seq_len: int) -> StreamSamples:
     return StreamSamples(path, seq_len)
 
 
-def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Rows:
+def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> TokenRows:
     """Rows to train on, of one token file or of a mixture of several."""
     if config.source != "tokens":
         train = _open_stream(Path(prepared.train), seq_len)
         _refuse_too_short(train, "leaves for training", "add text, or lower train.seq_len")
-        return Rows(train)
+        return TokenRows(train)
     files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
     probes = zip(files, prepared.probe.split(), strict=True)
     parts: tuple[Samples, ...] = tuple(
@@ -212,8 +212,8 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
         assert prepared.end_id is not None, "config/check.py asks for the tokenizer"
         parts = tuple(EndedSamples(part, prepared.end_id) for part in parts)
     if config.mixture:
-        return Rows(MixedSamples(Mixture.of(config.mixture, config.weights), parts))
-    return Rows(parts[0])
+        return TokenRows(MixedSamples(Mixture.of(config.mixture, config.weights), parts))
+    return TokenRows(parts[0])
 
 
 def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:

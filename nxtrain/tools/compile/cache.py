@@ -20,7 +20,7 @@ from pathlib import Path
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState
 from nxtrain.tools.compile.entry_hashes import Seal, copy_file, damage, hash_file
-from nxtrain.tools.compile.layout import Layout
+from nxtrain.tools.compile.layout import CacheLayout
 from nxtrain.tools.compile.module_folders import GRACE_S, ModuleFolders
 from nxtrain.tools.compile.neff_files import NeffFiles
 
@@ -63,8 +63,8 @@ class Cache:
     def __str__(self) -> str:
         return str(self.root)
 
-    def layout(self, compiler: str) -> Layout:
-        """Layout of the graphs of a compiler, the first part of their keys."""
+    def layout(self, compiler: str) -> CacheLayout:
+        """CacheLayout of the graphs of a compiler, the first part of their keys."""
         if compiler == NEFF_FOLDER:
             return self._neffs
         return self._folders

@@ -10,7 +10,7 @@ from nxtrain.tools.compile.entries import CacheKey, Entry
 from nxtrain.tools.compile.entry_hashes import Seal
 
 
-class Layout(ABC):
+class CacheLayout(ABC):
     """Files of one lane's graphs in a cache."""
 
     patience_s = 0.0

@@ -36,7 +36,7 @@ from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.compiler_processes import descends, naming
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey
-from nxtrain.tools.compile.layout import Layout
+from nxtrain.tools.compile.layout import CacheLayout
 from nxtrain.tools.compile.manifest import (
     GraphManifest,
     check_ready,
@@ -114,13 +114,13 @@ class MissWatch(threading.Thread):
     """Thread that looks for graphs that a run compiles though it should not need to.
 
     Args:
-        layout: Layout of the run's graphs in the cache.
+        layout: CacheLayout of the run's graphs in the cache.
         expected: Graphs that the run may load, or compile.
         ancestor: The process from which all compilers of the run descend.
         on_miss: Callback for each other graph, once, from this thread.
     """
 
-    def __init__(self, layout: Layout, expected: Collection[CacheKey], ancestor: int, on_miss: OnMiss) -> None:
+    def __init__(self, layout: CacheLayout, expected: Collection[CacheKey], ancestor: int, on_miss: OnMiss) -> None:
         super().__init__(name="nxtrain-compile-guard", daemon=True)
         self._layout = layout
         self._ancestor = ancestor

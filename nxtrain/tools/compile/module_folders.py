@@ -38,7 +38,7 @@ from nxtrain.tools.compile.entries import (
     parse_key,
 )
 from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
-from nxtrain.tools.compile.layout import Layout
+from nxtrain.tools.compile.layout import CacheLayout
 
 OURS = "nxtrain"
 """Text of nxtrain's own locks; the compiler's are empty."""
@@ -48,7 +48,7 @@ GRACE_S = 300.0
 start, or have ended just now."""
 
 
-class ModuleFolders(Layout):
+class ModuleFolders(CacheLayout):
     """The folders of PyTorch/XLA in a cache.
 
     Args:

@@ -17,10 +17,10 @@ from pathlib import Path
 from nxtrain.common.io.atomic import replace_text, sync_folder
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, parse_key
 from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
-from nxtrain.tools.compile.layout import Layout
+from nxtrain.tools.compile.layout import CacheLayout
 
 
-class NeffFiles(Layout):
+class NeffFiles(CacheLayout):
     """The files of TorchNeuron in a cache.
 
     Args:

@@ -14,7 +14,7 @@ from nxtrain.common.run_folder import EVALUATIONS_FILE
 from nxtrain.tools.report.chart import Chart, Curve, draw
 from nxtrain.tools.report.columns import MOST
 from nxtrain.tools.report.figures import NUM_COLORS
-from nxtrain.tools.report.run import Run, shortened
+from nxtrain.tools.report.run import RecordedRun, shortened
 
 Point = tuple[float, float, float]
 """Tokens of training, value, and standard error, which is 0 if unknown."""
@@ -23,7 +23,7 @@ MOST_TASKS = 40
 """Most tasks that the page shows, those that were measured first."""
 
 
-def evaluations(runs: Sequence[Run]) -> list[Chart]:
+def evaluations(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Charts of the tasks that the runs have results of."""
     tasks_of_runs = [dict(_tasks(run)) for run in runs]
     names = list(dict.fromkeys(chain.from_iterable(tasks_of_runs)))
@@ -49,7 +49,7 @@ def _curves(label: str, color: int, points: Sequence[Point]) -> Iterator[Curve]:
         yield Curve(f"{label} - error", color, tokens, values - errors, "dashed")
 
 
-def _tasks(run: Run) -> Iterator[tuple[tuple[str, str], list[Point]]]:
+def _tasks(run: RecordedRun) -> Iterator[tuple[tuple[str, str], list[Point]]]:
     """Name and metric of each task, and its points by rising tokens; each task has those of its newest requests."""
     try:
         lines = [line for line in jsonl.read(run.folder / EVALUATIONS_FILE) if _is_result(line)]

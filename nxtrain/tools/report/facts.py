@@ -14,7 +14,7 @@ from nxtrain.common.errors import NxtrainError
 from nxtrain.common.run_folder import CONFIG_FILE
 from nxtrain.common.text import duration, short, size
 from nxtrain.config.tables import toml_value
-from nxtrain.tools.report.run import Run, shortened
+from nxtrain.tools.report.run import RecordedRun, shortened
 
 FIT_FROM = 0.2
 """Share of the steps before the part in which the loss is fitted."""
@@ -61,18 +61,18 @@ class Fit:
     spread: float
 
 
-def overview(runs: Sequence[Run]) -> Table:
+def overview(runs: Sequence[RecordedRun]) -> Table:
     """Main results of each run."""
     columns = [dict(_overview(run)) for run in runs]
     return _table(columns, [run.name for run in runs])
 
 
-def stability(runs: Sequence[Run]) -> Table:
+def stability(runs: Sequence[RecordedRun]) -> Table:
     """Stability of each run."""
     return _table([dict(_stability(run)) for run in runs], [run.name for run in runs])
 
 
-def planned(run: Run) -> tuple[Table | None, str]:
+def planned(run: RecordedRun) -> tuple[Table | None, str]:
     """Plan of a run next to its measurements, and a sentence: the plan's basis, or the reason why there is none."""
     if not run.config:
         return None, f"There is no plan, since there is no {CONFIG_FILE}."
@@ -102,7 +102,7 @@ def planned(run: Run) -> tuple[Table | None, str]:
     return Table(("", "planned", "measured"), tuple(rows)), sentence
 
 
-def configuration(runs: Sequence[Run]) -> Table:
+def configuration(runs: Sequence[RecordedRun]) -> Table:
     """Every value of the configurations; with several runs, the rows that differ are marked."""
     rows = []
     for key in dict.fromkeys(chain.from_iterable(run.config for run in runs)):
@@ -112,7 +112,7 @@ def configuration(runs: Sequence[Run]) -> Table:
     return Table(("key", *(run.name for run in runs)), tuple(rows), differ)
 
 
-def environment(runs: Sequence[Run]) -> Table:
+def environment(runs: Sequence[RecordedRun]) -> Table:
     """Environment of each run's newest start."""
     columns = []
     for run in runs:
@@ -120,7 +120,7 @@ def environment(runs: Sequence[Run]) -> Table:
     return _table(columns, [run.name for run in runs])
 
 
-def typical(run: Run, key: str) -> float | None:
+def typical(run: RecordedRun, key: str) -> float | None:
     """Median of a column; None if it has no values."""
     _, values = run.columns.series(key)
     if not len(values):
@@ -128,7 +128,7 @@ def typical(run: Run, key: str) -> float | None:
     return float(np.median(values))
 
 
-def fit_of(run: Run) -> Fit | None:
+def fit_of(run: RecordedRun) -> Fit | None:
     """Fit of the training loss after the first part of the run; None if the records are too few."""
     steps, losses = run.columns.series("loss")
     if len(steps):
@@ -143,7 +143,7 @@ def fit_of(run: Run) -> Fit | None:
     return Fit(float(steps[0]), slope, float(rest.std()))
 
 
-def results(run: Run) -> dict[str, Any]:
+def results(run: RecordedRun) -> dict[str, Any]:
     """Main results of a run as JSON."""
     columns, fit = run.columns, fit_of(run)
     step = 0
@@ -168,7 +168,7 @@ def results(run: Run) -> dict[str, Any]:
     }
 
 
-def _overview(run: Run) -> Iterator[tuple[str, str]]:
+def _overview(run: RecordedRun) -> Iterator[tuple[str, str]]:
     columns = run.columns
     yield "state", run.state
     total = run.number("train.steps")
@@ -197,7 +197,7 @@ def _overview(run: Run) -> Iterator[tuple[str, str]]:
         yield "steps lost", f"{run.goodput.lost_steps:,}"
 
 
-def _stability(run: Run) -> Iterator[tuple[str, str]]:
+def _stability(run: RecordedRun) -> Iterator[tuple[str, str]]:
     columns = run.columns
     if not len(columns.steps):
         return
@@ -239,14 +239,14 @@ def _table(columns: Sequence[dict[str, str]], names: Sequence[str]) -> Table:
     return Table(("", *names), tuple(rows))
 
 
-def _peak(run: Run) -> float | None:
+def _peak(run: RecordedRun) -> float | None:
     _, values = run.columns.series("peak_memory_bytes")
     if not len(values):
         return None
     return float(values.max())
 
 
-def _cost_usd(run: Run, nodes: int) -> float | None:
+def _cost_usd(run: RecordedRun, nodes: int) -> float | None:
     """Price of the planned machines for the time since the first start; None if it is unknown."""
     from nxtrain.plan.hardware import find_machine
 

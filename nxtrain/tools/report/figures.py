@@ -14,7 +14,7 @@ from nxtrain.tools import svg
 from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, smooth
 from nxtrain.tools.report.columns import Column
 from nxtrain.tools.report.facts import typical
-from nxtrain.tools.report.run import Run
+from nxtrain.tools.report.run import RecordedRun
 from nxtrain.tools.report.verdict import Balance, TimeVerdict, verdict
 
 NUM_COLORS = 8
@@ -60,7 +60,7 @@ class Breakdown:
     verdict: str
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
+def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Charts of some runs; a quantity that no run recorded has none."""
     drawn = [
         draw("loss", "Loss", "nats per token", list(_losses(runs)), wide=True, note=_loss_note(runs)),
@@ -86,20 +86,20 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in drawn if chart is not None]
 
 
-def difference(first: Run, other: Run, key: str = "loss") -> tuple[Column, Column, Column]:
+def difference(first: RecordedRun, other: RecordedRun, key: str = "loss") -> tuple[Column, Column, Column]:
     """Steps that two runs both recorded, with the values of each."""
     (steps_a, a), (steps_b, b) = first.columns.series(key), other.columns.series(key)
     steps, indices_a, indices_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
     return steps, a[indices_a], b[indices_b]
 
 
-def breakdowns(runs: Sequence[Run]) -> list[Breakdown]:
+def breakdowns(runs: Sequence[RecordedRun]) -> list[Breakdown]:
     """Breakdown of each run that recorded its times."""
     drawn = [_breakdown(run) for run in runs]
     return [breakdown for breakdown in drawn if breakdown is not None]
 
 
-def judge(run: Run) -> TimeVerdict | None:
+def judge(run: RecordedRun) -> TimeVerdict | None:
     """Verdict on a run's time; None if no times are recorded."""
     sums = {}
     for key in (*KINDS_S, *SECTIONS_S):
@@ -111,7 +111,7 @@ def judge(run: Run) -> TimeVerdict | None:
     return verdict(sums, mfu=mfu, balance=_balance(run), queues=queues)
 
 
-def _balance(run: Run) -> Balance | None:
+def _balance(run: RecordedRun) -> Balance | None:
     """Arithmetic of the machine that `cluster.instance` names, and of a micro-batch; None if either is unknown."""
     from nxtrain.plan.hardware import find_machine
 
@@ -129,27 +129,27 @@ def _balance(run: Run) -> Balance | None:
     return Balance(machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
 
 
-def _losses(runs: Sequence[Run]) -> Iterator[Curve]:
+def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
     for color, run in _colored(runs):
         yield from _with_mean(_main(runs, run, "training"), color, *run.columns.series("loss"))
         steps, values = run.columns.series("val_loss")
         yield Curve(_named(runs, run, "held-out"), color, steps, values, "dots")
 
 
-def _loss_note(runs: Sequence[Run]) -> str:
+def _loss_note(runs: Sequence[RecordedRun]) -> str:
     note = _mean_note(runs, "loss")
     if any("val_loss" in run.columns.numbers for run in runs):
         note = f"Dots are evaluations on held-out text. {note}".strip()
     return note
 
 
-def _mean_note(runs: Sequence[Run], column: str) -> str:
+def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
     if all(len(run.columns.series(column)[0]) < FEWEST_SMOOTHED for run in runs):
         return ""
     return "The faint line has every record, the strong line their mean."
 
 
-def _difference(runs: Sequence[Run]) -> Chart | None:
+def _difference(runs: Sequence[RecordedRun]) -> Chart | None:
     """Loss of each run minus that of the first, at the steps that both recorded."""
     if len(runs) == 1:
         return None
@@ -161,7 +161,7 @@ def _difference(runs: Sequence[Run]) -> Chart | None:
     return draw("difference", "Loss difference", "nats per token", curves, note=note, wide=True)
 
 
-def _norms(runs: Sequence[Run]) -> Iterator[Curve]:
+def _norms(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
     for color, run in _colored(runs):
         steps, values = run.columns.series("grad_norm")
         yield Curve(_main(runs, run, "gradient norm"), color, steps, values)
@@ -174,7 +174,7 @@ def _norms(runs: Sequence[Run]) -> Iterator[Curve]:
         yield Curve(_named(runs, run, "spikes"), color, steps[at], values[at], kind)
 
 
-def _spike_note(runs: Sequence[Run]) -> str:
+def _spike_note(runs: Sequence[RecordedRun]) -> str:
     if not any(run.columns.spikes for run in runs):
         return ""
     note = "Dots are spikes above the running mean; one between two records is marked at the next."
@@ -184,7 +184,7 @@ def _spike_note(runs: Sequence[Run]) -> str:
 
 
 def _plain(
-    runs: Sequence[Run], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
+    runs: Sequence[RecordedRun], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
 ) -> Chart | None:
     curves = []
     for color, run in _colored(runs):
@@ -194,7 +194,7 @@ def _plain(
 
 
 def _noisy(
-    runs: Sequence[Run], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
+    runs: Sequence[RecordedRun], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
 ) -> Chart | None:
     curves: list[Curve] = []
     for color, run in _colored(runs):
@@ -213,7 +213,7 @@ def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Cur
     ]
 
 
-def _breakdown(run: Run) -> Breakdown | None:
+def _breakdown(run: RecordedRun) -> Breakdown | None:
     """Areas of the host's time over steps, in shares that add up to one."""
     times = {key: run.columns.numbers[key] for key in PARTS if key in run.columns.numbers}
     if not times or not len(run.columns.steps):
@@ -260,19 +260,19 @@ def _area(x: Column, low: Column, high: Column) -> str:
     return svg.path(across.tolist(), heights.tolist(), digits=1) + "z"
 
 
-def _main(runs: Sequence[Run], run: Run, quantity: str) -> str:
+def _main(runs: Sequence[RecordedRun], run: RecordedRun, quantity: str) -> str:
     """Name of the main curve of a chart: with one run its quantity, with several the run."""
     if len(runs) == 1:
         return quantity
     return run.name
 
 
-def _named(runs: Sequence[Run], run: Run, quantity: str) -> str:
+def _named(runs: Sequence[RecordedRun], run: RecordedRun, quantity: str) -> str:
     """Name of a further curve of a chart."""
     if len(runs) == 1:
         return quantity
     return f"{run.name}, {quantity}"
 
 
-def _colored(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:
+def _colored(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, RecordedRun]]:
     return ((number % NUM_COLORS, run) for number, run in enumerate(runs))

@@ -22,7 +22,7 @@ from nxtrain.tools.report.evaluations import evaluations
 from nxtrain.tools.report.figures import breakdowns, charts
 from nxtrain.tools.report.parity import Parity
 from nxtrain.tools.report.ranks import rank_times
-from nxtrain.tools.report.run import Run, printable, shortened
+from nxtrain.tools.report.run import RecordedRun, printable, shortened
 from nxtrain.tools.report.scaling import Point
 from nxtrain.tools.report.timeline import USES, timeline
 
@@ -34,7 +34,7 @@ MOST_TITLE = 160
 
 
 def render(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     *,
     parities: Sequence[Parity] = (),
     points: Sequence[Point] = (),

@@ -15,7 +15,7 @@ import numpy as np
 from nxtrain.common.text import short
 from nxtrain.tools.report.columns import Column
 from nxtrain.tools.report.figures import difference
-from nxtrain.tools.report.run import Run
+from nxtrain.tools.report.run import RecordedRun
 
 WINDOWS = 20
 """Most windows of a comparison; each has the same number of records."""
@@ -84,12 +84,12 @@ class Parity:
         return {**asdict(self), "passed": self.passed}
 
 
-def compare(runs: Sequence[Run], bounds: Bounds) -> list[Parity]:
+def compare(runs: Sequence[RecordedRun], bounds: Bounds) -> list[Parity]:
     """Compare each run with the first."""
     return [parity(runs[0], other, bounds) for other in runs[1:]]
 
 
-def parity(first: Run, other: Run, bounds: Bounds) -> Parity:
+def parity(first: RecordedRun, other: RecordedRun, bounds: Bounds) -> Parity:
     """Compare a run with another."""
     checks = [
         _checked(first, other, "training loss", "loss", bounds.loss, windows=True, required=True),
@@ -111,7 +111,14 @@ def window_means(values: Column) -> Column:
 
 
 def _checked(
-    first: Run, other: Run, name: str, key: str, bound: float, *, windows: bool = False, required: bool = False
+    first: RecordedRun,
+    other: RecordedRun,
+    name: str,
+    key: str,
+    bound: float,
+    *,
+    windows: bool = False,
+    required: bool = False,
 ) -> Check | None:
     steps, a, b = difference(first, other, key)
     if not required and not len(steps):
@@ -134,7 +141,7 @@ def _checked(
     return Check(name, bool(relative[worst] <= bound), float(relative[worst]), bound, text)
 
 
-def _skipped(first: Run, other: Run) -> Check | None:
+def _skipped(first: RecordedRun, other: RecordedRun) -> Check | None:
     a, b = set(first.columns.skipped), set(other.columns.skipped)
     if not a and not b:
         return None
@@ -149,7 +156,7 @@ _EXPLAINING = (
 """Keys whose difference may explain other losses."""
 
 
-def _notes(first: Run, other: Run) -> tuple[str, ...]:
+def _notes(first: RecordedRun, other: RecordedRun) -> tuple[str, ...]:
     keys = [key for key in _EXPLAINING if key in first.config and key in other.config]
     differing = [key for key in keys if first.config[key] != other.config[key]]
     notes = [f"{key} differs: {first.value(key)} and {other.value(key)}" for key in differing]

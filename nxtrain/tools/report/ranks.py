@@ -10,7 +10,7 @@ from statistics import median_low
 from nxtrain.common.io.regular import read_text
 from nxtrain.common.run_folder import LOGS_DIR, RANKS_FILE
 from nxtrain.tools.report.facts import Table
-from nxtrain.tools.report.run import Run
+from nxtrain.tools.report.run import RecordedRun
 
 KINDS = {
     "data": "data",
@@ -52,7 +52,7 @@ def read_rates(folder: Path) -> Rates:
     return rates
 
 
-def rank_times(run: Run) -> tuple[Table | None, str]:
+def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
     """Milliseconds per step of the ranks that others wait for most, and a sentence; None for a lone rank."""
     rates = read_rates(run.folder)
     if len(rates) < 2:  # noqa: PLR2004 - a rank and another

@@ -32,7 +32,7 @@ LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run folder.
 
     Args:
@@ -84,7 +84,7 @@ class Run:
         return batch * length
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Read run folders, and give each run a name of its own.
 
     Raises:
@@ -101,7 +101,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [replace(run, name=shortened(f"{number}: {run.name}")) for number, run in enumerate(runs, 1)]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RecordedRun:
     """Read a run folder; nothing in the folder is an error."""
     notes: list[str] = []
     columns = _columns(folder / METRICS_FILE, notes)
@@ -115,7 +115,7 @@ def read_run(folder: Path) -> Run:
     if state == "running":
         notes.append("the run is still under way: the page shows the run up to this moment")
     name = str(config.get("run.name") or folder.resolve().name)
-    return Run(
+    return RecordedRun(
         folder,
         shortened(name),
         columns,

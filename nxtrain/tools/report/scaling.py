@@ -9,7 +9,7 @@ from typing import Any
 from nxtrain.common.errors import ConfigError
 from nxtrain.plan.hardware import find_machine
 from nxtrain.tools.report.facts import typical
-from nxtrain.tools.report.run import Run
+from nxtrain.tools.report.run import RecordedRun
 
 GOAL = 0.90
 """Efficiency at 64 nodes that HLAT's recipe exceeds.
@@ -45,7 +45,7 @@ class Point:
         return asdict(self)
 
 
-def scaling(runs: Sequence[Run], price_usd_h: float | None = None) -> tuple[list[Point], list[str]]:
+def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tuple[list[Point], list[str]]:
     """Compare runs over their nodes, the smallest first.
 
     Args:

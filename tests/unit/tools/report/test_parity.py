@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
 from nxtrain.tools.report.parity import FEWEST, WINDOWS, Bounds, parity, window_means
-from nxtrain.tools.report.run import Run, read_run
+from nxtrain.tools.report.run import RecordedRun, read_run
 from nxtrain.tools.report.scaling import scaling
 from tests.support.run_folders import record, write_run
 
@@ -28,7 +28,7 @@ def test_windows_have_the_means_of_their_records(values: list[float]) -> None:
     np.testing.assert_allclose(window_means(np.array(values)), [np.mean(piece) for piece in pieces])
 
 
-def run_with(folder: Path, *, steps: int = 60, **factors: Any) -> Run:
+def run_with(folder: Path, *, steps: int = 60, **factors: Any) -> RecordedRun:
     """A run whose numbers are those of `record`, times the given factors from step 31 on."""
     records = [record(step) for step in range(1, steps + 1)]
     changed = [
@@ -109,7 +109,7 @@ def test_json_has_the_results(tmp_path: Path) -> None:
 
 
 def test_efficiency_is_throughput_per_node_beside_that_of_the_smallest_run(tmp_path: Path) -> None:
-    def at(nodes: int, speed: float, instance: str) -> Run:
+    def at(nodes: int, speed: float, instance: str) -> RecordedRun:
         records = [record(step, tokens_per_s=speed) for step in (1, 2, 3)]
         folder = write_run(
             tmp_path / f"{instance}{nodes}", records=records, cluster={"nodes": nodes, "instance": instance}

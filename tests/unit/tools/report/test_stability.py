@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from nxtrain.tools.report.columns import Columns
 from nxtrain.tools.report.facts import FEWEST_FITTED, FIT_FROM, fit_of, stability
-from nxtrain.tools.report.run import Run
+from nxtrain.tools.report.run import RecordedRun
 
 
-def run_of(steps: Any, **columns: Any) -> Run:
+def run_of(steps: Any, **columns: Any) -> RecordedRun:
     spikes = columns.pop("spikes", ())
     numbers = {key: np.array(values, dtype=np.float64) for key, values in columns.items()}
-    return Run(Path("run"), "run", Columns(np.array(steps, dtype=np.float64), numbers, spikes=tuple(spikes)))
+    return RecordedRun(Path("run"), "run", Columns(np.array(steps, dtype=np.float64), numbers, spikes=tuple(spikes)))
 
 
-def shown_of(run: Run) -> dict[str, str]:
+def shown_of(run: RecordedRun) -> dict[str, str]:
     """Rows of the page's table for one run."""
     return {row[0]: row[1] for row in stability([run]).rows}
 
