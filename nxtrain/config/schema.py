@@ -6,10 +6,20 @@ sections are frozen and strict: an integer is accepted for a float, and no other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    model_validator,
+)
 
 from nxtrain.common.io.paths import local, local_or_bucket, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
@@ -306,6 +316,14 @@ class BackendConfig(Section):
     allow_unverified: bool = False
     """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose source nobody has compared: its
     gradients may be wrong without an error. Otherwise auto takes our own, and layers=nxd ends with code 5."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_cpu_kernels(cls, table: Any) -> Any:
+        """Drop a key without effect, which the recorded configurations of earlier runs hold."""
+        if not isinstance(table, Mapping):
+            return table
+        return {key: value for key, value in table.items() if key != "cpu_kernels"}
 
 
 class MetricsConfig(Section):

@@ -159,7 +159,7 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
     """Show a line for each run until all of them have ended.
 
     Args:
-        folders: RecordedRun folders.
+        folders: Run folders.
         once: Show the lines once.
         every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
         console: Where to show; None: standard output.

@@ -11,7 +11,7 @@ import pytest
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config import decode
 from nxtrain.config.load import load
-from nxtrain.config.schema import MetricsConfig, RunConfig
+from nxtrain.config.schema import BackendConfig, MetricsConfig, RunConfig
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ def test_an_empty_file_is_all_defaults(empty: Path) -> None:
     loaded = load(empty)
     assert loaded.config == RunConfig()
     assert set(loaded.origins.values()) == {"default"}
+
+
+def test_a_recorded_key_of_earlier_runs_has_no_effect(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.toml", '[backend]\ncpu_kernels = "native"\ncpu_transport = "gloo"\n')
+    assert load(path).config.backend == BackendConfig(cpu_transport="gloo")
+    assert "backend.cpu_kernel" in problems_of(path, 'backend.cpu_kernel="native"')
 
 
 def test_later_files_win_then_the_file_itself_then_overrides(tmp_path: Path) -> None:
