@@ -121,13 +121,18 @@ def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
         StorageError: The storage fails.
     """
     path = place_of(name)
-    if isinstance(path, Path) and not path.exists():
-        relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+    try:
+        corpus = PreparedCorpus(path, cache_folder(config))
+    except (DataError, FileNotFoundError) as error:
+        if not isinstance(path, Path) or path.exists():
+            raise
+        relative = ""
+        if not path.is_absolute():
+            relative = f" (relative to {Path.cwd()})"
         raise DataError(
             f"{key}: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
             f"nxtrain data prepare FILES --out {path}"
-        )
-    corpus = PreparedCorpus(path, cache_folder(config))
+        ) from error
     if not len(corpus):
         raise DataError(f"{corpus.path} holds no document; prepare it again from files with text")
     return corpus

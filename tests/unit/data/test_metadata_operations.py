@@ -23,8 +23,11 @@ from tests.support.corpora import documents, prepare, write_corpus, write_tokeni
 STEPS, SEQ_LEN = 12, 24
 MARK = "/no-such-folder/mark-"
 WORKERS = 2
-PER_FILE, PER_CORPUS, PER_FOLDER = 4, 2, 7
-"""Operations of one opening of a corpus: for each of its files, and of the path of a file or of a folder of shards."""
+PER_FILE, PER_CORPUS, PER_FOLDER = 5, 2, 7
+"""Operations of one opening of a corpus: for each of its files, and of the path of a file or of a folder of shards.
+
+One of a file asks the open file for its time, by which a change in place is noticed.
+"""
 
 PROGRAM = f"""
 import json, os, sys

@@ -70,6 +70,6 @@ def test_long_work_shows_its_share_and_its_time_in_a_log(
     prepared(tmp_path / "text")
     lines = capsys.readouterr().err.splitlines()
     shares = [line for line in lines if re.fullmatch(r"training a tokenizer: counting words: \d+%, .* left", line)]
-    merges = [line for line in lines if re.fullmatch(r"training a tokenizer: merging words: \d+ s so far", line)]
+    merges = [line for line in lines if re.fullmatch(r"training a tokenizer: merging words: [\d.]+ m?s so far", line)]
     assert merges
     assert shares or len([*(tmp_path / "text").iterdir()]) == 1

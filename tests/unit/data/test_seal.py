@@ -144,7 +144,7 @@ def unsealed(file: DataFile, footer_start: int) -> CheckedFile | None:
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "values": ("nxtrain.data.arrow.seal.CheckedFile._verify", lambda self, block: None),
-    "footer": ("nxtrain.data.arrow.prepared.checked", unsealed),
+    "footer": ("nxtrain.data.arrow.opening.checked", unsealed),
 }
 
 

@@ -128,7 +128,7 @@ def test_no_other_code_reads_these_variables() -> None:
     """Except the launcher and doctor, which set them for ranks of their own, and the tracer, which removes them."""
     names = re.compile(r"[\"'](RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_[A-Z_]+|SLURM_RESTART_COUNT)[\"']")
     root = Path(nxtrain.__file__).parent
-    owners = {"common/process/placement.py", "backends/xla/environment.py", "tools/bench/turns.py"}
+    owners = {"common/process/placement.py", "backends/xla/environment.py", "tools/bench/harness.py"}
     owners |= {"tools/doctor/collectives.py", "cli/doctor.py"}  # `--rank` and `--world` have these names as defaults
     readers = {
         str(path.relative_to(root))
