@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--command", action="store_true", help="run through `nxtrain launch`")
     options = parser.parse_args()
 
-    from tests.support.drawn_runs import Lanes
+    from tests.support.drawn_lanes import Lanes
 
     wanted: list[tuple[str, int]]
     if options.only:
