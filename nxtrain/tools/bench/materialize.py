@@ -37,8 +37,6 @@ class BuildTarget:
     """Rank of one pipeline stage whose part of the model is materialized.
 
     Args:
-        preset: Model.
-        tp, pp: Degrees.
         stage: Pipeline stage, 0 <= stage < pp.
     """
 
@@ -54,17 +52,14 @@ class BuildTarget:
 
 
 def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_json: bool) -> None:
-    """Measure and print.
+    """Measure the memory and time of making a rank's shard, and print the results.
 
     Args:
-        preset: Model.
-        tp, pp: Degrees.
         stage: Pipeline stage; None: a middle one.
-        as_json: Print JSON instead of a table.
 
     Raises:
         ConfigError: No such preset, or degrees that it cannot have.
-        BackendError: The peak exceeds the bound, or this system does not tell it.
+        BackendError: The peak exceeds the bound, or this system does not report it.
     """
     if stage is None:
         stage = pp // 2
@@ -90,7 +85,7 @@ def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Add the bound, and whether the peak is within it.
 
     Raises:
-        BackendError: The system does not tell the peak.
+        BackendError: The system does not report the peak.
     """
     if not measured["peak_bytes"]:
         raise BackendError("bench materialize reads the peak of resident memory from Linux's /proc, which is not here")

@@ -233,7 +233,7 @@ class Cache:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _quarantine(self, keys: Sequence[CacheKey], trash: Path) -> list[CacheKey]:
-        """Move entries to the quarantine; what has their names there goes to the trash."""
+        """Move entries to the quarantine; earlier entries of the same names there go to the trash."""
         moved = []
         for number, key in enumerate(keys):
             target = self._own / "quarantine" / key.compiler / key.module

@@ -11,7 +11,7 @@ from nxtrain.tools.compile.entry_hashes import Seal
 
 
 class Layout(ABC):
-    """Files of one lane's graphs in a cache."""
+    """Files of the compiled graphs of PyTorch/XLA, or of TorchNeuron, in a cache."""
 
     patience_s = 0.0
     """Seconds after which a graph that no process names counts as compiled by the run that watches."""
@@ -53,7 +53,7 @@ class Layout(ABC):
 
     @abstractmethod
     def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
-        """Give the files of a folder their name in the cache by one step; False if the name is in use."""
+        """Move a folder's files into the cache in one step; False if the entry's name is in use."""
 
     @abstractmethod
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:

@@ -58,10 +58,10 @@ OnMiss = Callable[[CacheKey, Sequence[int]], None]
 
 @contextmanager
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
-    """Hold a run to its manifest while it lasts; on one rank per node, and on Neuron devices only.
+    """Watch a run for graphs that its manifest lacks, on one rank per node, and on Neuron devices only.
 
     Raises:
-        ConfigError: `compile.on_miss=stop`, and the manifest is none.
+        ConfigError: `compile.on_miss=stop`, and the manifest is damaged.
         BackendError: The same, and there is no manifest, or this node lacks graphs of it.
     """
     config = plan.config
@@ -111,10 +111,9 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 class MissWatch(threading.Thread):
-    """Thread that looks for graphs that a run compiles though it should not need to.
+    """Thread that looks for graphs that a run compiles and that its manifest lacks.
 
     Args:
-        layout: Layout of the run's graphs in the cache.
         expected: Graphs that the run may load, or compile.
         ancestor: The process from which all compilers of the run descend.
         on_miss: Callback for each other graph, once, from this thread.
@@ -142,7 +141,7 @@ class MissWatch(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        """Look once."""
+        """Look for new graphs once."""
         now_s = time.monotonic()
         begun = {key for key, _ in set(self._layout.begun()) - self._others} - self._settled
         self._first_seen_s = {key: self._first_seen_s.get(key, now_s) for key in sorted(begun)}
@@ -158,9 +157,8 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
     """Manifest of the stages of this machine; None if it is absent or damaged.
 
     Args:
-        config: The run; with `compile.on_miss=stop`, what is a warning otherwise is an error.
+        config: The run; with `compile.on_miss=stop`, its warnings are errors.
         stages: Pipeline stages of the machine; empty if it holds all.
-        cache: The machine's cache.
     """
     stops = config.compile.on_miss == "stop"
     file = manifest_file(config, stages)

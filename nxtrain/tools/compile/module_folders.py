@@ -49,7 +49,7 @@ start, or have ended just now."""
 
 
 class ModuleFolders(Layout):
-    """The folders of PyTorch/XLA in a cache.
+    """Folders of PyTorch/XLA's compiled graphs in a cache.
 
     Args:
         root: Folder of the `neuronxcc-<version>/` folders.

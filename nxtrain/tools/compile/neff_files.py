@@ -21,7 +21,7 @@ from nxtrain.tools.compile.layout import Layout
 
 
 class NeffFiles(Layout):
-    """The files of TorchNeuron in a cache.
+    """Files of TorchNeuron's compiled graphs in a cache.
 
     Args:
         seals: Folder with the hashes of the files.
@@ -87,7 +87,7 @@ class NeffFiles(Layout):
         return True
 
     def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
-        """Files that are there: a file appears when its compilation has ended."""
+        """Files of the cache: a file appears when its compilation has ended."""
         for entry in self.scan(self.root):
             if entry.state is EntryState.DONE:
                 yield entry.key, None

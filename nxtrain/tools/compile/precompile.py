@@ -1,4 +1,4 @@
-"""`nxtrain compile`: every graph of a run, compiled on this node before it starts, and a list of them."""
+"""`nxtrain compile`: every graph of a run, compiled on this node before the run starts, and their manifest."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def precompile(
 
     Args:
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
-        first_node: Of several machines the name of one, where the others meet it.
+        first_node: Name of one of several machines, where all of them meet.
         workers: Compilers at a time; None: as many as the memory holds.
-        retries: Times that what failed is tried again, on one machine.
+        retries: New attempts for graphs that failed, on one machine.
         dry_run: Print environment and command, and start nothing.
 
     Raises:
@@ -144,7 +144,7 @@ def _write_manifest(loaded: Loaded, world: int, env: Mapping[str, str], compiled
 
 
 def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
-    """Rows of the manifest; what was compiled before keeps the seconds that it had in the manifest's file."""
+    """Rows of the manifest; graphs that were compiled before keep the seconds of the manifest's file."""
     seconds: dict[CacheKey, float | None] = {}
     with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
@@ -160,7 +160,7 @@ def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
 
     Args:
         native: The run uses TorchNeuron.
-        meets: Several machines know where to meet, or need not.
+        meets: True if several machines know where to meet, or need not meet.
     """
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes

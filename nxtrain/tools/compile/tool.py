@@ -49,7 +49,7 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
 def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[], None], every_s: float = 2.0
 ) -> int:
-    """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
+    """Run the tool to its end, with its lines on this process's output; the end of this process ends the tool.
 
     Args:
         argv: Command line, as `tool_argv` gives it.
@@ -90,7 +90,7 @@ def read_log(folder: Path) -> str:
 
 
 def compile_times(folder: Path) -> dict[CacheKey, float] | None:
-    """Seconds of each compilation, successful or not; None if the tool did not come to compile."""
+    """Seconds of each compilation, successful or not; None if the tool compiled nothing."""
     seconds: dict[CacheKey, float] | None = None
     for file in folder.glob(f"{TOOL}_results_*.json"):
         seconds = seconds or {}
