@@ -106,7 +106,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _place() -> Placement:
-    """Place of this process; that of a process started alone if a variable is spoilt, which its user reports."""
+    """Placement of this process; for spoilt variables, which another check reports, that of a lone process."""
     try:
         return Placement.read()
     except NxtrainError:

@@ -22,7 +22,6 @@ class AgentRendezvous:
 
     Args:
         host: Name of the machine; empty: the run has only one machine.
-        port: Port of the store.
         patience_s: Seconds that agents wait for one another.
     """
 
@@ -91,7 +90,7 @@ def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
     """Reason why processes of this machine do not reach each other, with the way out; empty if they do.
 
     Args:
-        limit_s: Time for each address.
+        limit_s: Seconds for each address.
     """
     address = LOOPBACK_ADDRESSES[0]
     try:

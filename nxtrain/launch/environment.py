@@ -24,8 +24,7 @@ class Variable:
     """An environment variable, or a flag of the compiler.
 
     Args:
-        name: Name of the variable or flag.
-        value: Its value; empty for a flag without one.
+        value: Empty for a flag without a value.
         source: Page that documents it.
         instead: Way to get another value. A shell with another value is refused with this text; if the text is empty,
             the shell's value is used.

@@ -27,8 +27,6 @@ class ExitCode:
     """Kind of end that a command can have.
 
     Args:
-        codes: Exit codes of that kind.
-        text: The codes for people.
         meaning: Cause of the end.
         restart: Use of a new start, for people.
         helps: True if the same command may succeed when nothing but the machine or the storage changes.

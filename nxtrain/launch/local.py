@@ -36,10 +36,9 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start.
+    """Process to start.
 
     Args:
-        argv: Program and arguments.
         variables: Environment variables in addition to the inherited ones, each with its reason.
         about: Notes for a user who starts the command by hand.
     """
@@ -138,7 +137,7 @@ def rendezvous_address(first_node: str) -> tuple[str, int]:
     """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
 
     Raises:
-        ConfigError: The name or the port is none that a machine can have.
+        ConfigError: The name or the port is invalid.
     """
     name, colon, port = first_node.rpartition(":")
     if not colon:

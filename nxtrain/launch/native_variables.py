@@ -54,7 +54,7 @@ def native_environment(
     Args:
         instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
         locks: Folder of locks, on a disk of the machine.
-        reads: Check of names.
+        reads: Check whether the installed packages read a variable.
     """
     variables = _certain(config)
     notes = []
@@ -79,7 +79,7 @@ def rank_variables(
     """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows.
 
     Args:
-        local_rank: Place of the rank on its machine.
+        local_rank: Number of the rank on its machine.
     """
     shown = environ.get(GIVEN_CORES) or environ.get(VISIBLE_CORES, "")
     if not shown:

@@ -1,4 +1,4 @@
-"""Pen for SVG: pictures of texts, lines and boxes on a white page, and the paths of curves."""
+"""SVG elements: pictures of text, lines and boxes on a white page, and paths of curves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text(
     size: int = 13,
     color: str = INK,
 ) -> str:
-    """Words at a point of their baseline."""
+    """Text at a point of its baseline."""
     style = f'fill="{color}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 

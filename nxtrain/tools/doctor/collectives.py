@@ -33,11 +33,10 @@ WHY = "the first collective of a run would wait for its time limit, and end the 
 
 @dataclass(frozen=True)
 class World:
-    """Place of this process among machines that are checked together.
+    """Machines that are checked together, and the rank of this one.
 
     Args:
         first_node: Name of the machine of rank 0.
-        port: Port of the rendezvous there.
         names: Name of each machine by rank; empty: unknown.
     """
 
@@ -73,10 +72,9 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
     Args:
         first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
-        host: The machine to look at; None: this one.
 
     Raises:
-        ConfigError: The rank is not one of the machines, or the name or the port is none.
+        ConfigError: The rank is not one of the machines, or the name or the port is invalid.
     """
     name, port = rendezvous_address(first_node)
     if rank >= size:
@@ -94,7 +92,6 @@ def check_collectives(
     """Check the links within this machine, or with a world those between all machines.
 
     Args:
-        machine: Kind of machine; None: unknown.
         world: Machines that run this check at the same time; None: this one alone.
         limit_s: Seconds that ranks wait for one another.
     """

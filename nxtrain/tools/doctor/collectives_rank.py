@@ -31,10 +31,9 @@ POLL_S = 0.05
 
 
 def join(backend: str, limit_s: float) -> dict[str, Any]:
-    """Meet the other ranks, and measure.
+    """Meet the other ranks, and measure sums over all ranks.
 
     Args:
-        backend: Kind of device whose collectives are measured.
         limit_s: Seconds that a rank waits for the others.
 
     Returns:

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class ToolOutputError(ValueError):
-    """Output in a form that is not known."""
+    """Error of a tool's output in an unknown form."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Holder:
     """Process that holds devices.
 
     Args:
-        pid: Its number.
-        command: Its command, perhaps shortened.
+        command: Command line, perhaps shortened.
         devices: Numbers of the devices.
     """
 
@@ -41,9 +40,8 @@ class Devices:
     """Accelerators as their tool lists them.
 
     Args:
-        numbers: Number of each.
-        cores: Ranks that they serve together.
-        holders: Processes that hold them.
+        numbers: Number of each device.
+        cores: Ranks that the devices serve together.
         driver: Version of the driver, if the tool has it.
         ecc: Uncorrected errors by device, where counted.
     """
@@ -59,7 +57,7 @@ def parse_neuron_ls(text: str) -> Devices:
     """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
 
     Raises:
-        ToolOutputError: Neither.
+        ToolOutputError: The output is neither.
     """
     try:
         rows = json.loads(text)

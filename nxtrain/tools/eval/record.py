@@ -32,8 +32,6 @@ class Record:
         """Result of a task; None if the task is not done.
 
         Args:
-            model: The checkpoint.
-            task: Name of the task.
             question: Identity of the task's requests, which depends on seed and limit.
         """
         return self._done.get((model.identity, task, question))

@@ -68,7 +68,6 @@ class Columns:
         steps: (N,) steps, rising.
         numbers: (N,) values by key; NaN where a record has none.
         alarms: Steps and texts of the newest alarms.
-        num_alarms: Number of alarms.
         skipped: Steps that updated nothing.
         spikes: First step and length of each spike of the gradient norm, in steps.
         damaged: Number of lines that were left out.
@@ -189,7 +188,7 @@ class _ColumnsReader:
             self._add_texts(line)
 
     def _add_objects(self, objects: list[dict[str, Any]]) -> None:
-        """Add lines one by one, keeping each number that is one."""
+        """Add lines one by one, with those values that are numbers."""
         if not objects:
             return
         rows = []

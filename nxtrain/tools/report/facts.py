@@ -1,4 +1,4 @@
-"""The numbers of a page: overview, stability, plan next to measurement, configuration."""
+"""Tables of a page: overview, stability, plan next to measurement, configuration."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Table:
     """Table with a row for each quantity and a column for each run.
 
     Args:
-        head: Heads of the columns.
-        rows: Cells of each row.
         marked: Numbers of rows whose cells differ.
     """
 

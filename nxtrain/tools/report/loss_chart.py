@@ -71,10 +71,9 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     Args:
         records: Lines of metrics.jsonl; a loss that was not finite is null, and is left out.
         width: Characters of the longest line.
-        style: Characters to draw with.
 
     Returns:
-        Lines without a line feed at the end; one line that says so if no loss was recorded.
+        Lines without a line feed at the end; a single line without a chart if no loss was recorded.
     """
     records = list(records)
     train, held_out = _points(records, "loss"), _points(records, "val_loss")
@@ -111,7 +110,6 @@ class _Plot:
         columns, lines: Size in characters.
         last: Step at the right edge.
         low, high: Loss at the lower and upper edge.
-        style: Characters to draw with.
     """
 
     def __init__(self, columns: int, lines: int, last: float, low: float, high: float, style: Style) -> None:

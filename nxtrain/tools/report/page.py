@@ -41,12 +41,10 @@ def render(
     notes: Sequence[str] = (),
     written: datetime | None = None,
 ) -> str:
-    """Page of some runs.
+    """HTML page of some runs.
 
     Args:
-        runs: The runs.
         parities: Comparisons with the first run.
-        points: The runs over their nodes.
         notes: Notes that concern no single run.
         written: Time on the page; None: now.
     """

@@ -36,10 +36,7 @@ class Run:
     """A run folder.
 
     Args:
-        folder: Path of the folder.
         name: Name on the page, different from that of every other run.
-        columns: Numbers of the records.
-        starts: Starts of the run.
         config: Values of the configuration by dotted key.
         environment: Versions, devices and ranks of the newest start, by name.
         summary: Final evaluation.
@@ -69,7 +66,7 @@ class Run:
         return toml_value(self.config[key])
 
     def number(self, key: str) -> float | None:
-        """Number of the configuration; None if it is absent or no number."""
+        """Number of the configuration; None if it is absent or not a number."""
         value = self.config.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -85,7 +82,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read run folders, and give each run a name of its own.
+    """Read run folders, and give each run a unique name.
 
     Raises:
         ConfigError: A folder does not exist.
@@ -102,7 +99,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; nothing in the folder is an error."""
+    """Read a run folder; missing or damaged files become notes, not errors."""
     notes: list[str] = []
     columns = _columns(folder / METRICS_FILE, notes)
     starts = read_starts(folder / LOGS_DIR)

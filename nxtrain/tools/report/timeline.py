@@ -53,9 +53,6 @@ class UseBox:
 
     Args:
         use: Key of `USES`.
-        x, width: Place across.
-        y, height: Place down.
-        text: Description.
     """
 
     use: str
@@ -68,10 +65,9 @@ class UseBox:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline as the page needs it.
+    """Timeline of a run, for the template of the page.
 
     Args:
-        boxes: Rectangles.
         restarts: Positions of the begins of later starts, in units of `WIDTH`.
         total: Duration as text.
         ticks: Positions in percent, with their times.
@@ -115,7 +111,8 @@ def timeline(starts: Sequence[RunStart]) -> RunTimeline | None:
 def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
     """Spans of all starts, without a hole between them.
 
-    The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
+    The log of starts has the sums of a start only: the uses of a start have a fixed order, which is not their order in
+    time.
     """
     at = 0.0
     before: RunStart | None = None

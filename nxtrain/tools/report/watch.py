@@ -44,7 +44,7 @@ _ENDED = ("done", "stopped")
 
 
 class Followed:
-    """A run folder that a run writes.
+    """Run folder that is followed while the run writes it.
 
     Args:
         folder: The folder; the run need not have begun.
@@ -159,10 +159,7 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
     """Show a line for each run until all of them have ended.
 
     Args:
-        folders: Run folders.
-        once: Show the lines once.
         every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
-        console: Where to show; None: standard output.
 
     Raises:
         ConfigError: A folder does not exist.

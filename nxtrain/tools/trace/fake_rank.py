@@ -179,9 +179,7 @@ def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, a
 
     Args:
         resolved: Checked configuration; its global batch has as many micro-batches as are run.
-        world, rank: Number of ranks, and the traced one.
         ranks_per_node: Ranks of a machine, which hybrid sharding groups.
-        attention: Implementation of attention.
     """
     with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)

@@ -75,7 +75,7 @@ def _best(found: str, answers: Sequence[str]) -> float:
 
 
 def _majority(texts: Sequence[str]) -> list[str]:
-    """Answers of those people who are more: with an answer, or without one."""
+    """Answers of the majority of people: those with an answer, or those without one."""
     known = [text for text in texts if text != NO_ANSWER]
     return known if 2 * len(known) > len(texts) else [NO_ANSWER]
 
