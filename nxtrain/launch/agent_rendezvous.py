@@ -87,11 +87,7 @@ LOOPBACK_ADDRESSES = ("127.0.0.1", "localhost")
 
 
 def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
-    """Reason why processes of this machine do not reach each other, with the way out; empty if they do.
-
-    Args:
-        limit_s: Seconds for each address.
-    """
+    """Reason why processes of this machine do not reach each other, with the way out; empty if they do."""
     address = LOOPBACK_ADDRESSES[0]
     try:
         with socket.create_server((address, 0)) as server:

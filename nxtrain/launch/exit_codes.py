@@ -27,7 +27,6 @@ class ExitCode:
     """Kind of end that a command can have.
 
     Args:
-        meaning: Cause of the end.
         restart: Use of a new start, for people.
         helps: True if the same command may succeed when nothing but the machine or the storage changes.
     """

@@ -27,7 +27,7 @@ CONFIG_FILE = "run.toml"
 """Name of the configuration in containers: the values that the file and the overrides give."""
 
 MAX_NAME = 40
-"""Characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
+"""Most characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
 
 SHARED = "/fsx"
 """Folder of the shared file system in containers; relative paths of a configuration begin there."""
@@ -136,7 +136,6 @@ class ClusterJob:
 
         Args:
             config_file: Path of `CONFIG_FILE` there.
-            first_node: Name of the machine that holds the rendezvous.
         """
         if self.nodes == 1:
             return config_file, f"--nproc={self.nproc}"

@@ -77,7 +77,7 @@ def render_hyperpod(job: ClusterJob) -> dict[str, str]:
         "sagemaker.amazonaws.com/job-max-retry-count": str(_restarts(job)),
     }
     worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
-    worker["restartPolicy"] = "OnFailure"  # auto-resume knows no other
+    worker["restartPolicy"] = "OnFailure"  # auto-resume supports no other kind
     worker["template"]["spec"] |= _pod(job, _first_worker(job), "OnFailure")
     selector = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
     if job.machine.name:

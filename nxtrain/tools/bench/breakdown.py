@@ -58,7 +58,7 @@ _COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_funct
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
 _LOSS = re.compile(r"CrossEntropy|cross_entropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
 _BATCHED = re.compile(r"^aten::(bmm|baddbmm|_softmax.*|softmax)$")
-"""Operations that a Llama has in attention alone; in a compiled block no name of a function is around them."""
+"""Operations that only the attention of a Llama has; in a compiled block no function's name surrounds them."""
 _MATMUL = re.compile(r"::(addmm|mm|mv|addmv|linear|matmul|dot|_scaled_mm)_?(backward)?$|mkl|gemm", re.IGNORECASE)
 _COPIES = re.compile(r"^aten::(_?to_copy|copy_|clone|contiguous|cat|stack|fill_|zero_|index_select|embedding)$")
 _VIEWS = re.compile(

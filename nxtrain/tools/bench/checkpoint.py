@@ -37,7 +37,7 @@ ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 ROWS = 1024
-"""Of each tensor; as wide, in float32, so that a tensor has 4 MiB."""
+"""Rows and columns of each tensor in float32, which has 4 MiB."""
 MATRICES_MIB = 4 * len(KINDS)
 """MiB of one tensor of each kind."""
 
@@ -59,7 +59,7 @@ FLOORS = {
 
 
 TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
-"""Least shares of the floor's speed."""
+"""Least share of the reference's speed, for each measurement."""
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
@@ -90,7 +90,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
 
 
 def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dict[str, float]]:
-    """Medians over rounds: GiB per second, and the speed as a share of that of its entry in `FLOORS`."""
+    """Medians over rounds: GiB per second, and the speed as a share of the reference's speed."""
     result = {}
     for name, turns in seconds.items():
         floor = seconds[FLOORS.get(name, name)]

@@ -23,7 +23,7 @@ from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, t
 KIB, GIB = 1 << 10, 1 << 30
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
-"""Collectives and transfers; and the floor, a copy of the tensor in one process's memory."""
+"""Collectives, transfers, and their reference: a copy of the tensor in one process's memory."""
 
 # Bounds of the repetitions of one size in one turn.
 TURN_BYTES = 64 << 20

@@ -1,6 +1,6 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
-The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's copy of as many
+The loader reads token ids in a file, drawn in random order, on one core. The reference is numpy's copy of as many
 random rows out of the same file.
 """
 

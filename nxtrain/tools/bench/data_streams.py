@@ -1,7 +1,7 @@
 """Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, and the start on a large one.
 
-The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
-The file of the start has holes in place of its documents, so that a disk need not hold them.
+The text is Python's standard library, the tokenizer a BPE that is trained on it. The CPU time of all of its threads
+counts. The file of the start has holes in place of its documents, so that a disk need not hold them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
         first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
         if first < MOST_WAITING:
             return first, TOKENS_PER_S
-        # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+        # When steps wait, workers run at full speed: rates far above that speed are not worth a measurement.
         most = 1.25 * (1 - first) * TOKENS_PER_S
         for part in LADDER[1:]:
             rate = part * TOKENS_PER_S

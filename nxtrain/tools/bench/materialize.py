@@ -29,7 +29,7 @@ FAMILY = "llama"
 SEQ_LEN = 2048
 """Tokens of the rotary tables, the only thing here that depends on them."""
 SHARE, SLACK_BYTES = 1.3, 1 << 30
-"""The bound: so many times the shard, and on top what the interpreter and torch take."""
+"""Bound of the peak: a multiple of the shard's bytes, and the bytes of the interpreter and torch."""
 
 
 @dataclass(frozen=True)

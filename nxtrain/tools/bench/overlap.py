@@ -42,7 +42,6 @@ class Profile:
     """Parts of the profiled steps of one rank, each in the order of its begin.
 
     Args:
-        sections: Name and time of each section.
         sums: Sums of gradients that start in a backward pass, from start to completion.
     """
 

@@ -108,9 +108,6 @@ class PipelineTurn:
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
     """Measure a pipeline and print the results.
 
-    Args:
-        dry_run: Print the expected figures only.
-
     Raises:
         ConfigError: There is no such pipeline.
     """

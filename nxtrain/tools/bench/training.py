@@ -118,7 +118,6 @@ def ours(
 
     Args:
         work: Workload; with several ranks its batch is that of each rank.
-        compiled: compile.torch_compile.
         parallel: Table [parallel].
     """
     degrees = dict(parallel or {})
@@ -191,7 +190,6 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
 
     Args:
         dtype: Type of the matrices; on a CPU without instructions for this type, float32 is the faster one.
-        on_host: The device is a CPU.
     """
     shapes = ON_HOST if on_host else ON_ACCELERATOR
     if on_host and not has_products(dtype):

@@ -179,7 +179,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     every = max_gib is None and not failed and not stale
     with _explained(cache):
         cache.sweep()
-        # A failed entry may be hidden behind the lock of whoever failed.
+        # A failed entry may look locked by the process that failed.
         if stale or every:
             _tell("lock broken", cache.break_locks())
         if failed or every:

@@ -39,7 +39,7 @@ class Build:
 
     Args:
         compiler: Folder of the compiler's version, `neuronxcc-<version>`.
-        flags: The compiler's flags, in order, which counts.
+        flags: Flags of the compiler, whose order counts.
         settings: Values of the configuration that shape graphs, by dotted key.
     """
 
@@ -53,9 +53,9 @@ class CompiledGraph:
     """One compiled graph.
 
     Args:
-        name: What it computes, such as `step 1 (training) #2`: the second new one of that work.
+        name: Work of the graph, such as `step 1 (training) #2`: the second new graph of that work.
         module: `MODULE_<graph>+<flags>`.
-        seconds: Time that its compilation took; None if it was compiled elsewhere.
+        seconds: Seconds of the compilation; None if the graph was compiled elsewhere.
     """
 
     name: str
@@ -68,7 +68,7 @@ class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
-        stages: The pipeline stages whose graphs they are; empty for all.
+        stages: Pipeline stages of the graphs; empty: all stages.
     """
 
     name: str
@@ -100,7 +100,7 @@ def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
     """Path of a run's manifest, which need not exist yet.
 
     Args:
-        stages: The pipeline stages of one machine's ranks; empty if it holds all of them.
+        stages: Pipeline stages of one machine's ranks; empty if the machine holds all of them.
 
     Raises:
         ConfigError: `compile.manifest` has an unknown placeholder.

@@ -50,7 +50,7 @@ from nxtrain.tools.compile.manifest import (
 
 INTERVAL_S = 0.5
 AFTERMATH_S = 5
-"""Seconds from the end of a run to that of its compilers, which would work on for nobody."""
+"""Seconds from the end of a run to the end of its compilers, whose results nobody needs."""
 
 OnMiss = Callable[[CacheKey, Sequence[int]], None]
 """Callback for a graph that is being compiled, with the processes that compile it."""
@@ -127,7 +127,7 @@ class MissWatch(threading.Thread):
         self._settled = set(expected)
         self._first_seen_s: dict[CacheKey, float] = {}
         self._stopped = threading.Event()
-        # A compilation that is there before the run belongs to somebody else.
+        # A compilation that began before the run belongs to another run.
         self._others = set(layout.begun())
 
     def stop(self) -> None:
@@ -190,7 +190,7 @@ def _stop_run(miss: str, cache: Cache, key: CacheKey, compilers: Sequence[int]) 
     # Whoever needs the graph next would wait for a lock that nobody holds any more.
     cache.disown(key)
     if compilers:
-        # Not before the ranks: one whose compiler is gone would blame that.
+        # Compilers end after the ranks: a rank without its compiler would report the wrong cause.
         end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"
         subprocess.Popen(["sh", "-c", end], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
     os._exit(BackendError.exit_code)

@@ -168,7 +168,7 @@ class ModuleFolders(Layout):
         return EntryState.PENDING, ""
 
     def _is_live(self, lock: Path) -> bool:
-        """True if a compiler works under a lock, or was about to until a moment ago."""
+        """True if a compiler works under a lock, may be about to start, or may have ended just now."""
         folder = lock.parent
         try:
             stat = lock.stat()
@@ -176,7 +176,7 @@ class ModuleFolders(Layout):
                 return False
             written_s = max([stat.st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
         except FileNotFoundError:
-            return True  # whoever took a file away just now was at work
+            return True  # a process that removed a file just now was at work
         return time.time() - written_s < self._grace_s or any(naming(folder.name))
 
 

@@ -60,7 +60,6 @@ def precompile(
         first_node: Name of one of several machines, where all of them meet.
         workers: Compilers at a time; None: as many as the memory holds.
         retries: New attempts for graphs that failed, on one machine.
-        dry_run: Print environment and command, and start nothing.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks of Neuron devices.
@@ -74,7 +73,7 @@ def precompile(
     folder = Path("DIR")
     if not dry_run:
         folder = Path(tempfile.gettempdir()) / f"nxtrain-compile-{uuid.uuid4().hex}"
-    # Whoever shows no graphs once shows none the next time, and many restarts would hide its message.
+    # A run that shows no graphs shows none after a restart, and many restarts would hide its message.
     changes = ["recovery.max_restarts=0"]
     mode: tuple[Variable, ...] = ()
     why_no_mode = ""
@@ -105,7 +104,7 @@ def precompile(
             reason = "as --workers asks"
         print_line(f"up to {num_workers} graphs at a time: {reason}")
         if config.cluster.nodes > 1:
-            retries = 0  # of several nodes one alone has nobody to show failed graphs with
+            retries = 0  # one of several nodes cannot show failed graphs alone
         folder.mkdir(mode=0o700)
         compiled = compile_graphs(CompileJob(tool, command.argv, env, cache, folder), num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)

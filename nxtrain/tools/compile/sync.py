@@ -40,11 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress of a sync.
-
-    Args:
-        key: The entry that was copied last.
-    """
+    """Progress of a sync."""
 
     key: CacheKey
     num_done: int

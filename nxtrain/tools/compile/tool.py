@@ -40,7 +40,7 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
     Args:
         folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
             its working folder with everything in it when it starts.
-        command: Command that shows the graphs; it runs where this process does.
+        command: Command that shows the graphs; it runs in the working directory of this process.
     """
     options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
     return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
@@ -55,7 +55,6 @@ def run_tool(
         argv: Command line, as `tool_argv` gives it.
         folder: The folder of `tool_argv`.
         watch: Called while the tool runs, and once at its end.
-        every_s: Seconds between two calls.
 
     Returns: The tool's exit status; negative if a signal ended it.
     """
@@ -130,12 +129,12 @@ def stages_in(log: str) -> tuple[int, ...]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let the signals that end this process raise, so that what it started is ended first."""
+    """Turn signals that end this process into exceptions, so that the processes it started end first."""
 
     def exit_process(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    # What is ignored stays so: nohup lets a job outlive its terminal.
+    # Ignored signals stay ignored: nohup lets a job outlive its terminal.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, exit_process) for number in numbers}
     try:
@@ -146,7 +145,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the tool and what it started; compilers that outlive it would work for nobody."""
+    """End the tool and the processes it started, since nobody needs compilers that outlive the tool."""
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

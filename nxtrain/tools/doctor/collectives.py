@@ -36,7 +36,6 @@ class World:
     """Machines that are checked together, and the rank of this one.
 
     Args:
-        first_node: Name of the machine of rank 0.
         names: Name of each machine by rank; empty: unknown.
     """
 
@@ -93,7 +92,6 @@ def check_collectives(
 
     Args:
         world: Machines that run this check at the same time; None: this one alone.
-        limit_s: Seconds that ranks wait for one another.
     """
     gpus: Machine | None = None
     backend = "cpu"

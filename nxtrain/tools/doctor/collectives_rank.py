@@ -33,9 +33,6 @@ POLL_S = 0.05
 def join(backend: str, limit_s: float) -> dict[str, Any]:
     """Meet the other ranks, and measure sums over all ranks.
 
-    Args:
-        limit_s: Seconds that a rank waits for the others.
-
     Returns:
         `missing`, the ranks that did not arrive; `error`, empty if all is well; and `rows`, bytes and seconds.
     """

@@ -27,7 +27,6 @@ class Holder:
 
     Args:
         command: Command line, perhaps shortened.
-        devices: Numbers of the devices.
     """
 
     pid: int
@@ -40,7 +39,6 @@ class Devices:
     """Accelerators as their tool lists them.
 
     Args:
-        numbers: Number of each device.
         cores: Ranks that the devices serve together.
         driver: Version of the driver, if the tool has it.
         ecc: Uncorrected errors by device, where counted.
@@ -128,7 +126,6 @@ class Bandwidth:
 
     Args:
         size_bytes: Bytes of the whole tensor.
-        time_s: Time of one operation.
         bus_bytes_s: Bandwidth of each rank's link, by the convention of nccl-tests.
     """
 

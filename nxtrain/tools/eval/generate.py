@@ -218,10 +218,9 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Texts to continue.
+    """Texts to continue together.
 
     Args:
-        prompts: The texts, which are continued together.
         max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
         stops: Stop texts; a continuation ends before the first one found.
     """

@@ -266,7 +266,6 @@ def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
 
     Args:
         ids: Tokens that are known, at least one, then tokens that are scored.
-        num_scored: Number of tokens that are scored.
         length: Tokens that the model reads at most.
 
     Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.

@@ -27,7 +27,6 @@ class Trained:
 
     Args:
         place: Location of the checkpoint or the folder.
-        is_hf: True for a Hugging Face folder.
         ends: Ids that end a text, as the checkpoint or folder declares them.
         step: Finished updates; 0 for a Hugging Face folder.
         tokens: Positions of the rows that the updates consumed; 0 for a Hugging Face folder.
@@ -78,9 +77,6 @@ class Trained:
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
         """Build the model, and read the weights of this rank; every rank calls this.
-
-        Args:
-            seq_len: Longest sequence.
 
         Raises:
             CheckpointError: The weights of a checkpoint are damaged.

@@ -40,7 +40,6 @@ class Curve:
     """Curve of a chart.
 
     Args:
-        color: Number of the color.
         steps, values: (N,) points, with rising steps and finite values.
         kind: `line`, `faint`, `dashed`, or `dots` and `spikes` without a line.
     """
@@ -81,11 +80,8 @@ class Chart:
     Args:
         key: Identifier, of letters and hyphens.
         x_range, y_range: Values at the edges.
-        is_log: True if the vertical axis is logarithmic.
         text: Description for a reader who does not see the chart.
         rows: Some of the points as text, by column.
-        note: Sentence below the chart.
-        wide: True if the chart takes the whole width.
     """
 
     key: str

@@ -130,7 +130,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _ColumnsReader:
-    """Tables of the blocks so far."""
+    """Reader that collects the tables of all blocks."""
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Column]] = []

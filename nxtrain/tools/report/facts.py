@@ -49,7 +49,6 @@ class Fit:
     """Fit of the loss as a straight line over the logarithm of the step.
 
     Args:
-        first: First step of the fit.
         slope: Change of the loss by a tenfold of the steps.
         spread: Standard deviation of the records around the line.
     """

@@ -39,7 +39,6 @@ class Style:
         dots_x, dots_y: Dots of the curve in one character.
         curve: Sample of the curve, for the legend.
         held_out: Mark of an evaluation.
-        axis, tick, corner, line: Characters of the axes.
     """
 
     dots_x: int

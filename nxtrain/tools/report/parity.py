@@ -46,7 +46,6 @@ class Check:
 
     Args:
         value: Largest relative difference; None without values to compare.
-        text: Sentence with the numbers.
     """
 
     name: str

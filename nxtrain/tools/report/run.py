@@ -40,7 +40,6 @@ class Run:
         config: Values of the configuration by dotted key.
         environment: Versions, devices and ranks of the newest start, by name.
         summary: Final evaluation.
-        notes: Problems of the folder, for people.
         state: `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`.
     """
 

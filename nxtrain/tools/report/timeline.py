@@ -49,11 +49,7 @@ class UseSpan:
 
 @dataclass(frozen=True)
 class UseBox:
-    """Rectangle of a timeline, in units of `WIDTH` across and in percent down.
-
-    Args:
-        use: Key of `USES`.
-    """
+    """Rectangle of a timeline, in units of `WIDTH` across and in percent down."""
 
     use: str
     x: float
@@ -69,7 +65,6 @@ class RunTimeline:
 
     Args:
         restarts: Positions of the begins of later starts, in units of `WIDTH`.
-        total: Duration as text.
         ticks: Positions in percent, with their times.
         rows: The table of starts: number, step that the start resumed, last finished step, steps that a later start
             repeated, duration, outcome, and reason for the end.

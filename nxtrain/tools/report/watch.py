@@ -34,7 +34,7 @@ TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that are read first; a run of days is not read from its begin."""
 
 JUDGED = 20
-"""Newest records whose times the verdict is about."""
+"""Newest records whose times the verdict uses."""
 
 SILENT_S = 120.0
 """Seconds without a sign of life from which the line says so."""
@@ -133,7 +133,7 @@ class Followed:
     def _news(self) -> Iterator[dict[str, Any]]:
         """Records since the last call; after a resume, which shortens the file, those at its end."""
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
-            size, is_cut = file.seek(0, 2), False  # a cut first line is a part of one
+            size, is_cut = file.seek(0, 2), False  # the first line may be incomplete
             if not 0 <= self._offset <= size:
                 self._offset = max(0, size - TAIL_BYTES)
                 self._rest = b""

@@ -17,7 +17,7 @@ TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention"
 """Choices that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
-"""Machine of a run that names none, traced on a machine that is none."""
+"""Machine of a run that names none, traced on a host that is not a machine of the table."""
 
 _NXD = "neuronx-distributed"
 
@@ -28,8 +28,6 @@ class StandIn:
 
     Args:
         key: Dotted key of the configuration.
-        configured: Value in the configuration.
-        run: Value that a run uses.
         reason: Reason for another value in `TRACED`, in words.
     """
 

@@ -38,7 +38,7 @@ IRRELEVANT = (
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
 UNBOUND = 1000
-"""Width of a console that is none, in characters."""
+"""Width of output that is not a terminal, in characters."""
 
 
 def graphs(

@@ -47,7 +47,7 @@ class Traced:
         params: Trained parameters, as the rank stores them.
         frozen: Other parameters.
         optimizer: Optimizer state, and ZeRO-1's own rows of the parameters.
-        step: Most bytes of a step next to them: gradients, activations, logits and buffers.
+        step: Most bytes of a step besides the other kinds: gradients, activations, logits and buffers.
     """
 
     params: int

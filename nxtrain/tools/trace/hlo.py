@@ -58,7 +58,7 @@ def parse(text: str) -> HloGraph:
         text: Each instruction stands after those that it uses.
     """
     collectives: dict[str, Collective] = {}
-    result_of: dict[str, str] = {}  # an instruction that is a collective's result to that collective
+    result_of: dict[str, str] = {}  # the collective of each instruction that has its result
     constants: dict[str, float] = {}
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)

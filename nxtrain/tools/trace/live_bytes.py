@@ -20,7 +20,6 @@ class LiveBytes(TorchDispatchMode):
     too.
 
     Attributes:
-        now: Live bytes.
         peak: Most live bytes at the end of an operation.
 
     Args:

@@ -53,7 +53,6 @@ class Recording:
     """Recording of all traced ranks.
 
     Args:
-        steps: Number of steps of each rank.
         axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
         cuts: Submitted graphs in the order of recording.
         graphs: Contents of the graphs by hash.

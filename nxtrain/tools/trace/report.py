@@ -55,7 +55,7 @@ def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, 
     """Name of a graph with the stages that run it and its work there; a graph of all stages keeps its name."""
     if recording.shared(hash_):
         return name
-    uses: dict[str, tuple[str, set[int]]] = {}  # by what it is without its number: a name, and stages
+    uses: dict[str, tuple[str, set[int]]] = {}  # by work without its number: a name, and stages
     for cut, part in parts:
         if cut.hash != hash_:
             continue

@@ -52,7 +52,6 @@ class TraceJob:
     """Job of a trace.
 
     Args:
-        steps: Number of steps of each rank.
         hlo: Folder for the texts; empty: none.
         layers: `native`, or `nxd` where it can be loaded.
     """
