@@ -24,7 +24,7 @@ _SIGNALS = tuple(range(129, 193))
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Kind of end that a command can have.
+    """Kind of end of a command, with its exit codes.
 
     Args:
         restart: Use of a new start, for people.

@@ -81,7 +81,7 @@ IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.S
 
 
 class RankProcesses(SubprocessContext):
-    """Rank processes of this node; they are ended faster than by torch, which grants 30 seconds after a failure."""
+    """Rank processes of this node; after a failure they end sooner than torch's 30 seconds."""
 
     @property
     def processes(self) -> list[Popen[bytes]]:

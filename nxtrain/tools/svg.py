@@ -11,7 +11,7 @@ PAPER = "#ffffff"
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
-    """A picture of its parts, in pixels."""
+    """SVG picture of the given elements, with width and height in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="13">'

@@ -40,7 +40,7 @@ _NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Choices of a launch that no configuration has.
+    """Options of a launch that are not in the configuration.
 
     Args:
         nproc: Ranks per machine; None: all cores of the instance, else as the degrees ask.
@@ -61,7 +61,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run and its machines.
+    """Resolved run, its machines and its launch options.
 
     Args:
         lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.

@@ -134,7 +134,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
 
 
 def job_set(job: ClusterJob) -> Manifest:
-    """JobSet of one indexed Job, whose failure policy repeats no mistake and counts no preemption."""
+    """JobSet of one indexed Job, whose failure policy ends at final errors and does not count preemptions."""
 
     def rule(action: str, codes: list[int]) -> Manifest:
         return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": codes}}

@@ -1,4 +1,4 @@
-"""Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, and the start on a large one.
+"""Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, start on a large corpus.
 
 The text is Python's standard library, the tokenizer a BPE that is trained on it. The CPU time of all of its threads
 counts. The file of the start has holes in place of its documents, so that a disk need not hold them.
@@ -148,7 +148,6 @@ def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) 
 
 
 def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
-    """Lanes of the measured text, and of its token ids."""
     tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
     prepare_corpus(
         PreparationRequest([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher()

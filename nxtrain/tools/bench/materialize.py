@@ -47,7 +47,7 @@ class BuildTarget:
 
     @property
     def rank(self) -> int:
-        """A rank in the middle of the stage, of a world of one model copy."""
+        """Rank in the middle of the stage, in a world with one copy of the model."""
         return self.stage * self.tp + self.tp // 2
 
 
@@ -107,12 +107,12 @@ def _check(target: BuildTarget) -> None:
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn that makes the shard, in a worker's process."""
+    """Turn that makes the shard, in a worker process."""
     return {"": lambda: make_shard(BuildTarget(**job))}
 
 
 def make_shard(target: BuildTarget) -> dict[str, Any]:
-    """Make a shard as a run makes it; the mesh is data, so no other rank need exist."""
+    """Make a shard as a run makes it; the mesh is data, so no other rank is needed."""
     tables = {
         "parallel": {"tp": target.tp, "pp": target.pp},
         "train": {"seq_len": SEQ_LEN},

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline of equal stages, measured on local processes, next to what its schedule predicts.
+"""Bubble of a pipeline of equal stages, measured on local processes and compared with the schedule's prediction.
 
 The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waits and
 transfers do not count as computation. A step lasts from the first forward of any rank to the last backward, on

@@ -274,7 +274,6 @@ def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
 def _row(
     name: str, turns: Sequence[Mapping[str, Any]], work: Workload, clocks: Sequence[str], clock: str
 ) -> dict[str, Any]:
-    """Speed of a candidate by each clock."""
     tokens = work.steps * work.batch * work.seq_len
     by_clock = {}
     for one in clocks:
@@ -290,7 +289,6 @@ def _row(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    """Print speeds, ratios and the parts of nxtrain's own steps."""
     lines = [f"left out {name}: {reason}" for name, reason in result["left_out"].items()]
     notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
     lines += dict.fromkeys(notes)

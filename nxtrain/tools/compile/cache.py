@@ -2,8 +2,8 @@
 
 Entries appear and disappear by one rename each. A process that removes or replaces an entry holds the entry's lock as
 the compiler does, so the compiler waits. nxtrain's changes to one cache are serialized by a mutex, a lock of the kernel
-that ends with its process. Work in progress is in folders of `.nxtrain`, each locked by its process, and swept later
-if that was killed.
+that ends with its process. Work in progress is in folders of `.nxtrain`, each locked by its process, and swept later if
+the process was killed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Cache:
         return str(self.root)
 
     def layout(self, compiler: str) -> Layout:
-        """Layout of the graphs of a compiler, the first part of their keys."""
+        """Layout of a compiler's graphs; `compiler` is the first part of their keys."""
         if compiler == NEFF_FOLDER:
             return self._neffs
         return self._folders

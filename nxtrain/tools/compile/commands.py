@@ -213,7 +213,7 @@ def _cache(where: str | None) -> Cache:
 
 
 def _refuse_other(folder: Path) -> None:
-    """Refuse a folder of other files before anything is written there; one that is empty or absent may become a cache.
+    """Refuse a folder of other files before anything is written there; an empty or absent folder may become a cache.
 
     Raises:
         ConfigError: The folder holds files, and no graph.

@@ -6,7 +6,7 @@ and version are equal.
 
 A machine that holds some pipeline stages only has a manifest for these, `<run.name>.stages-<stages>.json`. Machines
 with the same stages compile the same graphs and write the same file. Nobody has to merge files: the manifest is right
-on a shared folder, without the locks that network file systems answer late, and on folders that no machine shares.
+on a shared folder, without the slow locks of network file systems, and on folders that no machine shares.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class NeffFiles(Layout):
         return True
 
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:
-        """Move a file; a process that reads the file keeps what it has open."""
+        """Move a file; a process that reads the file keeps its open file."""
         target.parent.mkdir(parents=True, exist_ok=True)
         if path == self.path(key):
             self._seal(key).unlink(missing_ok=True)

@@ -102,7 +102,7 @@ def compile_times(folder: Path) -> dict[CacheKey, float] | None:
 
 
 def names_in(log: str) -> Names:
-    """The graphs that a log shows, each named after the work of rank 0 when the graph was first met.
+    """Graphs that a log shows, each named after the work of rank 0 when the graph first appears.
 
     Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
     """
@@ -120,7 +120,7 @@ def names_in(log: str) -> Names:
 
 
 def stages_in(log: str) -> tuple[int, ...]:
-    """The pipeline stages that a machine named as its own; empty if it holds all of them."""
+    """Pipeline stages that a machine reports as its own; empty if it holds all stages."""
     match = _STAGES.search(log)
     if match is None:
         return ()

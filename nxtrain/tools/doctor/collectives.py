@@ -88,7 +88,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 def check_collectives(
     host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
-    """Check the links within this machine, or with a world those between all machines.
+    """Check the links within this machine or, with a world, the links between its machines.
 
     Args:
         world: Machines that run this check at the same time; None: this one alone.
@@ -108,7 +108,7 @@ def check_collectives(
 
 
 def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Finding:
-    """Collectives between processes of this machine: one per GPU of a machine, or two without."""
+    """Check collectives between processes of this machine: one process per GPU, or two without GPUs."""
     size = 2
     if machine is not None:
         size = machine.accelerators

@@ -48,7 +48,7 @@ def fine(name: str, what: str) -> Finding:
 
 
 class Host:
-    """This machine, or a folder and programs that stand for one.
+    """Access to this machine, or to a folder and programs that stand for a machine.
 
     Args:
         root: Folder under which /proc, /sys, /dev and the rest are.

@@ -1,4 +1,4 @@
-"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc, which are used by no library.
+"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc.
 
 Sources: tools/neuron-sys-tools/neuron-ls.rst and nccom-test.rst in https://github.com/aws-neuron/aws-neuron-sdk;
 https://docs.nvidia.com/deploy/nvidia-smi; https://ofiwg.github.io/libfabric/main/man/fi_info.1.html;

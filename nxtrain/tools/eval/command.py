@@ -164,7 +164,7 @@ def _evaluate(
     waiting: Ranks,
     note: Callable[[str], None],
 ) -> dict[str, Metrics]:
-    """Metrics of the tasks of a checkpoint; those that the run folder has a result of do not run again."""
+    """Metrics of the tasks of a checkpoint; tasks with a result in the run folder do not run again."""
     record = ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
     results: dict[str, Metrics] = {}
     scorer: Scorer | None = None

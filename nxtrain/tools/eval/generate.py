@@ -167,7 +167,7 @@ class Continuation:
         self.ending: Ending = ""
 
     def add(self, token: int) -> str:
-        """Append a token; return the text that is thereby complete."""
+        """Append a token; return the text that the token completes."""
         if token in self._ends:
             return self._end("end")
         self.added.append(token)
@@ -196,7 +196,7 @@ class Continuation:
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
-    """Continue texts until each has ended; texts that have ended cost no scores.
+    """Continue texts until each has ended; texts that have ended are not scored.
 
     Yields:
         Number of a text, and the next piece of the text in whole characters.

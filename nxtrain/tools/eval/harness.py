@@ -157,7 +157,7 @@ def possible_names(folder: Path | None) -> frozenset[str]:
 
 
 def definition_of(name: str, folder: Path | None) -> str:
-    """Digest of the files that define a task of nxtrain or of a folder; empty for others, which the version names.
+    """Digest of the files that define a task of nxtrain or of a folder; empty for the tasks of the harness itself.
 
     Data of the folder count by their sizes and times.
     """
@@ -253,7 +253,7 @@ def _continued(
 
 
 def _metrics(name: str, evaluated: Any) -> Metrics:
-    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own.
+    """Metrics of a task; `stderr` belongs to the first metric, and the errors of the others have names of their own.
 
     A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
     """

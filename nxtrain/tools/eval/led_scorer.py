@@ -27,7 +27,7 @@ END = ""
 
 
 class LedScorer:
-    """Scorer for a program that the leader alone runs; each method is that of `Scorer`, on every rank.
+    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank.
 
     Args:
         ranks: Ranks that wait for calls.

@@ -233,7 +233,6 @@ class Scorer:
         return max(1, LOGITS // self.model.config.vocab_size)
 
     def _score(self, rows: Sequence[Row]) -> list[Likelihood]:
-        """Log-likelihoods of one batch."""
         pieces = [row.ids[:-1] for row in rows]
         longest = max(map(len, pieces))
         self._decoder.begin(len(rows), capacity=1 << (longest - 1).bit_length())

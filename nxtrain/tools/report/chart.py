@@ -1,7 +1,7 @@
 """Charts of a page: axes, ticks and SVG paths of curves, thinned to what a screen can show.
 
 A plot is stretched to the width of the screen, and its labels are text of the page, so that a phone shows them as large
-as a desk does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
+as a desktop does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
 """
 
 from __future__ import annotations

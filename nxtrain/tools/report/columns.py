@@ -252,8 +252,8 @@ _SCHEMA = pa.schema(
 def _parsed(lines: bytes) -> pa.Table | None:
     """Table of lines; None if a line is damaged, or has a value of another kind.
 
-    pyarrow ends the process at a lone `null`, and takes two objects in one line. It gets lines with one pair of braces
-    around them only.
+    pyarrow ends the process at a lone `null`, and takes two objects in one line. So pyarrow only gets lines with one
+    pair of braces around them.
     """
     num_lines = lines.count(b"\n")
     braced = lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == num_lines - 1

@@ -1,4 +1,4 @@
-"""The HTML page: one file that loads nothing, in which text of a run stays text.
+"""HTML page of runs: one file that loads nothing, in which text of a run never becomes markup.
 
 jinja2 escapes every value. A policy of the page allows its own script only, and no network.
 """
@@ -116,7 +116,6 @@ _NEEDS = {
 
 
 def _has(content: dict[str, object], key: str) -> bool:
-    """True if the page has a section."""
     if key == "stability":
         return bool(_rows(content["stability"]))
     if key == "configuration":

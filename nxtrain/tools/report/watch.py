@@ -131,7 +131,7 @@ class Followed:
         return ""
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """Records since the last call; after a resume, which shortens the file, those at its end."""
+        """Records since the last call; after a resume, which shortens the file, the records at its end."""
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
             size, is_cut = file.seek(0, 2), False  # the first line may be incomplete
             if not 0 <= self._offset <= size:

@@ -81,7 +81,7 @@ def backend_of(config: RunConfig) -> str:
 
 
 def choose(config: RunConfig) -> Choices:
-    """Make the choices of a run's ranks on their machine, with the same functions.
+    """Make the choices of a run's ranks on their machine, with the functions that the ranks call.
 
     Raises:
         BackendError: The run refuses its layers.

@@ -1,4 +1,4 @@
-"""`nxtrain graphs`: report the graphs that a compiler will get, and fail if they would fail on a cluster.
+"""`nxtrain graphs`: report the graphs that a compiler will get, and fail if they have problems.
 
 Tracing has a process of its own, whose environment is decided before torch-xla reads it.
 """
@@ -114,7 +114,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
     """Print a report.
 
     Raises:
-        BackendError: Something is wrong with the graphs.
+        BackendError: The graphs have problems.
     """
     if as_json:
         write_document(report)

@@ -61,7 +61,7 @@ class Traced:
         return self.params + self.frozen + self.optimizer + self.step
 
     def beside(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
-        """Predicted and traced bytes by kind; what libraries take is in neither."""
+        """Predicted and traced bytes by kind, without the memory of libraries."""
         step = predicted.grads + predicted.activations + predicted.logits + predicted.buckets
         return {
             "params": (predicted.params, self.params),
