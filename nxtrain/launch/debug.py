@@ -86,7 +86,7 @@ def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
     before the rank starts, and nothing can divide it later.
 
     Args:
-        is_alone: The run has one rank, whose lines are no other's.
+        is_alone: The run has one rank, so that all lines are of this rank.
     """
     folder = debug_folder(config)
     if config.recovery.debug == "off":

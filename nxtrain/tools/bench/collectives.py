@@ -38,7 +38,7 @@ class CollectivesJob:
     """Ranks and tensor sizes of a measurement.
 
     Args:
-        sizes_kib: KiB of the whole tensor, bfloat16: what is reduced, gathered, cut or sent.
+        sizes_kib: KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent.
     """
 
     ranks: int

@@ -171,7 +171,7 @@ def speed_ratio(turns: Sequence[TextTime]) -> float:
     """Speed of a side over that of the bare tokenizer, by the ratio of both times of each call.
 
     Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
-    of a turn outside of the calls. Who comes second finds the text in the caches, so both orders count the same.
+    of a turn outside of the calls. The second tokenizer finds the text in the caches, so both orders count the same.
     """
     calls = list(chain.from_iterable(turn.calls for turn in turns))
     medians = []

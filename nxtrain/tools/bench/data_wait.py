@@ -41,7 +41,7 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
 
     Returns:
         `shares`: share at `tokens_per_s` with `workers`, by corpus. `kept`: for each corpus and number of workers the
-        highest rate of the ladder at which less than `MOST_WAITING` of the time waits; 0 if there is none.
+        highest rate of the ladder at which steps wait for less than `MOST_WAITING` of the time; 0 if there is none.
     """
     numbers = sorted({1, max(2, num_cores())})
     shares: dict[str, float] = {}

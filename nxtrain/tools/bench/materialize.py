@@ -1,6 +1,6 @@
 """Memory and time to make one rank's part of a model that no process could hold whole.
 
-The work runs in a process of its own, so that its peak of resident memory is that of this work and of what it imports.
+The work runs in a process of its own, so that its peak of resident memory comes from this work and its imports only.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The main thread then waits inside the compiler's call, so the watching thread en
 
 Other runs compile on a node too. Their graphs are recognised by the compiler process, whose command line names the
 graph: it descends from another run's agent. If no process names a graph, it counts as this run's after the layout's
-`patience_s`. TorchNeuron's files appear when their compilation has ended, and nothing tells which process made them.
+`patience_s`. TorchNeuron's files appear when their compilation has ended, and do not name the process that made them.
 Runs of one node need caches of their own for `compile.on_miss` there.
 
 Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... model.MODULE_<graph>+<flags>.neff".
@@ -62,7 +62,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
     Raises:
         ConfigError: `compile.on_miss=stop`, and the manifest is damaged.
-        BackendError: The same, and there is no manifest, or this node lacks graphs of it.
+        BackendError: `compile.on_miss=stop`, and the manifest is absent, or this node lacks graphs of it.
     """
     config = plan.config
     placement = Placement.read(environ)
@@ -187,7 +187,7 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
 def _stop_run(miss: str, cache: Cache, key: CacheKey, compilers: Sequence[int]) -> None:
     """End this rank, and with it the run, which an agent ends when a rank does."""
     _say(f"error: {miss}")
-    # Whoever needs the graph next would wait for a lock that nobody holds any more.
+    # The next run that needs the graph would wait for a lock that no process holds any more.
     cache.disown(key)
     if compilers:
         # Compilers end after the ranks: a rank without its compiler would report the wrong cause.

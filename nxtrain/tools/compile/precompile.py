@@ -39,8 +39,10 @@ from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
-"""Seconds since the last write to an entry for which a lock without an owner is believed: here the tool has ended, and
-with it every compiler that this node is known to run."""
+"""Seconds since the last write to an entry for which a lock without an owner counts as live.
+
+The tool has ended here, and with it every compiler of this node.
+"""
 
 
 def precompile(

@@ -2,8 +2,8 @@
 
 Sources: tools/neuron-sys-tools/neuron-ls.rst and nccom-test.rst in https://github.com/aws-neuron/aws-neuron-sdk;
 https://docs.nvidia.com/deploy/nvidia-smi; https://ofiwg.github.io/libfabric/main/man/fi_info.1.html;
-https://chrony-project.org/doc/4.5/chronyc.html. neuron-top draws on a terminal only, so the driver's counters under
-/sys serve in its place.
+https://chrony-project.org/doc/4.5/chronyc.html. neuron-top draws on a terminal only, so checks read the driver's
+counters under /sys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parity of two runs: their losses, norms, rates and tokens within stated bounds.
 
-A run on Trainium is held to the same run on a GPU or a CPU in this way. Losses and norms are compared as means over
-windows of steps, since single steps differ by rounding.
+In this way a run on Trainium is compared with the same run on a GPU or a CPU. Losses and norms are compared as means
+over windows of steps, since single steps differ by rounding.
 """
 
 from __future__ import annotations
