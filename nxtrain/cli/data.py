@@ -50,7 +50,6 @@ def _output(text: str) -> Path:
 
 
 def _prefix(text: str) -> str:
-    """Address of S3."""
     if not text.startswith(SCHEME):
         raise ConfigError(f"--upload {text} is no address of S3; give one such as {SCHEME}bucket/corpora")
     return text

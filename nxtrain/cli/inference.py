@@ -172,12 +172,10 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
 
 
 def _place(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
-    """Place of this rank, which first gets the threads of its work, and its Neuron core if the user names cores.
+    """Placement of this rank, after its threads and, if the user names cores, its Neuron core are set.
 
     Args:
-        checkpoint: Address of the model.
         visible_cores: Neuron cores of all ranks; empty: the user names none.
-        tokens: Tokens that a rank computes at once.
     """
     placement = Placement.read()
     from nxtrain.launch.neuron import reexec_for_inference, reexec_on_cores

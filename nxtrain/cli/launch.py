@@ -20,7 +20,7 @@ APPLY = {
     "--mounts": ("slurm", "hyperpod"),
     "--storage": ("parallelcluster", "eks"),
 }
-"""Targets of each option that others would leave unread."""
+"""Targets that read each option; other targets would ignore the option."""
 
 EPILOG = "Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine"
 

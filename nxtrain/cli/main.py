@@ -106,7 +106,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _place() -> Placement:
-    """Place of this process; that of a process started alone if a variable is spoilt, which its user reports."""
+    """Placement of this process, or of a lone process if its variables are invalid, which another check reports."""
     try:
         return Placement.read()
     except NxtrainError:
@@ -157,7 +157,7 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> tuple[L
 
 
 def _advise(config: RunConfig) -> None:
-    """Print an advice if another checkpoint interval would save much time."""
+    """Print advice if another checkpoint interval would save much time."""
     from nxtrain.common.run_folder import LOGS_DIR
     from nxtrain.metrics.start_log import read
     from nxtrain.plan.goodput import advice

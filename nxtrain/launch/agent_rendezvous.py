@@ -22,7 +22,6 @@ class AgentRendezvous:
 
     Args:
         host: Name of the machine; empty: the run has only one machine.
-        port: Port of the store.
         patience_s: Seconds that agents wait for one another.
     """
 
@@ -88,11 +87,7 @@ LOOPBACK_ADDRESSES = ("127.0.0.1", "localhost")
 
 
 def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
-    """Reason why processes of this machine do not reach each other, with the way out; empty if they do.
-
-    Args:
-        limit_s: Time for each address.
-    """
+    """Reason why processes of this machine do not reach each other, with the way out; empty if they do."""
     address = LOOPBACK_ADDRESSES[0]
     try:
         with socket.create_server((address, 0)) as server:

@@ -28,11 +28,7 @@ def debug_folder(config: RunConfig) -> Path:
 
 
 def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bool) -> tuple[Variable, ...]:
-    """Variables of a rank, with the shell's value where the shell has one; none without `recovery.debug`.
-
-    Args:
-        neuron: The run uses Neuron devices.
-    """
+    """Variables of a rank, with the shell's value where the shell has one; none without `recovery.debug`."""
     if config.recovery.debug == "off":
         return ()
     variables = [
@@ -86,11 +82,11 @@ def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple
 def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
     """Create the folder, which NCCL does not do itself, and return a line about the logs; empty without debugging.
 
-    The line has the place of each rank's file, or the reason why ranks have none. The process's standard error tells:
-    an agent opens it before the rank starts, and nothing can divide it later.
+    The line names the file of each rank, or the reason why ranks have none. Standard error decides: an agent opens it
+    before the rank starts, and nothing can divide it later.
 
     Args:
-        is_alone: The run has one rank, whose lines are no other's.
+        is_alone: The run has one rank, so that all lines are of this rank.
     """
     folder = debug_folder(config)
     if config.recovery.debug == "off":

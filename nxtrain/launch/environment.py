@@ -24,9 +24,7 @@ class Variable:
     """An environment variable, or a flag of the compiler.
 
     Args:
-        name: Name of the variable or flag.
-        value: Its value; empty for a flag without one.
-        source: Page that documents it.
+        value: Empty for a flag without a value.
         instead: Way to get another value. A shell with another value is refused with this text; if the text is empty,
             the shell's value is used.
     """
@@ -55,7 +53,6 @@ class Environment:
         barred: Variables and flags that must not have these values; `instead` is the way out.
         xla: True for PyTorch/XLA, where some variables do harm.
         passed: Flags that TorchNeuron or a variable of the run passes to the compiler; a shell must not repeat them.
-        notes: Lines for people about what was left out.
     """
 
     sdk: SdkVersion

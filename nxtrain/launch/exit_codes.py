@@ -24,12 +24,9 @@ _SIGNALS = tuple(range(129, 193))
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Kind of end that a command can have.
+    """Kind of end of a command, with its exit codes.
 
     Args:
-        codes: Exit codes of that kind.
-        text: The codes for people.
-        meaning: Cause of the end.
         restart: Use of a new start, for people.
         helps: True if the same command may succeed when nothing but the machine or the storage changes.
     """

@@ -36,10 +36,9 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start.
+    """Process to start.
 
     Args:
-        argv: Program and arguments.
         variables: Environment variables in addition to the inherited ones, each with its reason.
         about: Notes for a user who starts the command by hand.
     """
@@ -80,7 +79,6 @@ def render(
 
     Args:
         nproc: Number of ranks per machine; None: the number that the degrees require.
-        environ: Environment that the command inherits.
         first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
             port is `PORT`; empty: there is only one machine.
         min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
@@ -138,7 +136,7 @@ def rendezvous_address(first_node: str) -> tuple[str, int]:
     """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
 
     Raises:
-        ConfigError: The name or the port is none that a machine can have.
+        ConfigError: The name or the port is invalid.
     """
     name, colon, port = first_node.rpartition(":")
     if not colon:
@@ -157,7 +155,7 @@ def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
 
 
 def check_nodes(loaded: Loaded, nproc: int | None) -> list[Problem]:
-    """Problem of degrees whose ranks do not divide over the machines; none if they do, or with `nproc`."""
+    """Problem of degrees whose ranks do not divide over the machines; none with `nproc`."""
     ranks, nodes = _ranks(loaded.config), loaded.config.cluster.nodes
     if nproc is not None or not ranks % nodes:
         return []
@@ -166,7 +164,7 @@ def check_nodes(loaded: Loaded, nproc: int | None) -> list[Problem]:
 
 
 def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
-    """Problems of a run that is to go on with as few as `min_nodes` machines; none if it is not, with 0."""
+    """Problems of a run that may shrink to `min_nodes` machines; none if `min_nodes` is 0."""
     nodes, dp = config.cluster.nodes, config.parallel.dp
     if not min_nodes:
         return []

@@ -54,7 +54,7 @@ def native_environment(
     Args:
         instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
         locks: Folder of locks, on a disk of the machine.
-        reads: Check of names.
+        reads: Check whether the installed packages read a variable.
     """
     variables = _certain(config)
     notes = []
@@ -76,11 +76,7 @@ def native_environment(
 def rank_variables(
     environ: Mapping[str, str], local_rank: int, local_world: int
 ) -> tuple[list[Variable], list[Problem]]:
-    """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows.
-
-    Args:
-        local_rank: Place of the rank on its machine.
-    """
+    """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows."""
     shown = environ.get(GIVEN_CORES) or environ.get(VISIBLE_CORES, "")
     if not shown:
         if local_world > 1:
@@ -133,7 +129,7 @@ def _certain(config: RunConfig) -> list[Variable]:
 
 @dataclass(frozen=True)
 class _Uncertain:
-    """A variable whose name is known from one page or none, and is set only where it is read.
+    """Variable whose name at most one page documents; it is set only where the installed packages read it.
 
     Args:
         names: Names in the order of preference.

@@ -168,7 +168,7 @@ def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_worl
 
 
 def _own_variables(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of one rank that other ranks of its machine have otherwise or lack."""
+    """Variables of one rank that differ from those of other ranks of its machine."""
     if is_native(config):
         return rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
     metrics = config.metrics
@@ -182,10 +182,9 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
 
     Args:
         cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
-        local_rank: Place of the rank on its machine.
 
     Raises:
-        ConfigError: The list is none, or has fewer cores than ranks.
+        ConfigError: The list is invalid, or has fewer cores than ranks.
         BackendError: This machine has no Neuron device.
     """
     lanes = [support(), torchneuron.support()]

@@ -45,7 +45,7 @@ def thread_variables(
 def inference_variables(
     shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], num_ranks: int
 ) -> tuple[Variable, ...]:
-    """Variables of OpenMP that the shell of a rank lacks which generates or evaluates; see `thread_variables`.
+    """Variables of OpenMP that a rank lacks when it generates or evaluates; see `thread_variables`.
 
     Args:
         shape: Family and shape of the model; None: unknown, and a rank takes its share of the cores.

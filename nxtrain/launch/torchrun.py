@@ -6,7 +6,7 @@ a run got further than before. After a rank fails, the others get time to report
 stop signal goes to all ranks; they get time to save and exit with 75, as does this program. On several machines, an
 agent that has lost the agent with the store waits for its restart, and the run goes on.
 
-This is a program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
+This is a program, not a library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
 """
 
@@ -81,7 +81,7 @@ IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.S
 
 
 class RankProcesses(SubprocessContext):
-    """Rank processes of this node; they are ended faster than by torch, which grants 30 seconds after a failure."""
+    """Rank processes of this node; after a failure they end sooner than torch's 30 seconds."""
 
     @property
     def processes(self) -> list[Popen[bytes]]:

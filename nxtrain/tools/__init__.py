@@ -1,3 +1,3 @@
-"""Work around a run."""
+"""Tools around a run: benchmarks, compilation, checks of machines, evaluation, reports and traces."""
 
 from __future__ import annotations

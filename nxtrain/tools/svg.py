@@ -1,4 +1,4 @@
-"""Pen for SVG: pictures of texts, lines and boxes on a white page, and the paths of curves."""
+"""SVG elements: pictures of text, lines and boxes on a white page, and paths of curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAPER = "#ffffff"
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
-    """A picture of its parts, in pixels."""
+    """SVG picture of the given elements, with width and height in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="13">'
@@ -29,7 +29,7 @@ def text(
     size: int = 13,
     color: str = INK,
 ) -> str:
-    """Words at a point of their baseline."""
+    """Text at a point of its baseline."""
     style = f'fill="{color}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 

@@ -1,4 +1,4 @@
-"""Dockerfile for each lane: nxtrain with the packages of its devices, and the tools that operators expect."""
+"""Dockerfile for each kind of environment: nxtrain, the packages of its devices, and tools of operators."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CMD ["nxtrain", "--help"]
 
 
 def render(lane: str) -> str:
-    """Dockerfile of a lane."""
+    """Dockerfile of a kind of environment: neuron, neuron-native, gpu, xla or cpu."""
     path = "/opt/nxtrain/bin:$PATH"
     devices = ""
     if lane.startswith("neuron"):

@@ -27,7 +27,7 @@ CONFIG_FILE = "run.toml"
 """Name of the configuration in containers: the values that the file and the overrides give."""
 
 MAX_NAME = 40
-"""Characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
+"""Most characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
 
 SHARED = "/fsx"
 """Folder of the shared file system in containers; relative paths of a configuration begin there."""
@@ -40,7 +40,7 @@ _NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Choices of a launch that no configuration has.
+    """Options of a launch that are not in the configuration.
 
     Args:
         nproc: Ranks per machine; None: all cores of the instance, else as the degrees ask.
@@ -61,7 +61,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run and its machines.
+    """Resolved run, its machines and its launch options.
 
     Args:
         lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
@@ -136,7 +136,6 @@ class ClusterJob:
 
         Args:
             config_file: Path of `CONFIG_FILE` there.
-            first_node: Name of the machine that holds the rendezvous.
         """
         if self.nodes == 1:
             return config_file, f"--nproc={self.nproc}"

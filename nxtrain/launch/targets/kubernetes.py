@@ -77,7 +77,7 @@ def render_hyperpod(job: ClusterJob) -> dict[str, str]:
         "sagemaker.amazonaws.com/job-max-retry-count": str(_restarts(job)),
     }
     worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
-    worker["restartPolicy"] = "OnFailure"  # auto-resume knows no other
+    worker["restartPolicy"] = "OnFailure"  # auto-resume supports no other kind
     worker["template"]["spec"] |= _pod(job, _first_worker(job), "OnFailure")
     selector = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
     if job.machine.name:
@@ -134,7 +134,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
 
 
 def job_set(job: ClusterJob) -> Manifest:
-    """JobSet of one indexed Job, whose failure policy repeats no mistake and counts no preemption."""
+    """JobSet of one indexed Job, whose failure policy ends at final errors and does not count preemptions."""
 
     def rule(action: str, codes: list[int]) -> Manifest:
         return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": codes}}

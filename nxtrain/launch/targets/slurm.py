@@ -37,7 +37,7 @@ exit $code
 """
 
 GENERIC = "sbatch --nodes=16 scripts/train.sbatch CONFIG [key=value ...]"
-"""Use of the script that no run is written into."""
+"""Usage of the script for any run."""
 
 
 def render_generic() -> str:

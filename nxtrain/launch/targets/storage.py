@@ -84,7 +84,7 @@ def locations(config: RunConfig) -> list[Location]:
     """Objects in S3 that a run reads or writes.
 
     Raises:
-        ConfigError: A name is none that a bucket can have.
+        ConfigError: A name of a bucket is invalid.
     """
     read = {
         "data.path": [config.data.path],

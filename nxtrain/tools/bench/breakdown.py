@@ -58,7 +58,7 @@ _COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_funct
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
 _LOSS = re.compile(r"CrossEntropy|cross_entropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
 _BATCHED = re.compile(r"^aten::(bmm|baddbmm|_softmax.*|softmax)$")
-"""Operations that a Llama has in attention alone; in a compiled block no name of a function is around them."""
+"""Operations that only the attention of a Llama has; in a compiled block no function's name surrounds them."""
 _MATMUL = re.compile(r"::(addmm|mm|mv|addmv|linear|matmul|dot|_scaled_mm)_?(backward)?$|mkl|gemm", re.IGNORECASE)
 _COPIES = re.compile(r"^aten::(_?to_copy|copy_|clone|contiguous|cat|stack|fill_|zero_|index_select|embedding)$")
 _VIEWS = re.compile(
@@ -77,7 +77,7 @@ class Event:
 
     Args:
         chain: Name of the operation, then the names of those around it, outwards.
-        self_s: Its seconds without those of the operations inside it.
+        self_s: Seconds of the operation, without the operations inside it.
     """
 
     chain: tuple[str, ...]
@@ -85,7 +85,7 @@ class Event:
 
 
 def kind_of(chain: Sequence[str]) -> str:
-    """Kind of an operation, by its name and the names of those around it."""
+    """Kind of an operation, by its name and by the operations that contain it."""
     name = chain[0]
     if name == STEP:
         return OUTSIDE
@@ -126,7 +126,7 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
     """Profile one step.
 
     Args:
-        step: The step; the device is idle before and after it.
+        step: Training step; the device is idle before and after the step.
         on_device: Count the device's time of each operation; the rest of the step is waiting for the device.
 
     Returns:
@@ -171,7 +171,7 @@ def _gap_s(profiled: tuple[float, dict[str, dict[str, float]]]) -> float:
 
 
 def _read(events: Iterable[Any], *, on_device: bool) -> list[Event]:
-    """The operations inside the mark `STEP`, and the mark."""
+    """Operations of a profile inside the mark `STEP`, and the mark itself."""
     operations = []
     for event in events:
         chain = _chain(event)

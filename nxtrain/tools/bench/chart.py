@@ -26,12 +26,7 @@ HEAD = 64
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar of a chart: as long as the median over rounds, with a line over their range.
-
-    Args:
-        label: Name.
-        rounds: Ratio of each round.
-    """
+    """Bar of a chart: its length is the median ratio over rounds, and a line shows their range."""
 
     label: str
     rounds: Sequence[float]
@@ -58,13 +53,7 @@ def write_chart(file: Path, bars: Sequence[Bar], title: str, machine: Mapping[st
 
 
 def draw(bars: Sequence[Bar], title: str, under: str) -> str:
-    """SVG of horizontal bars, with a dashed line at 1.
-
-    Args:
-        bars: The bars, from top to bottom.
-        title: First line.
-        under: Second line.
-    """
+    """Horizontal bars from top to bottom as SVG, with a dashed line at 1; `under` is the text below the title."""
     longest = max((max(bar.rounds) for bar in bars), default=1.0)
     scale = WIDTH / max(1.0, longest)
     height = HEAD + len(bars) * (BAR + GAP) + GAP

@@ -1,7 +1,7 @@
-"""Speed of checkpoints next to the disk's own, `torch.save` and plain `torch.distributed.checkpoint`, in turns.
+"""Speed of checkpoints, compared with the raw disk, `torch.save` and plain `torch.distributed.checkpoint`.
 
-The disk is measured by what asks least of it: one buffer, written and read past the page cache in blocks. What is
-quoted is the median over rounds, and of ratios the median of the ratios inside each round, since disks are shared.
+The disk is measured with one buffer, written and read past the page cache in blocks. Results are medians over
+rounds. Ratios are medians of the ratios inside each round, since other programs use the disk too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 ROWS = 1024
-"""Of each tensor; as wide, in float32, so that a tensor has 4 MiB."""
+"""Rows and columns of each tensor in float32, which has 4 MiB."""
 MATRICES_MIB = 4 * len(KINDS)
 """MiB of one tensor of each kind."""
 
@@ -59,21 +59,19 @@ FLOORS = {
 
 
 TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
-"""Least shares of the floor's speed."""
+"""Least share of the reference's speed, for each measurement."""
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
-    """Measure and print.
+    """Measure the speed of checkpoints and print the results.
 
     Args:
-        folder: Where to write; on the disk that is meant. A folder in it is made and removed.
-        mib: MiB of the state; less than one matrix of each kind does not count.
-        rounds: Turns of each.
-        check: Hold the results to `TARGETS`.
-        as_json: Print JSON instead of a table.
+        folder: Folder on the disk to measure. A subfolder is made there and removed.
+        mib: MiB of the state, at least one matrix of each kind.
+        check: Compare the results with `TARGETS`.
 
     Returns:
-        Whether all targets were reached, if they were to be checked.
+        False if `check` is set and a target was missed.
     """
     mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
     scratch = folder / f"nxtrain-bench-{os.getpid()}"
@@ -92,7 +90,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
 
 
 def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dict[str, float]]:
-    """Medians over rounds: GiB per second, and the speed as a share of the floor's."""
+    """Medians over rounds: GiB per second, and the speed as a share of the reference's speed."""
     result = {}
     for name, turns in seconds.items():
         floor = seconds[FLOORS.get(name, name)]
@@ -101,7 +99,7 @@ def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dic
 
 
 def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round, by name."""
+    """Seconds of each operation in every round, by name."""
     state = FilledState(folder, mib)
     turns: dict[str, Callable[[], object]] = {
         COPY: state.copy,  # begins a round: deletes what the last one wrote
@@ -121,14 +119,10 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
 
 
 class FilledState:
-    """Weights and two running means of a model that is all matrices, and what can be done with them.
-
-    Args:
-        folder: Folder for files.
-        mib: Size of the state.
+    """Training state of a model that has matrices only, with a method for each measured operation.
 
     Attributes:
-        num_bytes: Its exact size.
+        num_bytes: Exact size of the state in bytes.
     """
 
     def __init__(self, folder: Path, mib: int) -> None:
@@ -151,7 +145,7 @@ class FilledState:
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
 
     def clear(self) -> None:
-        """Delete what was written, so that no turn pays for it: a checkpoint of a run replaces none."""
+        """Delete the written files, so that no turn pays for it: a checkpoint of a run replaces none."""
         for file in self._folder.iterdir():
             if file.is_dir():
                 shutil.rmtree(file)
@@ -159,7 +153,7 @@ class FilledState:
                 file.unlink()
 
     def seconds(self, act: Callable[[], object]) -> float:
-        """Time one turn, which finds a cold disk and, at the begin of a round, an empty folder."""
+        """Time one turn, with a cold page cache and, at the begin of a round, an empty folder."""
         if act == self.copy:
             self.clear()
         self.forget()
@@ -168,7 +162,7 @@ class FilledState:
         return time.perf_counter() - began
 
     def forget(self) -> None:
-        """Let the page cache forget every file, so that reading finds a cold disk."""
+        """Drop every file from the page cache, so that reads go to the disk."""
         os.sync()
         for file in self._folder.rglob("*"):
             if file.is_file():
@@ -177,7 +171,7 @@ class FilledState:
                 os.close(descriptor)
 
     def copy(self) -> None:
-        """One copy of the state in memory."""
+        """Copy the state once in memory."""
         for key, x in self._flat.items():
             self._into[key].copy_(x)
 
@@ -194,14 +188,14 @@ class FilledState:
         os.close(file)
 
     def read_raw(self) -> None:
-        """The same."""
+        """Read raw blocks at the disk's own speed."""
         file = os.open(self._folder / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.preadv(file, [self._block], index * BLOCK_BYTES)
         os.close(file)
 
     def save(self) -> None:
-        """A checkpoint, until it is committed."""
+        """Write a checkpoint, up to its commit."""
         self._written = write(directory.step_path(self._folder, 1), self._staged, self._meta, ALONE)
 
     def read_back(self) -> None:
@@ -213,26 +207,26 @@ class FilledState:
         load(directory.step_path(self._folder, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
-        """Save everything with torch.save, until the disk holds it."""
+        """Save the state with `torch.save`, and wait until it is on disk."""
         with (self._folder / "torch.pt").open("wb") as file:
             torch.save(self._flat, file)
             file.flush()
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
-        """The same with torch.load, into the tensors of a model."""
+        """Load the state with `torch.load`, into the tensors of a model."""
         loaded = torch.load(self._folder / "torch.pt", weights_only=True)
         for key, x in loaded.items():
             self._into[key].copy_(x)
 
     def dcp_save(self) -> None:
-        """All of it with torch's own writer, which waits for the disk as well."""
+        """Save the state with torch's own writer of checkpoints, which waits for the disk as well."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True)
 
     def dcp_load(self) -> None:
-        """The same with torch's own reader."""
+        """Load the state with torch's own reader of checkpoints."""
         into: dict[str, Any] = self._into
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

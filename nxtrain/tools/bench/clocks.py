@@ -14,8 +14,7 @@ class Clocks:
     """Clocks of one device.
 
     Args:
-        device: Device of the tensors.
-        read: Runs what is recorded, waits for the device, and reads a () tensor.
+        read: Function that runs the recorded operations, waits for the device, and reads a () tensor.
     """
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
@@ -24,7 +23,7 @@ class Clocks:
 
     @contextmanager
     def measure(self) -> Iterator[dict[str, float]]:
-        """Seconds by clock, which are there when the context ends; the device must be idle before and after."""
+        """Seconds by clock, filled in when the context ends; the device must be idle before and after."""
         seconds: dict[str, float] = {}
         first = self._event()
         wall, cpu = time.perf_counter(), time.process_time()

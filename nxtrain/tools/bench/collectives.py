@@ -23,7 +23,7 @@ from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, t
 KIB, GIB = 1 << 10, 1 << 30
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
-"""Collectives and transfers; and the floor, a copy of the tensor in one process's memory."""
+"""Collectives, transfers, and their reference: a copy of the tensor in one process's memory."""
 
 # Bounds of the repetitions of one size in one turn.
 TURN_BYTES = 64 << 20
@@ -35,11 +35,10 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class CollectivesJob:
-    """Sizes to measure.
+    """Ranks and tensor sizes of a measurement.
 
     Args:
-        ranks: Processes.
-        sizes_kib: KiB of the whole tensor, bfloat16: what is reduced, gathered, cut or sent.
+        sizes_kib: KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent.
     """
 
     ranks: int
@@ -51,12 +50,7 @@ class CollectivesJob:
 
 
 def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> None:
-    """Measure and print.
-
-    Args:
-        job: Sizes.
-        rounds: Turns, after one that warms up.
-        as_json: Print JSON instead of a table.
+    """Measure the collectives and print the results.
 
     Raises:
         ConfigError: An odd number of ranks, or a size that is not a multiple of the ranks.
@@ -79,7 +73,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn of a rank, in a worker's process: mean seconds of each operation at each size, by clock."""
+    """Turn of a rank in a worker process: mean seconds of each operation, by size and clock."""
     work = CollectivesJob(**job)
     torch.set_num_threads(1)
     backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
@@ -112,7 +106,7 @@ def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable
     mine = whole[:1].clone()
 
     def send() -> None:
-        """One way along a ring of pairs: even positions send to the next, which receive."""
+        """Send from each even rank to the next rank, which receives."""
         if axis.rank % 2 == 0:
             comm.start_send(whole, axis, axis.rank + 1).wait()
         else:

@@ -1,6 +1,6 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
-The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
+The loader reads token ids in a file, drawn in random order, on one core. The reference is numpy's copy of as many
 random rows out of the same file.
 """
 
@@ -32,12 +32,10 @@ BATCH = 32
 
 
 def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
-    """Measure and print.
+    """Measure the loader, tokenization and the start on a corpus, and print the results.
 
     Args:
         sizes: `mib` of token ids, two bytes each; `text_mib` to tokenize; `file_mib` of a corpus to open; `seq_len`.
-        rounds: Turns of each, after one that warms up.
-        as_json: Print JSON instead of tables.
     """
     seq_len = sizes["seq_len"]
     ids = summarize(measure(sizes["mib"], seq_len, rounds))

@@ -1,7 +1,7 @@
-"""Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, and the start on a large one.
+"""Measurements of corpora: tokenization and packing next to the bare tokenizer, waits, start on a large corpus.
 
-The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
-The file of the start has holes in place of its documents, so that a disk need not hold them.
+The text is Python's standard library, the tokenizer a BPE that is trained on it. The CPU time of all of its threads
+counts. The file of the start has holes in place of its documents, so that a disk need not hold them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
     """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents.
 
     Args:
-        mib: MiB of text.
         seq_len: Targets in a row.
-        rounds: Times that each side runs, after one that warms up.
-        folder: Folder for the corpus and its tokenizer.
     """
     source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
     corpus = PreparedCorpus(source.paths[0])
@@ -84,11 +81,7 @@ def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLan
 
 
 def measure_start(mib: int, folder: Path) -> dict[str, float]:
-    """Seconds and memory of a fresh process that opens a large corpus and reads one document of its end.
-
-    Args:
-        mib: MiB of the file.
-        folder: Folder of the file, which has holes.
+    """Seconds and memory of a fresh process that opens a large corpus and reads a document at its end.
 
     Raises:
         BackendError: The process fails.
@@ -103,7 +96,7 @@ def measure_start(mib: int, folder: Path) -> dict[str, float]:
 
 
 def write_sparse(path: Path, num_bytes: int) -> int:
-    """Write a prepared corpus of text whose documents are holes; returns their number."""
+    """Write a prepared corpus whose documents are holes of a sparse file, and return their number."""
     column, settings = TextColumn(), Settings("text", False, "", 0)
     schema = schema_of(column, "sparse", settings, 0)
     array, _ = column.array([bytes(_DOCUMENT_BYTES)] * (BATCH_BYTES // _DOCUMENT_BYTES), [])
@@ -145,7 +138,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, fl
 
 
 def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
-    """All measurements, in a folder that is deleted afterwards."""
+    """Run all measurements in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = measure_text(text_mib, seq_len, rounds, folder)
@@ -155,7 +148,6 @@ def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) 
 
 
 def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
-    """Lanes of the measured text, and of its ids."""
     tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
     prepare_corpus(
         PreparationRequest([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher()

@@ -1,9 +1,9 @@
-"""Turns of tokenization and packing, each next to the bare tokenizer on the very documents that the turn tokenized.
+"""Turns of tokenization and packing, each next to the bare tokenizer on the same documents.
 
-A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare tokenizer
-gets the same group at once, before or after the turn's own call in alternation. A group takes some 50 ms. So neither
-the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
-count as well: they were tokenized.
+A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare
+tokenizer gets the same group at once, before or after the turn's own call in alternation. A group takes some 50
+ms. So both see the same documents at the same speed of the machine. Documents that lie in the packer at the end
+of a turn count as well: they were tokenized.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class TextTime:
     """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
 
     Attributes:
-        own_s: The side's own, that inside of its tokenizer among them.
-        inside_s: Inside of the side's tokenizer.
-        bare_s: The bare tokenizer on the same documents.
+        own_s: Seconds of the side, including those inside its tokenizer.
+        inside_s: Seconds inside the side's tokenizer.
+        bare_s: Seconds of the bare tokenizer on the same documents.
         tokens: Tokens of the documents, each with the end of text.
-        calls: For each call, the bare tokenizer's time over that of the side's, and true if the bare one began.
+        calls: For each call, the bare tokenizer's time divided by that of the side's, and True if the bare one ran
+            first.
     """
 
     own_s: float = 0.0
@@ -46,14 +47,11 @@ class TextTime:
 
 @dataclass
 class WatchedTokenizer:
-    """A tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts.
-
-    Args:
-        tokenizer: The tokenizer.
+    """Tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts.
 
     Attributes:
         spent: Counts so far; without `own_s`.
-        bare_first: The bare tokenizer begins at the next call; the order alternates from there.
+        bare_first: True if the bare tokenizer runs first at the next call; the order alternates.
     """
 
     tokenizer: Tokenizer
@@ -85,18 +83,17 @@ class WatchedTokenizer:
 
 @dataclass(frozen=True)
 class TextTurn:
-    """Part of a side's work.
+    """One turn of a side's work.
 
     Args:
-        act: Does the work by the tokenizer that is handed in.
-        tokenizer: The tokenizer.
+        act: Function that does the work with the tokenizer that it gets.
     """
 
     act: Callable[[Tokenizer], object]
     tokenizer: Tokenizer
 
     def take(self, bare_first: bool) -> TextTime:
-        """Do the work; returns the CPU seconds."""
+        """Do the work and return the CPU seconds."""
         watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
         began = time.process_time()
         self.act(cast("Tokenizer", watched))
@@ -108,8 +105,6 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
     """Turns that tokenize and pack one window each, in the order of training.
 
     Args:
-        source: Lanes of a corpus of text.
-        number: Turns.
         mark: Called with the name of each document, as in a worker; None: documents are tokenized in groups.
     """
     documents = source.documents(mark)[0]
@@ -138,10 +133,6 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
 def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
     """Speed of each side next to the bare tokenizer on the same documents.
 
-    Args:
-        sides: Turns of each side.
-        rounds: Times that each turn runs, after one round that warms up.
-
     Returns:
         `tokens`: those of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
         next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
@@ -166,7 +157,7 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
 
 
 def _taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
-    """Takes all turns of a side in each round; the order of both tokenizers alternates from round to round."""
+    """Function that takes all turns of a side; the order of both tokenizers alternates from round to round."""
     rounds = count()
 
     def take() -> list[TextTime]:
@@ -177,10 +168,10 @@ def _taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
 
 
 def speed_ratio(turns: Sequence[TextTime]) -> float:
-    """Speed of a side over that of the bare tokenizer: both times of each call, and the share outside of calls.
+    """Speed of a side over that of the bare tokenizer, by the ratio of both times of each call.
 
     Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
-    of a turn outside of the calls. Who comes second finds the text in the caches, so both orders count the same.
+    of a turn outside of the calls. The second tokenizer finds the text in the caches, so both orders count the same.
     """
     calls = list(chain.from_iterable(turn.calls for turn in turns))
     medians = []

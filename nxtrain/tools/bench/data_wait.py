@@ -37,14 +37,11 @@ TIMEOUT_S = 600.0
 
 
 def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
-    """Share of the steps' time that waits for a batch, for each kind of corpus, and the rates that workers keep up.
-
-    Args:
-        sources: Lanes of each corpus, by its name.
+    """Share of the steps' time spent waiting for a batch, and the highest rates without waits, for each corpus.
 
     Returns:
         `shares`: share at `tokens_per_s` with `workers`, by corpus. `kept`: for each corpus and number of workers the
-        highest rate of the ladder at which less than `MOST_WAITING` of the time waits; 0 if there is none.
+        highest rate of the ladder at which steps wait for less than `MOST_WAITING` of the time; 0 if there is none.
     """
     numbers = sorted({1, max(2, num_cores())})
     shares: dict[str, float] = {}
@@ -57,12 +54,12 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
 
 
 def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
-    """Share of the time that waits at `TOKENS_PER_S`, and the highest rate without a wait."""
+    """Share of the time spent waiting at `TOKENS_PER_S`, and the highest rate without a wait."""
     with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
         first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
         if first < MOST_WAITING:
             return first, TOKENS_PER_S
-        # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+        # When steps wait, workers run at full speed: rates far above that speed are not worth a measurement.
         most = 1.25 * (1 - first) * TOKENS_PER_S
         for part in LADDER[1:]:
             rate = part * TOKENS_PER_S
@@ -73,25 +70,17 @@ def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
 
 @contextmanager
 def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int = ROWS) -> Iterator[Iterator[Batch]]:
-    """Batches of a run.
-
-    Args:
-        source: Opens the lanes.
-        order: Order of the documents of all lanes.
-        workers: Worker processes.
-        rows: Rows of a step.
-    """
+    """Open the batches of a run, each made by worker processes."""
     lanes = partial(Workers, source, order, WorkerPolicy(workers, 0, TIMEOUT_S))
     with closing(StreamLoader(lanes, order.lanes, BatchShare(rows, rows), end_id=0).prefetched(0)) as batches:
         yield batches
 
 
 def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
-    """Share of the time of steps in which a device that computes for a fixed time waits for data.
+    """Share of the time of steps that a device with a fixed time for each row waits for data.
 
     Args:
-        batches: Batch of each step.
-        row_s: Time of a row on the device.
+        row_s: Seconds of a row on the device.
         steps: Steps that count, after `WARMUP_STEPS`.
     """
     meter = WorkMeter()

@@ -1,8 +1,8 @@
-"""Harness of all benchmarks: sides take turns, and a table or JSON has the figures.
+"""Harness of all benchmarks: sides run in turns, and a table or JSON shows the results.
 
-Sides that another's threads, caches or allocator could help run in a process each, one at work while the others wait. A
-round runs each side once. Figures are medians over rounds, and ratios are medians of the ratios inside each round,
-since the machine's speed drifts between rounds.
+Sides that could profit from the threads, caches or allocator of another run in processes of their own. One
+works while the others wait. A round runs each side once. Figures are medians over rounds, and ratios are
+medians of the ratios inside each round, since the machine's speed drifts between rounds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class BenchWorker:
 
     Args:
         program: Module of `nxtrain.tools.bench` that has the side.
-        name: Name of the side.
-        job: Workload, as JSON can have it.
-        env: Environment of the process.
+        job: Workload, of types that JSON has.
     """
 
     def __init__(self, program: str, name: str, job: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -51,7 +49,7 @@ class BenchWorker:
         self._process.communicate()  # closes the pipes
 
     def turn(self, request: str = "") -> Any:
-        """Run one turn and return the measurement, as JSON has it.
+        """Run one turn and return its measurement, parsed from JSON.
 
         Raises:
             BackendError: The process ended; its output contains the reason.
@@ -60,7 +58,7 @@ class BenchWorker:
         return self.end()
 
     def begin(self, request: str = "") -> None:
-        """Let one turn begin."""
+        """Start one turn."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{request}\n")
@@ -87,7 +85,7 @@ class BenchWorker:
 def start_ranks(
     stack: ExitStack, program: str, name: str, job: Mapping[str, Any], world: int = 1, copies: int = 1
 ) -> list[BenchWorker]:
-    """Start the ranks of a world, or of several independent ones; they end with the stack."""
+    """Start the ranks of one or several independent worlds; the ranks end with the stack."""
     workers = []
     for env in rank_environments(world) * copies:
         workers.append(stack.enter_context(BenchWorker(program, name, job, env)))
@@ -107,10 +105,7 @@ def take_turns(
     """Run each side once in every round, after rounds that warm up, whose measurements are dropped.
 
     Args:
-        sides: One turn of each side, by name.
-        rounds: Rounds that count.
-        warm_up: Rounds that do not.
-        label: Words of the progress, before the round.
+        label: Text of the progress, before the number of the round.
     """
     measured: dict[str, list[Turn]] = {name: [] for name in sides}
     done = 0
@@ -136,7 +131,7 @@ def rank_environments(world: int) -> list[dict[str, str]]:
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
-    """Environment of a worker with so many threads; on a CPU, libraries print nothing about other devices.
+    """Environment of a worker with a number of threads; on a CPU, libraries print nothing about other devices.
 
     Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
     """
@@ -147,7 +142,7 @@ def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
 
 
 def row(name: str, unit: str, rounds: Sequence[float], **more: Any) -> dict[str, Any]:
-    """Figure of a side, as `--json` has it: the median over rounds, and each round."""
+    """Row of a side for `--json`: the median over rounds, and each round."""
     return {"name": name, "value": median(rounds), "unit": unit, "rounds": list(rounds), **more}
 
 
@@ -209,7 +204,7 @@ INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "as
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """CPU, its instruction sets, cores and load."""
+    """CPU of this machine, its instruction sets, cores and load."""
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -1,6 +1,6 @@
 """Memory and time to make one rank's part of a model that no process could hold whole.
 
-The work runs in a process of its own, so that its peak of resident memory is that of this work and of what it imports.
+The work runs in a process of its own, so that its peak of resident memory comes from this work and its imports only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILY = "llama"
 SEQ_LEN = 2048
 """Tokens of the rotary tables, the only thing here that depends on them."""
 SHARE, SLACK_BYTES = 1.3, 1 << 30
-"""The bound: so many times the shard, and on top what the interpreter and torch take."""
+"""Bound of the peak: a multiple of the shard's bytes, and the bytes of the interpreter and torch."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class BuildTarget:
     """Rank of one pipeline stage whose part of the model is materialized.
 
     Args:
-        preset: Model.
-        tp, pp: Degrees.
         stage: Pipeline stage, 0 <= stage < pp.
     """
 
@@ -49,22 +47,19 @@ class BuildTarget:
 
     @property
     def rank(self) -> int:
-        """A rank in the middle of the stage, of a world of one model copy."""
+        """Rank in the middle of the stage, in a world with one copy of the model."""
         return self.stage * self.tp + self.tp // 2
 
 
 def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_json: bool) -> None:
-    """Measure and print.
+    """Measure the memory and time of making a rank's shard, and print the results.
 
     Args:
-        preset: Model.
-        tp, pp: Degrees.
         stage: Pipeline stage; None: a middle one.
-        as_json: Print JSON instead of a table.
 
     Raises:
         ConfigError: No such preset, or degrees that it cannot have.
-        BackendError: The peak exceeds the bound, or this system does not tell it.
+        BackendError: The peak exceeds the bound, or this system does not report it.
     """
     if stage is None:
         stage = pp // 2
@@ -90,7 +85,7 @@ def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
     """Add the bound, and whether the peak is within it.
 
     Raises:
-        BackendError: The system does not tell the peak.
+        BackendError: The system does not report the peak.
     """
     if not measured["peak_bytes"]:
         raise BackendError("bench materialize reads the peak of resident memory from Linux's /proc, which is not here")
@@ -112,12 +107,12 @@ def _check(target: BuildTarget) -> None:
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn that makes the shard, in a worker's process."""
+    """Turn that makes the shard, in a worker process."""
     return {"": lambda: make_shard(BuildTarget(**job))}
 
 
 def make_shard(target: BuildTarget) -> dict[str, Any]:
-    """Make a shard as a run makes it; the mesh is data, so no other rank need exist."""
+    """Make a shard as a run makes it; the mesh is data, so no other rank is needed."""
     tables = {
         "parallel": {"tp": target.tp, "pp": target.pp},
         "train": {"seq_len": SEQ_LEN},

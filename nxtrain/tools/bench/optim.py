@@ -1,7 +1,7 @@
 """Cost of an update under each rule, next to torch's fused AdamW on float32 parameters, in turns in one process.
 
-What counts is the processor time of this process, the steadiest figure on a machine that others use too. What is quoted
-is the median over rounds, and of ratios the median of the ratios inside each round.
+The measure is the CPU time of this process, the steadiest figure on a shared machine. Results are medians over
+rounds. Ratios are medians of the ratios inside each round.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A rule and the types that it is measured with.
+    """Update rule, with the number types that it is measured with.
 
     Args:
-        update: The rule.
         params, state: Types of parameters and running means.
     """
 
@@ -54,7 +53,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in `[precision]`."""
+        """Name of the case, by the values of `[precision]`."""
         return self.update if self.state == "fp32" else f"{self.update}, bf16 state"
 
 
@@ -69,13 +68,11 @@ CASES = (
 
 
 def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> None:
-    """Measure and print.
+    """Measure the cost of an update under each rule, and print the results.
 
     Args:
         layers: Blocks of the model whose parameters are updated.
-        rounds: Turns of each rule, after `WARMUP_ROUNDS`.
         threads: Number of CPU threads; 0: all cores.
-        as_json: Print JSON instead of a table.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -107,12 +104,11 @@ def _cpu_s(update: Callable[[], object]) -> float:
 def summarize(
     seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds.
+    """Medians over rounds of each rule.
 
     Args:
-        seconds: Of each turn of each rule, `PEER` among them.
-        num_params: Updated in one turn.
-        bytes_per_param: Of parameters and state.
+        seconds: Seconds of each turn of each rule, including `PEER`.
+        bytes_per_param: Bytes of a parameter and its optimizer state, by rule.
     """
     rules = {}
     for name, turns in seconds.items():
@@ -132,7 +128,7 @@ def _layout(backend: Backend, layers: int) -> Layout:
 
 
 def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tensor]) -> tuple[Callable[[], None], int]:
-    """An update, and the bytes of what it works on."""
+    """Function that runs an update, and the bytes of its parameters and optimizer state."""
     params, state = DTYPES[case.params], DTYPES[case.state]
     shards = {name: torch.randn(spec.shape).to(params) for name, spec in layout.table.items()}
     optimizer = AdamW(

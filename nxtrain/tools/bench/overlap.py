@@ -1,6 +1,6 @@
-"""Sums of gradients next to a rank's own computation, from the profiles that `metrics.profile_steps` writes.
+"""Overlap of gradient sums with a rank's computation, from the profiles that `metrics.profile_steps` writes.
 
-A sum that is awaited where it starts has no matrix product of its rank next to it.
+A sum that is awaited where it starts overlaps no matrix product of its rank.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class Profile:
     """Parts of the profiled steps of one rank, each in the order of its begin.
 
     Args:
-        rank: The rank.
-        sections: Name and time of each section.
-        sums: Sums of gradients that start in a backward pass, until they are done.
-        products: Matrix products.
+        sums: Sums of gradients that start in a backward pass, from start to completion.
     """
 
     rank: int
@@ -75,9 +72,6 @@ class Profile:
 def read_profiles(run: Path) -> list[Profile]:
     """Profiles of all profiled ranks of a run.
 
-    Args:
-        run: Run folder.
-
     Raises:
         DataError: The run has no profile, or a profile has no sum in a backward pass.
     """
@@ -88,7 +82,7 @@ def read_profiles(run: Path) -> list[Profile]:
 
 
 def read(file: Path) -> Profile:
-    """One profile.
+    """Read one profile.
 
     Raises:
         DataError: It has no sum of gradients in a backward pass.
@@ -130,7 +124,7 @@ def _is_in(moment_s: float, intervals: Iterable[Interval]) -> bool:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as ascending intervals that have no moment in common."""
+    """Union of intervals, as ascending intervals that do not overlap."""
     merged: list[Interval] = []
     for interval in sorted(intervals, key=lambda interval: interval.begin_s):
         if merged and interval.begin_s <= merged[-1].end_s:
@@ -141,7 +135,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
-    """Time in two unions at once."""
+    """Intersection of two unions of intervals."""
     intervals = []
     for a, b in product(these, those):
         begin_s, end_s = max(a.begin_s, b.begin_s), min(a.end_s, b.end_s)
@@ -151,5 +145,5 @@ def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interva
 
 
 def length_s(intervals: Iterable[Interval]) -> float:
-    """Seconds of a union."""
+    """Total seconds of a union of intervals."""
     return sum(interval.end_s - interval.begin_s for interval in intervals)

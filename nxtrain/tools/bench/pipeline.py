@@ -1,11 +1,11 @@
-"""The bubble of a pipeline of equal stages, measured on local processes, next to what its schedule predicts.
+"""Bubble of a pipeline of equal stages, measured on local processes and compared with the schedule's prediction.
 
-The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waiting and transfers are
-no computation, and a step lasts from the first forward of any rank to the last backward, on the clock that the
-processes of a machine share. What is quoted is the shortest of all rounds, since whatever else the machine does can
-only make a step longer.
+The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waits and
+transfers do not count as computation. A step lasts from the first forward of any rank to the last backward, on
+the clock that the processes of a machine share. The result is the shortest of all rounds, since other work of
+the machine can only make a step longer.
 
-ZB-H1 is measured in turn with 1F1B, a round of the one after a round of the other.
+Rounds of ZB-H1 and of 1F1B alternate.
 
 Stages sleep: a machine with fewer cores than stages can sleep in all of them at once, but not compute.
 """
@@ -41,12 +41,9 @@ class StageWork:
     """Workload of the ranks of a pipeline.
 
     Args:
-        pp: Ranks.
-        virtual_pp: Chunks of each.
-        schedule: Order of the computations.
         micro: Micro-batches of a step.
         forward_s: Sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that.
-        seq_len: Tokens of a micro-batch; by their hidden states, what is sent.
+        seq_len: Tokens of a micro-batch, whose hidden states stages send.
     """
 
     pp: int
@@ -62,7 +59,7 @@ class StageWork:
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
     def expected(self) -> PipelineCosts:
-        """The pipeline as planned."""
+        """Costs of the pipeline as its schedule predicts them."""
         num_stages = self.pp * self.virtual_pp
         backward_s = BACKWARD * self.forward_s
         weights_s: list[float] = []
@@ -92,7 +89,6 @@ class PipelineTurn:
 
     Args:
         spans: Spans of each rank in order; a transfer's span is the time to start it.
-        sent_bytes: Bytes that each rank sent.
     """
 
     spans: tuple[Span, ...]
@@ -100,7 +96,7 @@ class PipelineTurn:
 
     @staticmethod
     def read(answers: Sequence[Mapping[str, Any]]) -> PipelineTurn:
-        """From the answers of the processes, by rank."""
+        """Read a turn from the answers of the processes, in the order of ranks."""
         spans, sent_bytes = [], []
         for rank, answer in enumerate(answers):
             for kind, chunk, micro, start_s, end_s in answer["actions"]:
@@ -110,13 +106,7 @@ class PipelineTurn:
 
 
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
-    """Measure and print.
-
-    Args:
-        work: What is computed.
-        rounds: Steps, after one that warms up.
-        dry_run: Only print what is expected.
-        as_json: Print JSON instead of text.
+    """Measure a pipeline and print the results.
 
     Raises:
         ConfigError: There is no such pipeline.
@@ -165,12 +155,7 @@ def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
 
 
 def summarize(work: StageWork, turns: Sequence[PipelineTurn]) -> dict[str, Any]:
-    """Expected figures and, if there are turns, the measured figures of the fastest turn.
-
-    Args:
-        work: Workload.
-        turns: Turns of all rounds.
-    """
+    """Expected figures and, if there are turns, the measured figures of the fastest turn."""
     plan = work.expected()
     expected = figures(plan)
     result: dict[str, Any] = {"ideal_bubble": expected.ideal_bubble, "expected": _of(expected)}

@@ -1,4 +1,4 @@
-"""A rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep."""
+"""Rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn of a rank, in a worker's process: what was done when."""
+    """Turn of a rank in a worker process: begin and end of each action, and the bytes sent."""
     work = StageWork(**job)
     torch.set_num_threads(1)
     backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
@@ -43,7 +43,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
 
 
 def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
-    """A step of the executor that training uses, with a watch on it."""
+    """Step of the executor that training uses; records begin and end of each action."""
     blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
@@ -59,7 +59,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
         actions.append((action.kind, action.chunk, action.micro, begin, time.monotonic()))
 
     class Counted:
-        """The collectives, with an eye on what is sent."""
+        """Collectives that count the bytes sent."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(backend.collectives, name)
@@ -88,7 +88,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 
 
 class _Chunks(nn.Module):
-    """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
+    """Model of one rank: equal chunks, the first without embedding, the last without head."""
 
     def __init__(self, chunks: Mapping[str, nn.Module], blank: Tensor) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Chunks(nn.Module):
 
 
 class _Sleeper(SplitBackward):
-    """A chunk that takes its time and no core; if backward is split, half of its time for each part."""
+    """Chunk that sleeps and uses no core; each part of a split backward takes half of the time."""
 
     def __init__(self, forward_s: float) -> None:
         super().__init__()

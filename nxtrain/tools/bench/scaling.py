@@ -1,7 +1,8 @@
 """Speed of two ranks in each layout, next to one rank and next to two independent runs at once, in turns.
 
-Two independent runs at once are what the machine has to give: they share its memory and its clock, and wait for nobody.
-Each rank is a process of one thread. Two ranks train on twice the sequences of one, whatever the layout.
+Two independent runs at once show the most that a machine can give. They share memory and clock, and wait for no
+other rank. Each rank is a process of one thread. Two ranks train on twice the sequences of one, whatever the
+layout.
 """
 
 from __future__ import annotations
@@ -39,14 +40,11 @@ RANKS = 2
 def bench_scaling(
     *, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool, chart: Path | None = None
 ) -> None:
-    """Measure and print.
+    """Measure the speed of each layout and print the results.
 
     Args:
         work: Workload of each rank.
         layouts: Names from `LAYOUTS`; empty: all.
-        rounds: Turns of each, after one that warms up.
-        as_json: Print JSON instead of tables.
-        chart: SVG file to draw the efficiencies into.
 
     Raises:
         ConfigError: There is no such layout, or the chart cannot be written.
@@ -75,7 +73,7 @@ def bench_scaling(
 
 
 def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turns of a rank of a layout by request, in a worker's process; each has the seconds of waiting for the other."""
+    """Turns of a rank of a layout by request, in a worker process; each has the seconds of waits for the other rank."""
     import torch
 
     from nxtrain.backends import open_backend
@@ -100,7 +98,7 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[list[dict[str, Any]]]], dict[str, Any]]:
-    """Turns of the processes of each measurement; and the parts of a step of rank 0 of each layout."""
+    """Turns of the processes of each measurement, and the parts of a step of rank 0 in each layout."""
     job = asdict(work)
     with ExitStack() as stack:
         alone = start_ranks(stack, "scaling", ALONE, job, copies=RANKS)

@@ -1,7 +1,7 @@
 """torchtitan as a peer of `nxtrain bench train`: its Llama with AMP, compiled blocks and fused AdamW.
 
-torchtitan's own trainer asks for document masks, which plain causal attention does not need. Here its model has its
-attention on `scaled_dot_product_attention`, which torchtitan keeps for other models. Verified with torchtitan 0.3.0.
+torchtitan's own trainer asks for document masks, which plain causal attention does not need. Here its model
+uses `scaled_dot_product_attention`, which torchtitan has for other models. Verified with torchtitan 0.3.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nxtrain.tools.bench.training import CLIP, LR, batch, hf_config
 
 
 def titan_step(work: Workload, clocks: Clocks) -> Callable[[], float]:
-    """Step of torchtitan's model: loss of the step. Parameters are float32, and matrix products bfloat16 by AMP."""
+    """Step of torchtitan's model, which returns the loss; parameters are float32, products bfloat16 by AMP."""
     from torchtitan.components.loss import cross_entropy_loss
 
     torch.manual_seed(0)

@@ -54,7 +54,6 @@ class Candidate:
     """Implementation that is measured.
 
     Args:
-        text: Description for people.
         package: Package that it needs, "" for none.
         compiled: The model goes through torch.compile.
     """
@@ -84,12 +83,9 @@ class Workload:
     Args:
         steps: Updates per round and implementation.
         batch: Sequences per update.
-        seq_len: Tokens per sequence.
         precision: Type of the weights and activations, `bf16` or `fp32`.
         shape: Model, under Hugging Face's names.
         preset: Name of the model, "" for `SHAPE`.
-        threads: CPU threads of each process.
-        backend: Name of the backend, as in backend.name.
         stock_allocator: Peers get glibc's default settings.
     """
 
@@ -105,14 +101,10 @@ class Workload:
 
 
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
-    """Measure and print.
+    """Measure the training speed of each candidate and print the results.
 
     Args:
-        work: Workload.
         candidates: Names from `CANDIDATES`; empty: all that are installed.
-        rounds: Turns of each implementation, after one that warms up.
-        chart: SVG file to draw the ratios into.
-        as_json: Print JSON instead of tables.
 
     Raises:
         BackendError: The backend cannot run here, or a package of a chosen candidate is not installed.
@@ -195,7 +187,7 @@ def workload(  # 8 arguments: one for each option
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """Turns of each candidate and of the peak, and the parts of nxtrain's own steps."""
+    """Turns of each candidate and of the matrix products, and the parts of nxtrain's own steps."""
     env = harness.environment(work.threads, work.backend)
     with ExitStack() as stack:
         workers = {}
@@ -223,8 +215,7 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
     """Medians over rounds, ratios inside each round, and MFU by the peak of the same round.
 
     Args:
-        measured: Turns of each candidate: seconds by clock; of the peak, FLOPs per second by clock.
-        work: Workload.
+        measured: Turns of each candidate with seconds by clock; turns of the peak with FLOPs per second by clock.
     """
     family = find_family("llama")
     flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
@@ -266,13 +257,11 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
 
 
 def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
-    """Clock that ratios are taken by: the device's, CPU time of one thread, else wall.
+    """Clock of the ratios: the device's, the CPU time of one thread, or else wall.
 
     CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
 
     Args:
-        device_type: Type of the device.
-        threads: Threads of each process.
         clocks: Clocks that every measurement has.
     """
     if "device" in clocks:
@@ -285,7 +274,6 @@ def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
 def _row(
     name: str, turns: Sequence[Mapping[str, Any]], work: Workload, clocks: Sequence[str], clock: str
 ) -> dict[str, Any]:
-    """Speed of a candidate by each clock."""
     tokens = work.steps * work.batch * work.seq_len
     by_clock = {}
     for one in clocks:
@@ -301,7 +289,6 @@ def _row(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    """Print speeds, ratios and the parts of nxtrain's own steps."""
     lines = [f"left out {name}: {reason}" for name, reason in result["left_out"].items()]
     notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
     lines += dict.fromkeys(notes)

@@ -60,7 +60,7 @@ REPEATS = 10
 
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
-    """Turns of a candidate of `bench train` by request, in a worker's process."""
+    """Turns of a candidate of `bench train` by request, in a worker process."""
     work = Workload(**job)
     torch.set_num_threads(work.threads)
     if name in (OURS, COMPILED):
@@ -118,8 +118,6 @@ def ours(
 
     Args:
         work: Workload; with several ranks its batch is that of each rank.
-        backend: Device, and ranks.
-        compiled: compile.torch_compile.
         parallel: Table [parallel].
     """
     degrees = dict(parallel or {})
@@ -151,13 +149,10 @@ def ours(
 
 
 def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: bool) -> Step:
-    """Step of transformers' model as its documentation trains it: loss of the step.
+    """Step of transformers' model as its documentation trains it; returns the loss.
 
     Args:
-        work: Workload.
-        clocks: The device.
         fused: torch's fused AdamW; otherwise AdamW's defaults.
-        compiled: The model goes through torch.compile.
     """
     import transformers
 
@@ -191,12 +186,10 @@ def hf_config(work: Workload) -> dict[str, Any]:
 
 
 def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], dict[str, float]]:
-    """A turn that measures FLOPs per second by each clock, each the best of several matrix products.
+    """Turn that measures FLOPs per second by each clock, each the best of several matrix products.
 
     Args:
-        clocks: The device.
         dtype: Type of the matrices; on a CPU without instructions for this type, float32 is the faster one.
-        on_host: The device is a CPU.
     """
     shapes = ON_HOST if on_host else ON_ACCELERATOR
     if on_host and not has_products(dtype):
@@ -226,7 +219,7 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
 
 
 def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_up_steps: int = WARM_UP_STEPS) -> Turn:
-    """A turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
+    """Turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
 
     The first turn warms up, for which a lazy device and some compilers need a second and a third step.
     """
@@ -256,7 +249,7 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_
 
 
 def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
-    """A turn that profiles one step."""
+    """Turn that profiles one step."""
 
     def turn() -> dict[str, Any]:
         marked = ((state.gradients, "norm"), (state.optimizer, "step"), (state.data_parallel, "publish"))

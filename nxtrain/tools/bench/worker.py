@@ -1,4 +1,4 @@
-"""A process of a benchmark, which runs one turn of its side for each line on standard input, and prints JSON.
+"""Process of a benchmark, which runs one turn of its side for each line on standard input, and prints JSON.
 
 python -m nxtrain.tools.bench.worker PROGRAM NAME JOB
 
@@ -17,7 +17,7 @@ from importlib import import_module
 def main(program: str, name: str, job: str) -> None:
     """Serve turns until standard input ends.
 
-    Standard output is for answers alone: what libraries print there goes to standard error.
+    Standard output has the answers only. Output of libraries goes to standard error.
     """
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as answers:

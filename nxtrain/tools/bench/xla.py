@@ -43,9 +43,7 @@ class LazyWorkload:
     """Workload that every implementation records.
 
     Args:
-        layers: Number of blocks.
-        micro_batches: Number per step.
-        steps: Number per turn.
+        steps: Steps of each turn.
         seq_len: Tokens per sequence; each micro-batch is one.
     """
 
@@ -69,14 +67,7 @@ class LazyWorkload:
 
 
 def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_json: bool) -> None:
-    """Measure and print.
-
-    Args:
-        layers: Blocks of the model.
-        micro_batches: Per step.
-        rounds: Turns of each implementation, after one that compiles.
-        steps: Per turn.
-        as_json: Print JSON instead of a table.
+    """Measure the host cost of each implementation and print the results.
 
     Raises:
         BackendError: torch-xla or transformers is not installed.
@@ -125,13 +116,13 @@ def _show(result: Mapping[str, Any], work: LazyWorkload) -> None:
 
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Callable[[], float]]:
-    """Turn of an implementation, in a worker's process: seconds."""
+    """Turn of an implementation in a worker process, which returns seconds."""
     sides = {OURS: ours, PEER: peer, TRACE: trace_a_rank}
     return {"": sides[name](LazyWorkload(**job))}
 
 
 def ours(work: LazyWorkload) -> Callable[[], float]:
-    """nxtrain's own step, as `nxtrain train` runs it: seconds per step."""
+    """Function that runs nxtrain's own step, as `nxtrain train` does, and returns seconds per step."""
     plan = _plan(work)
     backend = open_backend("xla")
     mesh = Mesh.build(1, 0)
@@ -206,7 +197,7 @@ def _rows(work: LazyWorkload) -> Tensor:
 
 
 def _timed(step: Callable[[], Tensor], backend: Backend, steps: int) -> Callable[[], float]:
-    """Seconds per step until it is handed over; what it computes is waited for in between."""
+    """Function that returns host seconds per step, without the device's computation, which ends between steps."""
 
     def turn() -> float:
         total = 0.0

@@ -21,7 +21,7 @@ _ENTRIES, _SUFFIX = "entries", ".json"
 
 
 class Bucket:
-    """Cache in a store."""
+    """Cache of compiled graphs in a store that nodes share."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store

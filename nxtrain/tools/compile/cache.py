@@ -2,8 +2,8 @@
 
 Entries appear and disappear by one rename each. A process that removes or replaces an entry holds the entry's lock as
 the compiler does, so the compiler waits. nxtrain's changes to one cache are serialized by a mutex, a lock of the kernel
-that ends with its process. Work in progress is in folders of `.nxtrain`, each locked by its process, and swept later
-if that was killed.
+that ends with its process. Work in progress is in folders of `.nxtrain`, each locked by its process, and swept later if
+the process was killed.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Cache:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _quarantine(self, keys: Sequence[CacheKey], trash: Path) -> list[CacheKey]:
-        """Move entries to the quarantine; what has their names there goes to the trash."""
+        """Move entries to the quarantine; earlier entries of the same names there go to the trash."""
         moved = []
         for number, key in enumerate(keys):
             target = self._own / "quarantine" / key.compiler / key.module

@@ -47,7 +47,6 @@ def ls(where: str | None, as_json: bool) -> None:
 
     Args:
         where: Folder, or configuration file; None: this node's folder by default.
-        as_json: Print JSON instead of a table.
 
     Raises:
         ConfigError: There is no such cache.
@@ -128,8 +127,8 @@ def sync_places(source: str, target: str) -> None:
         source, target: Folder, configuration file, or `s3://bucket/prefix`.
 
     Raises:
-        ConfigError: A place that cannot be.
-        BackendError: S3 refuses, or entries could not be taken.
+        ConfigError: An address is invalid.
+        BackendError: S3 refuses, or entries could not be copied.
     """
     source_cache = _location(source)
     target_cache = _location(target)
@@ -168,9 +167,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
 
     Args:
         where: Folder, or configuration file; None: this node's folder by default.
-        max_gib: Most GiB that stay; what was used longest ago goes.
-        failed: Put failed entries into the quarantine.
-        stale: Break the locks of those who are gone.
+        max_gib: Most GiB that stay; the least recently used entries go.
 
     Raises:
         ConfigError: There is no such cache.
@@ -182,7 +179,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     every = max_gib is None and not failed and not stale
     with _explained(cache):
         cache.sweep()
-        # A failed entry may be hidden behind the lock of whoever failed.
+        # A failed entry may look locked by the process that failed.
         if stale or every:
             _tell("lock broken", cache.break_locks())
         if failed or every:
@@ -216,7 +213,7 @@ def _cache(where: str | None) -> Cache:
 
 
 def _refuse_other(folder: Path) -> None:
-    """Refuse a folder of other files before anything is written there; one that is empty or absent may become a cache.
+    """Refuse a folder of other files before anything is written there; an empty or absent folder may become a cache.
 
     Raises:
         ConfigError: The folder holds files, and no graph.

@@ -60,7 +60,6 @@ class Entry:
 
     Args:
         folder: Folder of the entry; the file itself for a graph of TorchNeuron.
-        state: State of the entry.
         used_s: Time of the last change, use mark or read by the file system's clock, in seconds since the epoch.
         detail: Reason for the state; empty if the state needs none.
     """

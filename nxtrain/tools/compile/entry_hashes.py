@@ -69,15 +69,15 @@ def damage(seal: Seal | None, files: Seal) -> str:
 
 
 def to_json(seal: Seal) -> dict[str, Any]:
-    """A seal as JSON has it."""
+    """Seal in the types of JSON."""
     return {name: asdict(file) for name, file in seal.items()}
 
 
 def from_json(files: Any) -> Seal:
-    """Read a seal back.
+    """Read a seal from the types of JSON.
 
     Raises:
-        ValueError: It is not a seal of a whole entry, or names files elsewhere.
+        ValueError: The input is not a seal of a whole entry, or names files elsewhere.
     """
     try:
         seal = {str(name): Content(int(file["size_bytes"]), str(file["sha256"])) for name, file in files.items()}

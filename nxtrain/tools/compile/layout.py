@@ -53,7 +53,7 @@ class CacheLayout(ABC):
 
     @abstractmethod
     def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
-        """Give the files of a folder their name in the cache by one step; False if the name is in use."""
+        """Move a folder's files into the cache in one step; False if the entry's name is in use."""
 
     @abstractmethod
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:

@@ -6,7 +6,7 @@ and version are equal.
 
 A machine that holds some pipeline stages only has a manifest for these, `<run.name>.stages-<stages>.json`. Machines
 with the same stages compile the same graphs and write the same file. Nobody has to merge files: the manifest is right
-on a shared folder, without the locks that network file systems answer late, and on folders that no machine shares.
+on a shared folder, without the slow locks of network file systems, and on folders that no machine shares.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Build:
 
     Args:
         compiler: Folder of the compiler's version, `neuronxcc-<version>`.
-        flags: The compiler's flags, in order, which counts.
+        flags: Flags of the compiler, whose order counts.
         settings: Values of the configuration that shape graphs, by dotted key.
     """
 
@@ -53,9 +53,9 @@ class CompiledGraph:
     """One compiled graph.
 
     Args:
-        name: What it computes, such as `step 1 (training) #2`: the second new one of that work.
+        name: Work of the graph, such as `step 1 (training) #2`: the second new graph of that work.
         module: `MODULE_<graph>+<flags>`.
-        seconds: Time that its compilation took; None if it was compiled elsewhere.
+        seconds: Seconds of the compilation; None if the graph was compiled elsewhere.
     """
 
     name: str
@@ -68,8 +68,7 @@ class GraphManifest:
     """The graphs that a run needs, all compiled by one build.
 
     Args:
-        build: Compiler, flags and settings of the graphs.
-        stages: The pipeline stages whose graphs they are; empty for all.
+        stages: Pipeline stages of the graphs; empty: all stages.
     """
 
     name: str
@@ -101,8 +100,7 @@ def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
     """Path of a run's manifest, which need not exist yet.
 
     Args:
-        config: The run.
-        stages: The pipeline stages of one machine's ranks; empty if it holds all of them.
+        stages: Pipeline stages of one machine's ranks; empty if the machine holds all of them.
 
     Raises:
         ConfigError: `compile.manifest` has an unknown placeholder.
@@ -114,14 +112,14 @@ def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
 
 
 def other_manifests(config: RunConfig, file: Path) -> list[Path]:
-    """The manifests of a run for other stages than those of `file`, or for all."""
+    """Manifests of a run for other stages than those of `file`, or for all stages."""
     whole = manifest_file(config)
     files = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
     return sorted(path for path in files - {file} if path.exists())
 
 
 def write_manifest(manifest: GraphManifest, path: Path) -> None:
-    """Write a manifest atomically and always the same way; nodes that share the folder may do so at once."""
+    """Write a manifest atomically and deterministically; nodes that share the folder may write at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"version": _VERSION, **asdict(manifest)}
     replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
@@ -157,7 +155,7 @@ def read_manifest(path: Path) -> GraphManifest:
 
 
 def check_ready(manifest: GraphManifest, cache: Cache) -> None:
-    """Make sure, before a run, that this node has every graph, and note that they are in use.
+    """Check, before a run, that this node has every graph, and mark the graphs as used.
 
     Raises:
         BackendError: Graphs are missing here, or not done; each with its state.
@@ -204,10 +202,9 @@ def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
 
 
 def differ(compiled: Build, needed: Build) -> Iterator[str]:
-    """Each thing in which two builds differ, as text.
+    """Differences of two builds, each as text.
 
     Args:
-        compiled: Build of the manifest.
         needed: Build of the run; an empty compiler is one that is not known yet.
     """
     if needed.compiler and compiled.compiler != needed.compiler:

@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def num_compilers(self) -> int:
-        """Compilers that fit next to each other, to the nearest number: a machine shows a little less than it has."""
+        """Number of compilers that fit into the memory, rounded: a machine shows a little less than it has."""
         return max(1, int(self.size_bytes / PER_COMPILER_BYTES + 0.5))
 
     def __str__(self) -> str:
@@ -42,10 +42,6 @@ class Memory:
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
     """The memory of this machine, or of this container if that is less.
-
-    Args:
-        proc: Folder of the kernel's processes.
-        cgroups: Folder of the kernel's control groups.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max; cgroup-v1/memory.html, limit_in_bytes.
     """

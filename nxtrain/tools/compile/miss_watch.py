@@ -6,7 +6,7 @@ The main thread then waits inside the compiler's call, so the watching thread en
 
 Other runs compile on a node too. Their graphs are recognised by the compiler process, whose command line names the
 graph: it descends from another run's agent. If no process names a graph, it counts as this run's after the layout's
-`patience_s`. TorchNeuron's files appear when their compilation has ended, and nothing tells which process made them.
+`patience_s`. TorchNeuron's files appear when their compilation has ended, and do not name the process that made them.
 Runs of one node need caches of their own for `compile.on_miss` there.
 
 Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... model.MODULE_<graph>+<flags>.neff".
@@ -50,7 +50,7 @@ from nxtrain.tools.compile.manifest import (
 
 INTERVAL_S = 0.5
 AFTERMATH_S = 5
-"""Seconds from the end of a run to that of its compilers, which would work on for nobody."""
+"""Seconds from the end of a run to the end of its compilers, whose results nobody needs."""
 
 OnMiss = Callable[[CacheKey, Sequence[int]], None]
 """Callback for a graph that is being compiled, with the processes that compile it."""
@@ -58,11 +58,11 @@ OnMiss = Callable[[CacheKey, Sequence[int]], None]
 
 @contextmanager
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
-    """Hold a run to its manifest while it lasts; on one rank per node, and on Neuron devices only.
+    """Watch a run for graphs that its manifest lacks, on one rank per node, and on Neuron devices only.
 
     Raises:
-        ConfigError: `compile.on_miss=stop`, and the manifest is none.
-        BackendError: The same, and there is no manifest, or this node lacks graphs of it.
+        ConfigError: `compile.on_miss=stop`, and the manifest is damaged.
+        BackendError: `compile.on_miss=stop`, and the manifest is absent, or this node lacks graphs of it.
     """
     config = plan.config
     placement = Placement.read(environ)
@@ -111,7 +111,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 class MissWatch(threading.Thread):
-    """Thread that looks for graphs that a run compiles though it should not need to.
+    """Thread that looks for graphs that a run compiles and that its manifest lacks.
 
     Args:
         layout: CacheLayout of the run's graphs in the cache.
@@ -128,7 +128,7 @@ class MissWatch(threading.Thread):
         self._settled = set(expected)
         self._first_seen_s: dict[CacheKey, float] = {}
         self._stopped = threading.Event()
-        # A compilation that is there before the run belongs to somebody else.
+        # A compilation that began before the run belongs to another run.
         self._others = set(layout.begun())
 
     def stop(self) -> None:
@@ -142,7 +142,7 @@ class MissWatch(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        """Look once."""
+        """Look for new graphs once."""
         now_s = time.monotonic()
         begun = {key for key, _ in set(self._layout.begun()) - self._others} - self._settled
         self._first_seen_s = {key: self._first_seen_s.get(key, now_s) for key in sorted(begun)}
@@ -158,9 +158,8 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
     """Manifest of the stages of this machine; None if it is absent or damaged.
 
     Args:
-        config: The run; with `compile.on_miss=stop`, what is a warning otherwise is an error.
+        config: The run; with `compile.on_miss=stop`, its warnings are errors.
         stages: Pipeline stages of the machine; empty if it holds all.
-        cache: The machine's cache.
     """
     stops = config.compile.on_miss == "stop"
     file = manifest_file(config, stages)
@@ -189,10 +188,10 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
 def _stop_run(miss: str, cache: Cache, key: CacheKey, compilers: Sequence[int]) -> None:
     """End this rank, and with it the run, which an agent ends when a rank does."""
     _say(f"error: {miss}")
-    # Whoever needs the graph next would wait for a lock that nobody holds any more.
+    # The next run that needs the graph would wait for a lock that no process holds any more.
     cache.disown(key)
     if compilers:
-        # Not before the ranks: one whose compiler is gone would blame that.
+        # Compilers end after the ranks: a rank without its compiler would report the wrong cause.
         end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"
         subprocess.Popen(["sh", "-c", end], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
     os._exit(BackendError.exit_code)

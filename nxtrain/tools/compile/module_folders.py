@@ -8,7 +8,7 @@ The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/` with `mod
 The compiler's locks are empty files that a killed process leaves there, and then every later run waits for them without
 end ("Another process must be compiling MODULE_..."). A process that works under such a lock is recognised by its
 command line, where the compiler names the entry. nxtrain locks an entry only while it holds the cache's mutex, so that
-whoever holds the mutex may break nxtrain's own locks.
+a process that holds the mutex may break nxtrain's own locks.
 
 Source: AWS Neuron documentation, "Neuron Persistent Cache"; Hugging Face optimum-neuron, `optimum/neuron/cache`.
 """
@@ -44,8 +44,10 @@ OURS = "nxtrain"
 """Text of nxtrain's own locks; the compiler's are empty."""
 
 GRACE_S = 300.0
-"""Seconds since the last write to an entry for which the compiler's lock is believed: the compiler may be about to
-start, or have ended just now."""
+"""Seconds since the last write to an entry for which the compiler's lock counts as live.
+
+The compiler may be about to start, or have ended just now.
+"""
 
 
 class ModuleFolders(CacheLayout):
@@ -168,7 +170,7 @@ class ModuleFolders(CacheLayout):
         return EntryState.PENDING, ""
 
     def _is_live(self, lock: Path) -> bool:
-        """True if a compiler works under a lock, or was about to until a moment ago."""
+        """True if a compiler works under a lock, may be about to start, or may have ended just now."""
         folder = lock.parent
         try:
             stat = lock.stat()
@@ -176,7 +178,7 @@ class ModuleFolders(CacheLayout):
                 return False
             written_s = max([stat.st_mtime, *(path.stat().st_mtime for path in folder.iterdir())])
         except FileNotFoundError:
-            return True  # whoever took a file away just now was at work
+            return True  # a process that removed a file just now was at work
         return time.time() - written_s < self._grace_s or any(naming(folder.name))
 
 

@@ -36,7 +36,7 @@ _DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 
 
 def rehearsal(config: RunConfig, folder: Path) -> list[str]:
-    """Overrides that make a run do each kind of its work within a few steps, and leave nothing behind.
+    """Overrides that make a run do each kind of its work within a few steps, in a temporary folder.
 
     Learning rates are tensors and their schedule shapes no graph; its length stays, so that its check holds.
     """
@@ -64,7 +64,7 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
 def deviceless_mode(config: RunConfig) -> tuple[tuple[Variable, ...], str]:
     """Variables of the beta's mode without a device; none if this machine has devices.
 
-    Returns: The variables, and the reason that the mode cannot be had here; empty if it can, or is not needed.
+    Returns: The variables, and the reason why the mode is unavailable here; empty if it is available or not needed.
     """
     if num_devices():
         return (), ""
@@ -95,10 +95,9 @@ def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
 
     Args:
         mode: Variables of that mode; empty to compile on devices.
-        why_no_mode: Reason that the mode cannot be had.
 
     Raises:
-        BackendError: Neither devices nor the mode without them can be had.
+        BackendError: Neither devices nor the mode without them are available.
     """
     support = torchneuron.support(devices=not mode)
     if not support.ok:

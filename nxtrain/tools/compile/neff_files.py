@@ -76,7 +76,7 @@ class NeffFiles(CacheLayout):
         return True
 
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:
-        """Move a file; a process that reads the file keeps what it has open."""
+        """Move a file; a process that reads the file keeps its open file."""
         target.parent.mkdir(parents=True, exist_ok=True)
         if path == self.path(key):
             self._seal(key).unlink(missing_ok=True)
@@ -87,7 +87,7 @@ class NeffFiles(CacheLayout):
         return True
 
     def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
-        """Files that are there: a file appears when its compilation has ended."""
+        """Files of the cache: a file appears when its compilation has ended."""
         for entry in self.scan(self.root):
             if entry.state is EntryState.DONE:
                 yield entry.key, None

@@ -31,12 +31,11 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Compilation job.
+    """Compilation of the graphs that a command shows.
 
     Args:
         tool: The program `neuron_parallel_compile`.
         command: Command that shows the graphs.
-        env: Environment variables of the command.
         folder: Empty folder for logs.
     """
 
@@ -49,7 +48,7 @@ class CompileJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Graphs of which a run can load each.
+    """Compiled graphs, each of which a run can load.
 
     Args:
         names: Name of each graph's work, in the order in which the graphs were met.
@@ -67,7 +66,7 @@ def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
 
     Args:
         num_workers: Compilers at a time; half as many after some were killed.
-        retries: Times that what failed is tried again.
+        retries: New attempts for graphs that failed.
 
     Raises:
         BackendError: The command failed or showed no graph, or graphs could not be compiled.
@@ -108,11 +107,7 @@ def print_line(line: str) -> None:
 
 
 class _GraphCount:
-    """Printer of the number of compiled graphs.
-
-    Args:
-        folder: Folder of the tool's call.
-    """
+    """Printer of the number of compiled graphs."""
 
     def __init__(self, cache: Cache, folder: Path) -> None:
         self._cache, self._folder = cache, folder
@@ -155,7 +150,7 @@ def _check_command(status: int, *, has_compiled: bool, has_graphs: bool, log: Pa
 
 
 def _await_others(cache: Cache, names: Names) -> None:
-    """Wait for graphs that others compile; a lock that nobody works under goes stale meanwhile, and is broken."""
+    """Wait for graphs that other processes compile; break locks that go stale meanwhile."""
     num_printed = 0
     while True:
         entries = [cache.entry(key) for key in names]

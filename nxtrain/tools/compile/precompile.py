@@ -1,4 +1,4 @@
-"""`nxtrain compile`: every graph of a run, compiled on this node before it starts, and a list of them."""
+"""`nxtrain compile`: every graph of a run, compiled on this node before the run starts, and their manifest."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
-"""Seconds since the last write to an entry for which a lock without an owner is believed: here the tool has ended, and
-with it every compiler that this node is known to run."""
+"""Seconds since the last write to an entry for which a lock without an owner counts as live.
+
+The tool has ended here, and with it every compiler of this node.
+"""
 
 
 def precompile(
@@ -57,10 +59,9 @@ def precompile(
 
     Args:
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
-        first_node: Of several machines the name of one, where the others meet it.
+        first_node: Name of one of several machines, where all of them meet.
         workers: Compilers at a time; None: as many as the memory holds.
-        retries: Times that what failed is tried again, on one machine.
-        dry_run: Print environment and command, and start nothing.
+        retries: New attempts for graphs that failed, on one machine.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks of Neuron devices.
@@ -74,7 +75,7 @@ def precompile(
     folder = Path("DIR")
     if not dry_run:
         folder = Path(tempfile.gettempdir()) / f"nxtrain-compile-{uuid.uuid4().hex}"
-    # Whoever shows no graphs once shows none the next time, and many restarts would hide its message.
+    # A run that shows no graphs shows none after a restart, and many restarts would hide its message.
     changes = ["recovery.max_restarts=0"]
     mode: tuple[Variable, ...] = ()
     why_no_mode = ""
@@ -105,7 +106,7 @@ def precompile(
             reason = "as --workers asks"
         print_line(f"up to {num_workers} graphs at a time: {reason}")
         if config.cluster.nodes > 1:
-            retries = 0  # of several nodes one alone has nobody to show failed graphs with
+            retries = 0  # one of several nodes cannot show failed graphs alone
         folder.mkdir(mode=0o700)
         compiled = compile_graphs(CompileJob(tool, command.argv, env, cache, folder), num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)
@@ -144,7 +145,7 @@ def _write_manifest(loaded: Loaded, world: int, env: Mapping[str, str], compiled
 
 
 def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
-    """Rows of the manifest; what was compiled before keeps the seconds that it had in the manifest's file."""
+    """Rows of the manifest; graphs that were compiled before keep the seconds of the manifest's file."""
     seconds: dict[CacheKey, float | None] = {}
     with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
@@ -160,7 +161,7 @@ def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
 
     Args:
         native: The run uses TorchNeuron.
-        meets: Several machines know where to meet, or need not.
+        meets: True if several machines know where to meet, or need not meet.
     """
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes

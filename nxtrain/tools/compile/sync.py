@@ -26,9 +26,7 @@ class Report:
     """Result of a sync.
 
     Args:
-        copied: Entries that are new at the destination.
         size_bytes: Bytes of the copied entries.
-        present: Entries that were there already.
         busy: Entries that another process was adding.
         unusable: Entries that could not be copied, with the reason.
     """
@@ -42,13 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress of a sync.
-
-    Args:
-        key: The entry that was copied last.
-        num_done, num_total: Entries.
-        bytes_done, bytes_total: Bytes of these entries.
-    """
+    """Progress of a sync."""
 
     key: CacheKey
     num_done: int
@@ -58,7 +50,7 @@ class Step:
 
 
 def open_place(text: str | Path) -> CacheLocation:
-    """The place that an address means: `s3://bucket/prefix`, or a folder.
+    """Open the cache at an address: `s3://bucket/prefix`, or a folder.
 
     Raises:
         ConfigError: The address names no bucket.
@@ -72,10 +64,6 @@ def open_place(text: str | Path) -> CacheLocation:
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
     """Copy every done entry that the target lacks.
-
-    Args:
-        source: Cache with the entries.
-        target: Cache that gets them.
 
     Raises:
         ConfigError: Both are buckets, or the same folder.

@@ -40,7 +40,7 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
     Args:
         folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
             its working folder with everything in it when it starts.
-        command: Command that shows the graphs; it runs where this process does.
+        command: Command that shows the graphs; it runs in the working directory of this process.
     """
     options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
     return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
@@ -49,13 +49,12 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
 def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[], None], every_s: float = 2.0
 ) -> int:
-    """Run the tool to its end, with its lines on this process's output; whatever ends this process ends it too.
+    """Run the tool to its end, with its lines on this process's output; the end of this process ends the tool.
 
     Args:
         argv: Command line, as `tool_argv` gives it.
         folder: The folder of `tool_argv`.
         watch: Called while the tool runs, and once at its end.
-        every_s: Seconds between two calls.
 
     Returns: The tool's exit status; negative if a signal ended it.
     """
@@ -90,7 +89,7 @@ def read_log(folder: Path) -> str:
 
 
 def compile_times(folder: Path) -> dict[CacheKey, float] | None:
-    """Seconds of each compilation, successful or not; None if the tool did not come to compile."""
+    """Seconds of each compilation, successful or not; None if the tool compiled nothing."""
     seconds: dict[CacheKey, float] | None = None
     for file in folder.glob(f"{TOOL}_results_*.json"):
         seconds = seconds or {}
@@ -103,7 +102,7 @@ def compile_times(folder: Path) -> dict[CacheKey, float] | None:
 
 
 def names_in(log: str) -> Names:
-    """The graphs that a log shows, each named after the work of rank 0 when the graph was first met.
+    """Graphs that a log shows, each named after the work of rank 0 when the graph first appears.
 
     Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
     """
@@ -121,7 +120,7 @@ def names_in(log: str) -> Names:
 
 
 def stages_in(log: str) -> tuple[int, ...]:
-    """The pipeline stages that a machine named as its own; empty if it holds all of them."""
+    """Pipeline stages that a machine reports as its own; empty if it holds all stages."""
     match = _STAGES.search(log)
     if match is None:
         return ()
@@ -130,12 +129,12 @@ def stages_in(log: str) -> tuple[int, ...]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let the signals that end this process raise, so that what it started is ended first."""
+    """Turn signals that end this process into exceptions, so that the processes it started end first."""
 
     def exit_process(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    # What is ignored stays so: nohup lets a job outlive its terminal.
+    # Ignored signals stay ignored: nohup lets a job outlive its terminal.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, exit_process) for number in numbers}
     try:
@@ -146,7 +145,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the tool and what it started; compilers that outlive it would work for nobody."""
+    """End the tool and the processes it started, since nobody needs compilers that outlive the tool."""
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

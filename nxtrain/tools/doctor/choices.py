@@ -14,11 +14,7 @@ from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 
 
 def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
-    """Check the choices of a run that is about to start.
-
-    Args:
-        machine: Kind of machine; None: unknown.
-    """
+    """Check the choices of a run that is about to start."""
     backend: str = config.backend.name
     gpus: dict[str, tuple[int, int]] = {}
     if backend in ("auto", ON_GPUS):

@@ -33,11 +33,9 @@ WHY = "the first collective of a run would wait for its time limit, and end the 
 
 @dataclass(frozen=True)
 class World:
-    """Place of this process among machines that are checked together.
+    """Machines that are checked together, and the rank of this one.
 
     Args:
-        first_node: Name of the machine of rank 0.
-        port: Port of the rendezvous there.
         names: Name of each machine by rank; empty: unknown.
     """
 
@@ -73,10 +71,9 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 
     Args:
         first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
-        host: The machine to look at; None: this one.
 
     Raises:
-        ConfigError: The rank is not one of the machines, or the name or the port is none.
+        ConfigError: The rank is not one of the machines, or the name or the port is invalid.
     """
     name, port = rendezvous_address(first_node)
     if rank >= size:
@@ -91,12 +88,10 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 def check_collectives(
     host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
-    """Check the links within this machine, or with a world those between all machines.
+    """Check the links within this machine or, with a world, the links between its machines.
 
     Args:
-        machine: Kind of machine; None: unknown.
         world: Machines that run this check at the same time; None: this one alone.
-        limit_s: Seconds that ranks wait for one another.
     """
     gpus: Machine | None = None
     backend = "cpu"
@@ -113,7 +108,7 @@ def check_collectives(
 
 
 def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Finding:
-    """Collectives between processes of this machine: one per GPU of a machine, or two without."""
+    """Check collectives between processes of this machine: one process per GPU, or two without GPUs."""
     size = 2
     if machine is not None:
         size = machine.accelerators

@@ -31,11 +31,7 @@ POLL_S = 0.05
 
 
 def join(backend: str, limit_s: float) -> dict[str, Any]:
-    """Meet the other ranks, and measure.
-
-    Args:
-        backend: Kind of device whose collectives are measured.
-        limit_s: Seconds that a rank waits for the others.
+    """Meet the other ranks, and measure sums over all ranks.
 
     Returns:
         `missing`, the ranks that did not arrive; `error`, empty if all is well; and `rows`, bytes and seconds.

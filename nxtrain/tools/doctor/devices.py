@@ -41,7 +41,7 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
 
     Args:
         machine: Kind of machine, whose devices are expected; None: unknown, so that nothing is expected.
-        needs_all: A run is about to start, so that nobody may hold a device.
+        needs_all: A run is about to start, so that no process may hold a device.
     """
     try:
         devices = _list_devices(host, machine)

@@ -29,13 +29,12 @@ EXIT_CODE = BackendError.exit_code
 def examine(
     path: Path | None, overrides: Sequence[str], *, collectives: bool, world: World | None, host: Host | None = None
 ) -> Iterator[Finding]:
-    """Results of all checks, as they come.
+    """Results of all checks, each as soon as its check ends.
 
     Args:
         path: Configuration of a run that is about to start here; None: the machine is checked for any run.
         collectives: Test the links, too, which starts processes that import torch.
         world: Machines that test their links together; None: this one alone.
-        host: The machine to look at; None: this one.
 
     Raises:
         ConfigError: The configuration cannot be read.
@@ -75,7 +74,7 @@ def _guarded(name: str, checks: Callable[[], Iterable[Finding]]) -> Iterator[Fin
 
 
 def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | None) -> int:
-    """Free space that the kept checkpoints of a run need, and one that is being written."""
+    """Bytes that a run needs for its kept checkpoints, and for one that is being written."""
     if path is None or loaded is None:
         return MIN_FREE_BYTES
     if not loaded.config.checkpoint.every:

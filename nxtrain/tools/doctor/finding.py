@@ -1,4 +1,4 @@
-"""Result of one check, and the sight of a machine that checks look through."""
+"""Result of one check, and access to the files and programs of a machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Finding:
     """Result of one check.
 
     Args:
-        name: Name of the check.
         ok: False: the check found a fault.
         what: Observation, with values.
         why: Consequence for a run; empty if all is well.
-        fix: Way out; empty if all is well.
+        fix: Remedy; empty if all is well.
     """
 
     name: str
@@ -49,7 +48,7 @@ def fine(name: str, what: str) -> Finding:
 
 
 class Host:
-    """This machine, or a folder and programs that stand for one.
+    """Access to this machine, or to a folder and programs that stand for a machine.
 
     Args:
         root: Folder under which /proc, /sys, /dev and the rest are.

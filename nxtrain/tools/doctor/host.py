@@ -44,7 +44,6 @@ def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
     Args:
         name: Instance type that the machine reports; empty: none.
         wanted: `cluster.instance` of the run; empty: any.
-        machine: The kind of machine, if known.
     """
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
@@ -110,7 +109,6 @@ def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
 
     Args:
         folder: Folder of the run; need not exist.
-        needed_bytes: Free space that is needed.
     """
     there = _existing(folder)
     free = shutil.disk_usage(there).free

@@ -1,9 +1,9 @@
-"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc, which are used by no library.
+"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc.
 
 Sources: tools/neuron-sys-tools/neuron-ls.rst and nccom-test.rst in https://github.com/aws-neuron/aws-neuron-sdk;
 https://docs.nvidia.com/deploy/nvidia-smi; https://ofiwg.github.io/libfabric/main/man/fi_info.1.html;
-https://chrony-project.org/doc/4.5/chronyc.html. neuron-top draws on a terminal only, so the driver's counters under
-/sys serve in its place.
+https://chrony-project.org/doc/4.5/chronyc.html. neuron-top draws on a terminal only, so checks read the driver's
+counters under /sys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class ToolOutputError(ValueError):
-    """Output in a form that is not known."""
+    """Error of a tool's output in an unknown form."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Holder:
     """Process that holds devices.
 
     Args:
-        pid: Its number.
-        command: Its command, perhaps shortened.
-        devices: Numbers of the devices.
+        command: Command line, perhaps shortened.
     """
 
     pid: int
@@ -41,9 +39,7 @@ class Devices:
     """Accelerators as their tool lists them.
 
     Args:
-        numbers: Number of each.
-        cores: Ranks that they serve together.
-        holders: Processes that hold them.
+        cores: Ranks that the devices serve together.
         driver: Version of the driver, if the tool has it.
         ecc: Uncorrected errors by device, where counted.
     """
@@ -59,7 +55,7 @@ def parse_neuron_ls(text: str) -> Devices:
     """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
 
     Raises:
-        ToolOutputError: Neither.
+        ToolOutputError: The output is neither.
     """
     try:
         rows = json.loads(text)
@@ -130,7 +126,6 @@ class Bandwidth:
 
     Args:
         size_bytes: Bytes of the whole tensor.
-        time_s: Time of one operation.
         bus_bytes_s: Bandwidth of each rank's link, by the convention of nccl-tests.
     """
 

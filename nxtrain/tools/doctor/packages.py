@@ -1,4 +1,4 @@
-"""Checks of installed packages: placeholders, the SDK and its pair with torch, NeuronX Distributed."""
+"""Checks of installed packages: placeholders, the SDK and its match with torch, NeuronX Distributed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _torch(machine: Machine | None) -> Finding:
 
 
 def _neuron() -> Finding:
-    """Check that one of the two environments for Trainium is whole."""
+    """Check that one of the two environments for Trainium is complete."""
     support = torchneuron.support() if torchneuron.detect() else sdk.support()
     if support.ok:
         return fine("sdk", support.reason)

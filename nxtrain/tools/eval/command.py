@@ -45,8 +45,7 @@ class Options:
 
     Args:
         tasks: Names of tasks and suites; empty: the offline suite.
-        every: Evaluate every checkpoint that is kept, not only the newest.
-        seed: Seed of the requests.
+        every: True for every checkpoint of a run, not only the newest.
         limit: Most requests of a task; 0: 200 of each local task, all of the others.
         folder: Folder of the user's own tasks of the harness.
         tp: Ranks that share each model.
@@ -65,8 +64,6 @@ class Evaluation:
     """Results of one checkpoint.
 
     Args:
-        model: The checkpoint.
-        tasks: Metrics by name of the task.
         texts: Origin of the texts of the local tasks.
     """
 
@@ -90,12 +87,10 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
 
     Args:
         address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
-        options: Tasks, checkpoints and seed.
-        note: Prints a line for the user.
 
     Raises:
-        ConfigError: A task is unknown, the limit is too high, the model carries no tokenizer, or tp does not divide
-            it or the world.
+        ConfigError: A task is unknown, the limit is too high, the model has no tokenizer, or tp does not divide it or
+            the world.
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
@@ -169,7 +164,7 @@ def _evaluate(
     waiting: Ranks,
     note: Callable[[str], None],
 ) -> dict[str, Metrics]:
-    """Metrics of the tasks of a checkpoint; those that the run folder has a result of do not run again."""
+    """Metrics of the tasks of a checkpoint; tasks with a result in the run folder do not run again."""
     record = ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
     results: dict[str, Metrics] = {}
     scorer: Scorer | None = None

@@ -44,7 +44,6 @@ class Sampling:
 
         Args:
             scores: (V,) of the vocabulary.
-            generator: Random generator of the draw.
 
         Raises:
             DivergedError: Scores are not finite.
@@ -69,9 +68,6 @@ class Detokenizer:
     """Text of a growing list of tokens, in pieces that split no character.
 
     Tokens are decoded together with the tokens before them, since the first token of a text may lose its space.
-
-    Args:
-        tokenizer: Decodes the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -83,7 +79,6 @@ class Detokenizer:
         """Append tokens and return the new whole characters.
 
         Args:
-            ids: The tokens.
             is_whole: No further token belongs to the last character, which may be `_UNFINISHED` itself.
         """
         self._ids += ids
@@ -109,7 +104,7 @@ class Stops:
         texts: Stop texts, none of them empty.
 
     Attributes:
-        found: A stop text was found, and the text has ended.
+        found: True once a stop text was found, which ends the text.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -144,17 +139,13 @@ class Continuation:
     Args:
         ids: Tokens of the prompt.
         count: Most tokens to add.
-        tokenizer: Decodes the tokens.
         ends: Ids that end the text.
         stops: Stop texts; the continuation ends before the first one found.
         seed: Seed of the random generator; a text's tokens depend on no other text.
 
     Attributes:
-        ids, count: As given.
         prompt: Text of the prompt's tokens.
-        added: Tokens that were added.
         text: Text that was added.
-        ending: Reason of the end.
     """
 
     def __init__(
@@ -176,7 +167,7 @@ class Continuation:
         self.ending: Ending = ""
 
     def add(self, token: int) -> str:
-        """Append a token; return the text that is thereby complete."""
+        """Append a token; return the text that the token completes."""
         if token in self._ends:
             return self._end("end")
         self.added.append(token)
@@ -205,12 +196,7 @@ class Continuation:
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
-    """Continue texts until each has ended; texts that have ended cost no scores.
-
-    Args:
-        decoder: The model.
-        texts: The texts, at least one.
-        sampling: Rule by which each token is drawn.
+    """Continue texts until each has ended; texts that have ended are not scored.
 
     Yields:
         Number of a text, and the next piece of the text in whole characters.
@@ -232,12 +218,10 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Texts to continue.
+    """Texts to continue together.
 
     Args:
-        prompts: The texts, which are continued together.
         max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
-        seed: Seed of the random generator of each text.
         stops: Stop texts; a continuation ends before the first one found.
     """
 
@@ -269,17 +253,12 @@ def generate(
 
     Args:
         address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
-        request: The texts.
-        sampling: Rule by which each token is drawn.
         show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
         on_found: Called with the model before its weights are read.
 
-    Returns:
-        The model, and the continued texts.
-
     Raises:
         CheckpointError: The checkpoint is absent or damaged.
-        ConfigError: The checkpoint carries no tokenizer, or a prompt does not fit the model.
+        ConfigError: The checkpoint has no tokenizer, or a prompt does not fit the model.
         DivergedError: The model's scores are not finite.
     """
     model = Trained.find(address)
@@ -302,7 +281,7 @@ def generate_on(
 ) -> list[Continuation]:
     """Continue texts on an open backend, whose ranks share the model by tensor parallelism; see `generate`.
 
-    The first rank prints what takes long before the first token.
+    The first rank prints the progress of all work before the first token.
     """
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)

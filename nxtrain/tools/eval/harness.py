@@ -40,11 +40,8 @@ class HarnessTask:
     """A task or a group of tasks of the harness.
 
     Args:
-        name: Name in the harness's registry.
         num_shots: Solved examples before each question; None: as the task has it.
         limit: Most requests of each task; 0: all.
-        seed: Seed of the examples.
-        registry: Registry that knows the task.
         definition: Digest of the files that define the task, as `definition_of` gives it.
     """
 
@@ -68,12 +65,11 @@ class HarnessTask:
         """Run the task; only the leader calls this.
 
         Args:
-            scorer: The model, which asks all ranks.
-            answers: Folder in which answers are kept, by which a killed evaluation goes on; None: keep none.
+            answers: Folder for answers, from which a killed evaluation goes on; None: answers are not stored.
 
         Raises:
-            DataError: The task's data cannot be had, or its files are at fault, or it measures nothing.
-            OSError: The folder of answers cannot be made.
+            DataError: The task's data is unavailable, its files are damaged, or it measures nothing.
+            OSError: The folder of answers cannot be created.
         """
         from lm_eval.evaluator import simple_evaluate
 
@@ -125,7 +121,6 @@ def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
     """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
 
     Args:
-        wanted: Names of tasks.
         folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
     """
     # The harness has thousands of files, which take seconds to read.
@@ -145,9 +140,6 @@ def possible_names(folder: Path | None) -> frozenset[str]:
     """Names of all tasks, groups and tags, and other words of their files.
 
     The registry parses the files, which takes ten times as long. A name that is not here is in no registry.
-
-    Args:
-        folder: Folder of the user's own tasks; None: there is none.
     """
     roots = [OWN_TASKS]
     package = find_spec(PACKAGE)
@@ -165,13 +157,9 @@ def possible_names(folder: Path | None) -> frozenset[str]:
 
 
 def definition_of(name: str, folder: Path | None) -> str:
-    """Digest of the files that define a task of nxtrain or of a folder; empty for others, which the version names.
+    """Digest of the files that define a task of nxtrain or of a folder; empty for the tasks of the harness itself.
 
     Data of the folder count by their sizes and times.
-
-    Args:
-        name: Name of the task.
-        folder: Folder of the user's own tasks; None: there is none.
     """
     if name not in _registry(folder, own_only=True).all_tasks:
         return ""
@@ -202,16 +190,11 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
 
 
 def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
-    """Model of the harness that asks a scorer.
-
-    Args:
-        scorer: The model.
-        seed: Seed of sampled answers.
-    """
+    """Model of the harness that asks a scorer."""
     from lm_eval.api.model import LM
 
     class ScoredLM(LM):  # type: ignore[misc, unused-ignore]
-        """A scorer behind the harness's interface."""
+        """Scorer as a model of the harness."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
@@ -241,10 +224,8 @@ def _continued(
     """Continuations of texts; those with the same rule of sampling are made together.
 
     Args:
-        scorer: The model.
         asked: Texts with their options of the harness.
-        keep: Stores an answer as soon as the answer is known; samples are not answers for another run.
-        seed: Seed of samples.
+        keep: Stores an answer as soon as it is known; sampled answers are not stored.
     """
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -272,7 +253,7 @@ def _continued(
 
 
 def _metrics(name: str, evaluated: Any) -> Metrics:
-    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own.
+    """Metrics of a task; `stderr` belongs to the first metric, and the errors of the others have names of their own.
 
     A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
     """

@@ -27,10 +27,9 @@ END = ""
 
 
 class LedScorer:
-    """Scorer for a program that the leader alone runs; each method is that of `Scorer`, on every rank.
+    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank.
 
     Args:
-        scorer: The model on this rank.
         ranks: Ranks that wait for calls.
     """
 
@@ -70,9 +69,7 @@ def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
     """Run a program on the leader, and its calls of the scorer on every rank; every rank calls this.
 
     Args:
-        scorer: The model on this rank.
         ranks: The ranks. A rank waits for the leader's next call as long as their group allows.
-        program: The program, which only the leader runs.
 
     Returns:
         Result of the program, on every rank.

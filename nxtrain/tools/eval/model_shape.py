@@ -17,7 +17,7 @@ CONFIG = "config.json"
 
 
 def is_hf_folder(place: Path) -> bool:
-    """True if a place is a folder in Hugging Face's format and no checkpoint."""
+    """True if a path is a folder in Hugging Face's format and not a checkpoint."""
     try:
         return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
     except OSError:  # reported by the code that reads the folder
@@ -28,7 +28,7 @@ def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
     """Family, shape, and the end-of-text ids that a Hugging Face folder declares.
 
     Raises:
-        ConfigError: The folder's configuration is none of a model.
+        ConfigError: The folder's configuration does not describe a model.
     """
     try:
         content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))

@@ -123,9 +123,6 @@ def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task
 
     Args:
         name: Name in `OFFLINE`.
-        texts: Texts to make requests of.
-        seed: Seed of the choices.
-        limit: Most requests.
 
     Returns:
         The task, without requests if the texts are too short.
@@ -162,7 +159,6 @@ def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tu
 
     Args:
         run: Run folder of the model; None: there is none.
-        tokenizer: Tokenizer of the model.
         ends: Ids that end a text.
     """
     texts = []

@@ -32,8 +32,6 @@ class Record:
         """Result of a task; None if the task is not done.
 
         Args:
-            model: The checkpoint.
-            task: Name of the task.
             question: Identity of the task's requests, which depends on seed and limit.
         """
         return self._done.get((model.identity, task, question))
@@ -52,7 +50,7 @@ class Record:
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:
-    """True if a line is of this file and can be shown: its metrics are as `Metrics` describes them."""
+    """True if a line is a valid record of this file, with metrics as `Metrics` describes them."""
     metrics = line.get("metrics")
     if not isinstance(metrics, dict) or not metrics.keys() >= {"stderr", "n"} or next(iter(metrics)) in ("stderr", "n"):
         return False

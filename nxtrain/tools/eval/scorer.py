@@ -36,7 +36,7 @@ MAX_ROWS = 32
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens whose last ones are scored.
+    """Sequence of tokens, of which the last are scored.
 
     Args:
         ids: Tokens that are known, then tokens that are scored.
@@ -53,7 +53,7 @@ class Likelihood:
 
     Args:
         nats: Sum of the natural logarithms of the tokens' probabilities.
-        is_greedy: Each token is the likeliest one at its place.
+        is_greedy: True if each token is the likeliest one at its position.
     """
 
     nats: float
@@ -67,12 +67,9 @@ class Scorer:
     """A model that scores and continues texts; every rank makes one, and calls its methods with the same texts.
 
     Args:
-        model: The model.
-        backend: Backend that runs the model.
         ranks: Ranks that share the work, with a model in each tensor parallel group.
 
     Attributes:
-        model: The model.
         length: Tokens of the longest sequence.
         prefix: Token that begins a text.
         ranks: Ranks that share the work.
@@ -108,7 +105,6 @@ class Scorer:
         """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it.
 
         Args:
-            texts: The texts.
             done: Called on every rank with each text, as soon as it is scored.
         """
         groups = []
@@ -151,7 +147,6 @@ class Scorer:
 
         Args:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
-            sampling: Rule by which each token is drawn.
             done: Called on every rank with each text, as soon as it is continued.
             seed: Seed of the draws; equal texts draw from adjacent streams.
         """
@@ -215,7 +210,7 @@ class Scorer:
     def _rounds(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the rows of this rank's batch in each round, longest rows first; none once no batch is left.
 
-        All ranks have the same number of rounds. A token of each row of a batch has its logits.
+        All ranks have the same number of rounds. The logits of one token of each row of a batch fit into `LOGITS`.
         """
         order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         size = min(MAX_ROWS, self._chunk())
@@ -234,11 +229,10 @@ class Scorer:
                 self.progress.show(done)
 
     def _chunk(self) -> int:
-        """Tokens whose logits are computed at once."""
+        """Most tokens whose logits are computed at once."""
         return max(1, LOGITS // self.model.config.vocab_size)
 
     def _score(self, rows: Sequence[Row]) -> list[Likelihood]:
-        """Log-likelihoods of one batch."""
         pieces = [row.ids[:-1] for row in rows]
         longest = max(map(len, pieces))
         self._decoder.begin(len(rows), capacity=1 << (longest - 1).bit_length())
@@ -259,7 +253,7 @@ class Scorer:
 
 
 def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and True where the target is the likeliest token: (B, S, V), (B, S) to (B, S)."""
+    """Log-probability of each target, and True where it is the likeliest token: (B, S, V), (B, S) to (B, S) each."""
     chosen = logits.gather(-1, targets[..., None])[..., 0].float()
     return (chosen - logits.float().logsumexp(-1)).cpu(), (logits.argmax(-1) == targets).cpu()
 
@@ -271,7 +265,6 @@ def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
 
     Args:
         ids: Tokens that are known, at least one, then tokens that are scored.
-        num_scored: Number of tokens that are scored.
         length: Tokens that the model reads at most.
 
     Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.

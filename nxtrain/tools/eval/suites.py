@@ -43,10 +43,9 @@ SUITES = ("offline", "recipe", *RECIPE)
 
 @dataclass(frozen=True)
 class Choice:
-    """A task that is wanted.
+    """Task that the user chose by name.
 
     Args:
-        name: Name of the task.
         is_local: The task is one of the offline suite.
         num_shots: Solved examples before each question; None: as the task has it.
     """
@@ -68,13 +67,13 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
 
     Args:
         names: Suites, local tasks, or tasks of the harness, as `NAME` or `NAME:SHOTS`; none: the offline suite.
-        folder: Folder of the user's own tasks of the harness; None: there is none.
 
     Returns:
         The tasks, and the registry of those of the harness.
 
     Raises:
-        ConfigError: A name is unknown, a task is wanted twice, the folder is none, or the harness is not installed.
+        ConfigError: A name is unknown, a task is chosen twice, the folder does not exist, or the harness is not
+            installed.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
@@ -139,7 +138,7 @@ _NAMES = tuple(dict.fromkeys((*OFFLINE, *SUITES)))
 
 
 def _named_twice(choices: Sequence[Choice]) -> Iterator[Problem]:
-    """Tasks that are wanted in two ways: results are known by the name alone."""
+    """Problems of tasks that are chosen in two ways: the name alone identifies a result."""
     ways: dict[str, list[str]] = {}
     for choice in choices:
         way = f"with {choice.num_shots} solved examples"

@@ -21,7 +21,7 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """A text, and its possible continuations.
+    """Text with its possible continuations.
 
     Args:
         context: The text; empty: the continuations begin a text.
@@ -42,7 +42,6 @@ class Task:
     one choice, the metric is `bits_per_byte` of that choice.
 
     Args:
-        name: Name of the task.
         requests: The requests, all with several choices, or all with one.
     """
 

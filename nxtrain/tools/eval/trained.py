@@ -26,12 +26,8 @@ class Trained:
     """A model of a checkpoint or of a Hugging Face folder.
 
     Args:
-        place: The checkpoint or the folder.
-        is_hf: The place is a Hugging Face folder.
-        family: Architecture.
-        config: Shape of the model.
-        tokenizer: Tokenizer of the model.
-        ends: Ids that end a text, as the place declares them.
+        place: Location of the checkpoint or the folder.
+        ends: Ids that end a text, as the checkpoint or folder declares them.
         step: Finished updates; 0 for a Hugging Face folder.
         tokens: Positions of the rows that the updates consumed; 0 for a Hugging Face folder.
         identity: Name of the weights, which differs from that of other weights of the same step.
@@ -57,7 +53,7 @@ class Trained:
         Raises:
             CheckpointError: The checkpoint is absent or damaged.
             DataError: The tokenizer of a Hugging Face folder is damaged.
-            ConfigError: The place carries no tokenizer, or is an adapter, or its configuration is none of a model.
+            ConfigError: No tokenizer is there, an adapter is there, or the configuration does not describe a model.
         """
         place = place_of(address)
         if isinstance(place, Path) and is_hf_folder(place):
@@ -81,11 +77,6 @@ class Trained:
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
         """Build the model, and read the weights of this rank; every rank calls this.
-
-        Args:
-            backend: Backend that runs the model.
-            seq_len: Longest sequence.
-            mesh: The axes of this rank.
 
         Raises:
             CheckpointError: The weights of a checkpoint are damaged.

@@ -1,7 +1,7 @@
 """Charts of a page: axes, ticks and SVG paths of curves, thinned to what a screen can show.
 
 A plot is stretched to the width of the screen, and its labels are text of the page, so that a phone shows them as large
-as a desk does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
+as a desktop does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Curve:
     """Curve of a chart.
 
     Args:
-        name: Name in the legend.
-        color: Number of the color.
         steps, values: (N,) points, with rising steps and finite values.
         kind: `line`, `faint`, `dashed`, or `dots` and `spikes` without a line.
     """
@@ -59,7 +57,6 @@ class Tick:
 
     Args:
         at: Position along the axis in percent, from the left or the top.
-        text: The label.
     """
 
     at: float
@@ -68,12 +65,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A curve as the page needs it.
-
-    Args:
-        name, color, kind: As in `Curve`.
-        path: SVG path.
-    """
+    """Curve of a chart as an SVG path, with its name, color and kind."""
 
     name: str
     color: int
@@ -83,20 +75,13 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart as the page needs it.
+    """Chart for the template of the page.
 
     Args:
         key: Identifier, of letters and hyphens.
-        title: Quantity.
-        unit: Unit of the values.
-        curves: The drawn curves.
-        x_ticks, y_ticks: Labels.
         x_range, y_range: Values at the edges.
-        is_log: True if the vertical axis is logarithmic.
         text: Description for a reader who does not see the chart.
         rows: Some of the points as text, by column.
-        note: Sentence below the chart.
-        wide: True if the chart takes the whole width.
     """
 
     key: str
@@ -121,8 +106,7 @@ def draw(
     """Draw curves on common axes.
 
     Args:
-        key, title, unit, note, wide: As in `Chart`.
-        curves: The curves; those without a point are left out.
+        curves: Curves without a point are left out.
         zero: The vertical axis includes zero.
 
     Returns:
@@ -161,7 +145,6 @@ def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dt
 
     Args:
         values: (N,) finite values.
-        buckets: Number of buckets, at least 1.
     """
     if len(values) <= 4 * buckets:
         return np.arange(len(values))
@@ -173,7 +156,7 @@ def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dt
 
 
 def smooth(values: Column, window: int) -> Column:
-    """Mean of each value and of those around it; at the ends, of those that there are."""
+    """Mean of each value and its neighbours in a window, which is shorter at the ends."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     first, last = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)

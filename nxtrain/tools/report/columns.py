@@ -68,7 +68,6 @@ class Columns:
         steps: (N,) steps, rising.
         numbers: (N,) values by key; NaN where a record has none.
         alarms: Steps and texts of the newest alarms.
-        num_alarms: Number of alarms.
         skipped: Steps that updated nothing.
         spikes: First step and length of each spike of the gradient norm, in steps.
         damaged: Number of lines that were left out.
@@ -131,7 +130,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _ColumnsReader:
-    """Tables of the blocks so far."""
+    """Reader that collects the tables of all blocks."""
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Column]] = []
@@ -189,7 +188,7 @@ class _ColumnsReader:
             self._add_texts(line)
 
     def _add_objects(self, objects: list[dict[str, Any]]) -> None:
-        """Add lines one by one, keeping each number that is one."""
+        """Add lines one by one, with those values that are numbers."""
         if not objects:
             return
         rows = []
@@ -253,8 +252,8 @@ _SCHEMA = pa.schema(
 def _parsed(lines: bytes) -> pa.Table | None:
     """Table of lines; None if a line is damaged, or has a value of another kind.
 
-    pyarrow ends the process at a lone `null`, and takes two objects in one line. It gets lines with one pair of braces
-    around them only.
+    pyarrow ends the process at a lone `null`, and takes two objects in one line. So pyarrow only gets lines with one
+    pair of braces around them.
     """
     num_lines = lines.count(b"\n")
     braced = lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == num_lines - 1

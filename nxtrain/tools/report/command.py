@@ -22,8 +22,6 @@ class Reported:
     """Result of a report.
 
     Args:
-        file: The page.
-        lines: Text for people.
         content: Content of `--json`.
         passed: False if a run is outside the bounds of parity.
     """
@@ -45,10 +43,8 @@ def report(
     """Write the page of some runs.
 
     Args:
-        folders: Run folders.
         out: File to write; None: `report.html` in the first folder.
         bounds: Compare each run with the first by these bounds; None: do not.
-        scales: Compare the runs over their nodes.
         price_usd_h: Price of a machine's hour; None: that of the table of machines.
 
     Raises:

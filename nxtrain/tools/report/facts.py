@@ -1,4 +1,4 @@
-"""The numbers of a page: overview, stability, plan next to measurement, configuration."""
+"""Tables of a page: overview, stability, plan next to measurement, configuration."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Table:
     """Table with a row for each quantity and a column for each run.
 
     Args:
-        head: Heads of the columns.
-        rows: Cells of each row.
         marked: Numbers of rows whose cells differ.
     """
 
@@ -51,7 +49,6 @@ class Fit:
     """Fit of the loss as a straight line over the logarithm of the step.
 
     Args:
-        first: First step of the fit.
         slope: Change of the loss by a tenfold of the steps.
         spread: Standard deviation of the records around the line.
     """

@@ -44,12 +44,10 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Breakdown of a run's time as the page needs it.
+    """Breakdown of a run's time, for the template of the page.
 
     Args:
-        name: Name of the run.
         areas: Number of the color, name, SVG path and share of each kind of work.
-        x_ticks, y_ticks: Labels.
         verdict: Sentence that names the limit.
     """
 

@@ -39,7 +39,6 @@ class Style:
         dots_x, dots_y: Dots of the curve in one character.
         curve: Sample of the curve, for the legend.
         held_out: Mark of an evaluation.
-        axis, tick, corner, line: Characters of the axes.
     """
 
     dots_x: int
@@ -71,10 +70,9 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     Args:
         records: Lines of metrics.jsonl; a loss that was not finite is null, and is left out.
         width: Characters of the longest line.
-        style: Characters to draw with.
 
     Returns:
-        Lines without a line feed at the end; one line that says so if no loss was recorded.
+        Lines without a line feed at the end; a single line without a chart if no loss was recorded.
     """
     records = list(records)
     train, held_out = _points(records, "loss"), _points(records, "val_loss")
@@ -111,7 +109,6 @@ class _Plot:
         columns, lines: Size in characters.
         last: Step at the right edge.
         low, high: Loss at the lower and upper edge.
-        style: Characters to draw with.
     """
 
     def __init__(self, columns: int, lines: int, last: float, low: float, high: float, style: Style) -> None:

@@ -1,4 +1,4 @@
-"""The HTML page: one file that loads nothing, in which text of a run stays text.
+"""HTML page of runs: one file that loads nothing, in which text of a run never becomes markup.
 
 jinja2 escapes every value. A policy of the page allows its own script only, and no network.
 """
@@ -41,12 +41,10 @@ def render(
     notes: Sequence[str] = (),
     written: datetime | None = None,
 ) -> str:
-    """Page of some runs.
+    """HTML page of some runs.
 
     Args:
-        runs: The runs.
         parities: Comparisons with the first run.
-        points: The runs over their nodes.
         notes: Notes that concern no single run.
         written: Time on the page; None: now.
     """
@@ -118,7 +116,6 @@ _NEEDS = {
 
 
 def _has(content: dict[str, object], key: str) -> bool:
-    """True if the page has a section."""
     if key == "stability":
         return bool(_rows(content["stability"]))
     if key == "configuration":

@@ -1,7 +1,7 @@
 """Parity of two runs: their losses, norms, rates and tokens within stated bounds.
 
-A run on Trainium is held to the same run on a GPU or a CPU in this way. Losses and norms are compared as means over
-windows of steps, since single steps differ by rounding.
+In this way a run on Trainium is compared with the same run on a GPU or a CPU. Losses and norms are compared as means
+over windows of steps, since single steps differ by rounding.
 """
 
 from __future__ import annotations
@@ -42,14 +42,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison.
+    """Comparison of one quantity of two runs.
 
     Args:
-        name: Quantity.
-        passed: True if the difference is within the bound.
         value: Largest relative difference; None without values to compare.
-        bound: Largest difference that passes.
-        text: Sentence with the numbers.
     """
 
     name: str
@@ -64,8 +60,6 @@ class Parity:
     """Comparison of a run with the first.
 
     Args:
-        first, other: Names of the runs.
-        checks: The comparisons.
         notes: Differences of the runs that may explain others.
     """
 
@@ -103,7 +97,7 @@ def parity(first: RecordedRun, other: RecordedRun, bounds: Bounds) -> Parity:
 
 
 def window_means(values: Column) -> Column:
-    """Means of neighbouring values, in at most `WINDOWS` windows of equal size; a rest joins the last."""
+    """Means of neighbouring values, in at most `WINDOWS` windows of equal size; the last window takes the remainder."""
     size = max(1, len(values) // WINDOWS)
     starts = np.arange(len(values) // size) * size
     ends = np.append(starts[1:], len(values))

@@ -31,7 +31,7 @@ SHOWN = 8
 """Most ranks of a table, those that others wait for most."""
 
 MOST_S = 1e9
-"""Largest time that counts as one."""
+"""Largest time that is accepted, in seconds."""
 
 Rates = Mapping[int, Mapping[str, float]]
 """Seconds per step of each rank by kind of work."""

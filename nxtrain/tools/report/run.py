@@ -36,14 +36,10 @@ class RecordedRun:
     """A run folder.
 
     Args:
-        folder: Path of the folder.
         name: Name on the page, different from that of every other run.
-        columns: Numbers of the records.
-        starts: Starts of the run.
         config: Values of the configuration by dotted key.
         environment: Versions, devices and ranks of the newest start, by name.
         summary: Final evaluation.
-        notes: Problems of the folder, for people.
         state: `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`.
     """
 
@@ -69,7 +65,7 @@ class RecordedRun:
         return toml_value(self.config[key])
 
     def number(self, key: str) -> float | None:
-        """Number of the configuration; None if it is absent or no number."""
+        """Number of the configuration; None if it is absent or not a number."""
         value = self.config.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None

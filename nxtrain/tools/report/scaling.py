@@ -23,9 +23,7 @@ class Point:
     """A run at its number of nodes.
 
     Args:
-        name: Name of the run.
         instance: Kind of machine; empty if unknown.
-        nodes: Number of machines.
         tokens_per_s: Median throughput of all ranks.
         efficiency: Throughput of a node over that of a node of the smallest run of the same kind of machine.
         price_usd_h: Price of a machine's hour; None if unknown.
@@ -49,7 +47,6 @@ def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tu
     """Compare runs over their nodes, the smallest first.
 
     Args:
-        runs: The runs.
         price_usd_h: Price of a machine's hour; None: that of the table of machines.
 
     Returns:

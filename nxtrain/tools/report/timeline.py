@@ -49,14 +49,7 @@ class UseSpan:
 
 @dataclass(frozen=True)
 class UseBox:
-    """Rectangle of a timeline, in units of `WIDTH` across and in percent down.
-
-    Args:
-        use: Key of `USES`.
-        x, width: Place across.
-        y, height: Place down.
-        text: Description.
-    """
+    """Rectangle of a timeline, in units of `WIDTH` across and in percent down."""
 
     use: str
     x: float
@@ -68,12 +61,10 @@ class UseBox:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline as the page needs it.
+    """Timeline of a run, for the template of the page.
 
     Args:
-        boxes: Rectangles.
         restarts: Positions of the begins of later starts, in units of `WIDTH`.
-        total: Duration as text.
         ticks: Positions in percent, with their times.
         rows: The table of starts: number, step that the start resumed, last finished step, steps that a later start
             repeated, duration, outcome, and reason for the end.
@@ -115,7 +106,8 @@ def timeline(starts: Sequence[RunStart]) -> RunTimeline | None:
 def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
     """Spans of all starts, without a hole between them.
 
-    The log of starts has the sums of a start only: its parts stand in one order, which is not that of their happening.
+    The log of starts has the sums of a start only: the uses of a start have a fixed order, which is not their order in
+    time.
     """
     at = 0.0
     before: RunStart | None = None

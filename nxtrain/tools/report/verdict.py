@@ -1,4 +1,4 @@
-"""Verdict on a run's time: the resource that limits it, with the figures behind that."""
+"""Verdict on a run's time: the resource that limits the run, with the figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TimeVerdict:
 
     Args:
         name: `data-bound`, `communication-bound`, `memory-bound`, `compute-bound` and so on.
-        why: The figures.
+        why: Figures that show the limit.
     """
 
     name: str
@@ -64,8 +64,6 @@ def verdict(
 
     Args:
         times: Seconds under the keys of a record, such as `data_s`; sections of the step are parts of `training_s`.
-        mfu: Model FLOPs utilization, if the peak is known.
-        balance: Arithmetic of machine and run, if known.
         queues: The host queues work for a device, and the times are the host's.
     """
     kinds = ("data_s", "training_s", "waiting_s", "log_s", *BOUND_BY)

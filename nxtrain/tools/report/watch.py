@@ -34,7 +34,7 @@ TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that are read first; a run of days is not read from its begin."""
 
 JUDGED = 20
-"""Newest records whose times the verdict is about."""
+"""Newest records whose times the verdict uses."""
 
 SILENT_S = 120.0
 """Seconds without a sign of life from which the line says so."""
@@ -44,7 +44,7 @@ _ENDED = ("done", "stopped")
 
 
 class Followed:
-    """A run folder that a run writes.
+    """Run folder that is followed while the run writes it.
 
     Args:
         folder: The folder; the run need not have begun.
@@ -131,9 +131,9 @@ class Followed:
         return ""
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """Records since the last call; after a resume, which shortens the file, those at its end."""
+        """Records since the last call; after a resume, which shortens the file, the records at its end."""
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
-            size, is_cut = file.seek(0, 2), False  # a cut first line is a part of one
+            size, is_cut = file.seek(0, 2), False  # the first line may be incomplete
             if not 0 <= self._offset <= size:
                 self._offset = max(0, size - TAIL_BYTES)
                 self._rest = b""
@@ -159,10 +159,7 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
     """Show a line for each run until all of them have ended.
 
     Args:
-        folders: Run folders.
-        once: Show the lines once.
         every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
-        console: Where to show; None: standard output.
 
     Raises:
         ConfigError: A folder does not exist.

@@ -1,4 +1,4 @@
-"""The choices that a run makes on its own device, and what stands for them in a trace on a CPU."""
+"""Choices that a run makes on its own device, and the values that replace them in a trace on a CPU."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention"
 """Choices that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
-"""Machine of a run that names none, traced on a machine that is none."""
+"""Machine of a run that names none, traced on a host that is not a machine of the table."""
 
 _NXD = "neuronx-distributed"
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A value that is traced in place of the one that a run uses.
+    """Value that is traced in place of the one that a run uses.
 
     Args:
         key: Dotted key of the configuration.
-        configured: Its value there.
-        run: Value that a run uses.
-        reason: Why `TRACED` has another, in words.
+        reason: Reason for another value in `TRACED`, in words.
     """
 
     key: str
@@ -48,13 +46,10 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of a run that are traced.
+    """Choices of a run that are traced, and notes on them for the user.
 
     Args:
         layers: `native` or `nxd`.
-        instance: Machine of the run.
-        stand_ins: Choices that are traced with a substitute.
-        notes: Further notes for the user on the choices.
     """
 
     layers: str
@@ -68,8 +63,6 @@ class _Machine:
     """Machine of a run; packages that are missing here are assumed to be installed there.
 
     Args:
-        instance: Instance type.
-        sdk: Release of the Neuron SDK.
         distributed: NeuronX Distributed: the installed package, or the one that belongs to the SDK.
         lacking: Reason why NeuronX Distributed is missing here; empty if it is installed.
     """
@@ -88,11 +81,11 @@ def backend_of(config: RunConfig) -> str:
 
 
 def choose(config: RunConfig) -> Choices:
-    """Make the choices of a run's ranks on their machine, with the same functions.
+    """Make the choices of a run's ranks on their machine, with the functions that the ranks call.
 
     Raises:
-        BackendError: Layers that the run refuses.
-        ConfigError: Attention that the run refuses.
+        BackendError: The run refuses its layers.
+        ConfigError: The run refuses its attention.
     """
     name = backend_of(config)
     stand_ins, notes = _device(config, name), list[str]()

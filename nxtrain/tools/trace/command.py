@@ -1,4 +1,4 @@
-"""`nxtrain graphs`: show what a compiler will get, and fail where a cluster would pay for it.
+"""`nxtrain graphs`: report the graphs that a compiler will get, and fail if they have problems.
 
 Tracing has a process of its own, whose environment is decided before torch-xla reads it.
 """
@@ -38,24 +38,20 @@ IRRELEVANT = (
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
 UNBOUND = 1000
-"""Width of a console that is none, in characters."""
+"""Width of output that is not a terminal, in characters."""
 
 
 def graphs(
     config: Path, overrides: Sequence[str], *, world: int, ranks: Sequence[int], steps: int, hlo: Path | None
 ) -> dict[str, Any]:
-    """Trace and return the report.
+    """Trace ranks in a process of their own, and return the report.
 
     Args:
-        config: File.
-        overrides: `dotted.key=value` each.
-        world: Ranks of the world.
-        ranks: Those to trace; empty: some of every kind.
-        steps: Steps of each.
+        ranks: Ranks to trace; empty: some of every kind.
         hlo: Folder for the graphs' HLO texts.
 
     Raises:
-        ConfigError: The configuration cannot run in that world, or a rank is none of it.
+        ConfigError: The configuration cannot run in that world, or a rank is outside it.
         BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
     given = load(config, [*overrides, *IRRELEVANT])
@@ -94,7 +90,7 @@ def graphs(
 
 
 def _shortened(micro_batches: Mapping[str, int]) -> list[str]:
-    """Note on the micro-batches of a step that were traced, unless these are all."""
+    """Note on the number of traced micro-batches, unless a step has no others."""
     traced, of_run = micro_batches["traced"], micro_batches["of_run"]
     if traced == of_run:
         return []
@@ -118,7 +114,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
     """Print a report.
 
     Raises:
-        BackendError: Something is wrong with the graphs.
+        BackendError: The graphs have problems.
     """
     if as_json:
         write_document(report)

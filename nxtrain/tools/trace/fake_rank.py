@@ -47,7 +47,7 @@ class Traced:
         params: Trained parameters, as the rank stores them.
         frozen: Other parameters.
         optimizer: Optimizer state, and ZeRO-1's own rows of the parameters.
-        step: Most bytes of a step next to them: gradients, activations, logits and buffers.
+        step: Most bytes of a step besides the other kinds: gradients, activations, logits and buffers.
     """
 
     params: int
@@ -61,7 +61,7 @@ class Traced:
         return self.params + self.frozen + self.optimizer + self.step
 
     def beside(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
-        """Predicted and traced bytes by kind; what libraries take is in neither."""
+        """Predicted and traced bytes by kind, without the memory of libraries."""
         step = predicted.grads + predicted.activations + predicted.logits + predicted.buckets
         return {
             "params": (predicted.params, self.params),
@@ -179,9 +179,7 @@ def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, a
 
     Args:
         resolved: Checked configuration; its global batch has as many micro-batches as are run.
-        world, rank: Number of ranks, and the traced one.
         ranks_per_node: Ranks of a machine, which hybrid sharding groups.
-        attention: Implementation of attention.
     """
     with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)

@@ -45,7 +45,6 @@ class HloGraph:
 
     Args:
         collectives: Collectives in the order of the text.
-        has_f64: True if the graph contains double precision.
     """
 
     collectives: tuple[Collective, ...]
@@ -59,7 +58,7 @@ def parse(text: str) -> HloGraph:
         text: Each instruction stands after those that it uses.
     """
     collectives: dict[str, Collective] = {}
-    result_of: dict[str, str] = {}  # an instruction that is a collective's result to that collective
+    result_of: dict[str, str] = {}  # the collective of each instruction that has its result
     constants: dict[str, float] = {}
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
@@ -113,7 +112,7 @@ def _type_bytes(kind: str) -> int:
 
 
 def _of_type(number: float, shape: str) -> float:
-    """The number that the fewest digits of a bf16 or float32 stand for."""
+    """Number rounded to its type, bf16 or float32, since HLO's text gives as few digits as the type needs."""
     if not shape.startswith(("bf16", "f32")):
         return number
     (bits,) = struct.unpack("I", struct.pack("f", number))

@@ -16,10 +16,10 @@ class LiveBytes(TorchDispatchMode):
     """Bytes of the storages of all tensors that operations return in this context.
 
     A storage counts once, whatever views show it, from the operation that returns it until it is freed. Full sharding
-    frees and restores parameters by resizing their storage, which is no operation; so the context watches that, too.
+    frees and restores parameters by resizing their storage, which is not an operation; so the context watches storages
+    too.
 
     Attributes:
-        now: Live bytes.
         peak: Most live bytes at the end of an operation.
 
     Args:

@@ -20,7 +20,6 @@ class Cut:
     """Graph that a rank submitted to the device.
 
     Args:
-        rank: Rank that recorded the graph.
         step: Step of the graph, from 1.
         phase: Work of the loop, such as `TRAINING`.
         hash: torch-xla's hash, which decides whether the graph is compiled again.
@@ -39,7 +38,6 @@ class Read:
     """Device value that the host read inside a step.
 
     Args:
-        rank, step: Rank and step of the read.
         file, line, function: Innermost line outside torch and torch-xla.
     """
 
@@ -55,14 +53,9 @@ class Recording:
     """Recording of all traced ranks.
 
     Args:
-        world: Number of ranks of the world.
-        ranks: Traced ranks, in order.
-        steps: Number of steps of each rank.
-        dp_size: Number of data parallel ranks.
         axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
         cuts: Submitted graphs in the order of recording.
         graphs: Contents of the graphs by hash.
-        reads: Host reads in the order of recording.
         stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
     """
 
@@ -131,7 +124,7 @@ class Recording:
         return "gradients"
 
     def shared(self, hash_: str) -> list[Axis]:
-        """The axes that a graph uses which join several stages, if they are all that it uses."""
+        """Axes of a graph's collectives, if all of them use one axis that joins several stages; otherwise none."""
         joined = self.joined(hash_)
         is_all = len(joined) == len(self.graphs[hash_].collectives)
         if is_all and len({axis.name for axis in joined}) == 1:
@@ -139,7 +132,7 @@ class Recording:
         return []
 
     def joined(self, hash_: str) -> list[Axis]:
-        """The axes that a graph uses which join several stages."""
+        """Axes of a graph's collectives that join several stages."""
         axes = [self._axis(collective.op, collective.groups) for collective in self.graphs[hash_].collectives]
         return [axis for axis in axes if axis is not None and axis.spans_stages]
 
@@ -148,7 +141,7 @@ class Recording:
         return self.stages.get(rank, 0)
 
     def by_stage(self) -> list[list[int]]:
-        """The ranks that were traced, those of one stage together, in order."""
+        """Traced ranks in order, grouped by stage."""
         groups: dict[int, list[int]] = {}
         for rank in self.ranks:
             groups.setdefault(self.stage_of(rank), []).append(rank)

@@ -52,10 +52,10 @@ def _names(recording: Recording) -> dict[str, str]:
 
 
 def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, name: str) -> str:
-    """A name that tells which stages run the graph, and as what, unless it joins them all."""
+    """Name of a graph with the stages that run it and its work there; a graph of all stages keeps its name."""
     if recording.shared(hash_):
         return name
-    uses: dict[str, tuple[str, set[int]]] = {}  # by what it is without its number: a name, and stages
+    uses: dict[str, tuple[str, set[int]]] = {}  # by work without its number: a name, and stages
     for cut, part in parts:
         if cut.hash != hash_:
             continue
@@ -103,7 +103,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
 
 
 def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
-    """The constant that sums over data parallel ranks are multiplied by; of several the one that is wrong."""
+    """Constant that multiplies sums over data parallel ranks; of several constants the wrong one."""
     data_parallel = ("dp", "shard", "replica")
     scales: set[float] = set()
     for collective in graph.collectives:
@@ -135,7 +135,7 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
 
 
 def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
-    """Ranks of a stage whose graphs are not those of its first: compiled again, their collectives would not meet."""
+    """Problems of ranks whose graphs differ from those of the first rank of their stage: collectives would not meet."""
     parts = recording.parts()
     course: dict[int, list[tuple[int, str, str]]] = {rank: [] for rank in ranks}
     for cut, part in parts:

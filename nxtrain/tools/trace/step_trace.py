@@ -1,7 +1,7 @@
 """Order of the gathers, passes and reductions of a sharded step, as torch's FSDP2 makes them.
 
-A recorder takes the place of the collectives of each unit, and calls them. It works on a rank of a real run, and on a
-rank of a pretended world whose tensors have no storage.
+A recorder wraps the collectives of each unit. It works on a rank of a real run, and on a rank of a pretended world
+whose tensors have no storage.
 """
 
 from __future__ import annotations
@@ -105,10 +105,6 @@ def _record(module: nn.Module, unit: str, events: list[str]) -> None:
 
 def trace_step(resolved: Resolved, job: Job) -> list[str]:
     """Events of a step of one micro-batch on rank 0, in order; nothing is computed.
-
-    Args:
-        resolved: Checked configuration.
-        job: The run, with its degrees.
 
     Raises:
         ConfigError: The layout gathers no units, or has pipeline stages.

@@ -1,4 +1,4 @@
-"""The process of `nxtrain graphs`: trains some ranks of a world on paper, one after the other.
+"""Process of `nxtrain graphs`: traces the training of some ranks of a world, one after the other.
 
 python -m nxtrain.tools.trace.trace JOB
 """
@@ -52,14 +52,8 @@ class TraceJob:
     """Job of a trace.
 
     Args:
-        config: Configuration file.
-        overrides: `dotted.key=value` each.
-        world: Number of ranks of the world.
-        ranks: Ranks to trace.
-        steps: Number of steps of each rank.
         hlo: Folder for the texts; empty: none.
         layers: `native`, or `nxd` where it can be loaded.
-        instance: Machine of the run, by name.
     """
 
     config: str
@@ -80,14 +74,10 @@ def trace(
     hlo: Path | None,
     bind: Callable[[Backend], Binding] | None = None,
 ) -> dict[str, Any]:
-    """Trace and report.
+    """Trace the ranks and return the report.
 
     Args:
         plan: The checked configuration; its backend is xla.
-        world: Ranks of the world.
-        ranks: Those to play.
-        steps: Of each rank.
-        hlo: Folder for the texts.
         bind: Binds a vendor's library to each rank; None: our own layers.
     """
     tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()

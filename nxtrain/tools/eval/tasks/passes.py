@@ -24,7 +24,6 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
     Args:
         references: Test of the problem.
         predictions: Programs of the problem.
-        k: Numbers of samples.
 
     Raises:
         OSError: The metric cannot be loaded, for lack of a network.

@@ -32,7 +32,6 @@ def turns(docs: Any) -> Any:
 
 
 def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Rows of the questions of a batch of dialogues."""
     rows: dict[str, list[Any]] = {name: [] for name in ("title", "section", "context", "dialogue", "question")}
     rows["answers"] = []
     names = ("wikipedia_page_title", "section_title", "context", "questions", "answers", "orig_answers")
@@ -66,7 +65,7 @@ def f1(found: str, wanted: str) -> float:
 
 
 def _without_one(answers: Sequence[str], value: Callable[[list[str], str], float]) -> float:
-    """Mean over the answers of a value of the others and of the one that is left out."""
+    """Mean, over the answers, of `value` of the other answers and the answer."""
     return fmean(value([*answers[:at], *answers[at + 1 :]], left) for at, left in enumerate(answers))
 
 
@@ -75,7 +74,7 @@ def _best(found: str, answers: Sequence[str]) -> float:
 
 
 def _majority(texts: Sequence[str]) -> list[str]:
-    """Answers of those people who are more: with an answer, or without one."""
+    """Answers of the majority of people: those with an answer, or those without one."""
     known = [text for text in texts if text != NO_ANSWER]
     return known if 2 * len(known) > len(texts) else [NO_ANSWER]
 
