@@ -120,7 +120,6 @@ class VerifiedBlocks:
 
     Args:
         path: The token file, for messages.
-        checksums: Checksums of the file.
         read: Fills a view with the bytes at an offset, counted from the first id.
     """
 

@@ -51,7 +51,7 @@ class Data:
 
     @property
     def train(self) -> Samples:
-        """Rows to train on, of data that has rows before training."""
+        """Rows to train on, for data whose rows exist before training."""
         assert isinstance(self.source, Rows)
         return self.source.samples
 
@@ -70,9 +70,6 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     """Open the data of a run; every rank calls this at the same point.
 
     Args:
-        config: The `[data]` section.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
         workdir: Folder for prepared files, which the next start reuses.
         leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
         barrier: Waits for all ranks.
@@ -134,9 +131,6 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
     """Open the held-out rows that a run has prepared; None if the run holds out nothing.
 
     Args:
-        config: The `[data]` section.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
         workdir: Folder of the prepared files; the run folder may have moved since.
 
     Raises:

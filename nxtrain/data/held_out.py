@@ -1,4 +1,4 @@
-"""Measures of a held-out text next to which its loss is read: the entropy of its tokens, and its bytes."""
+"""Measures of a held-out text, to compare its loss with: the entropy of its tokens, and its bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
     """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id found.
 
     Args:
-        samples: The rows.
         num_rows: Number of first rows to count; None: all.
         doc_mask: Batches have masks between documents, so that the first token of a document is not a target.
     """

@@ -114,11 +114,10 @@ def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
 
 
 def best_fit_rows(counts: Counts, capacity: int) -> int:
-    """Rows that `best_fit` fills, from the number of pieces of each length; its time does not depend on their number.
+    """Rows that `best_fit` fills, from the number of pieces of each length; the time is independent of that number.
 
     Args:
         counts: (capacity,) number of rests of each length below `capacity`. Whole rows are not counted.
-        capacity: Tokens that a row can hold.
     """
     with_room = [0] * capacity
     mask, num_rows = 0, 0

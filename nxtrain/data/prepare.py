@@ -1,4 +1,4 @@
-"""Result of the preparation by one rank before training, and the check of token files, which need no further one."""
+"""Result of the preparation by one rank before training, and the check of token files, which need no preparation."""
 
 from __future__ import annotations
 

@@ -17,15 +17,13 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
 
     Args:
         config: The `[data]` section; its rows have an end.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
         workdir: Folder of the prepared files.
 
     Returns:
-        The rows, and the file whose header says so.
+        Number of rows, and the file that was read.
 
     Raises:
-        DataError: The file is absent, in S3, or no file of rows of this length; or no start has prepared the text.
+        DataError: The file is absent, in S3, or has rows of another length; or no start has prepared the text.
         StorageError: The storage fails.
     """
     place = place_of(config.path if config.source == "tokens" else read_prepared(config, seq_len, vocab_size, workdir))

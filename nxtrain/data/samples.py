@@ -183,12 +183,11 @@ class FileSamples(Samples):
 
 
 class EndedSamples(Samples):
-    """Rows of a token file that somebody else has made, in which an id ends each document.
+    """Rows of a token file that nxtrain did not write, in which an id ends each document.
 
     Such a file has nothing else that tells its documents apart.
 
     Args:
-        samples: The rows, without marks.
         end_id: Id that ends a document.
     """
 
@@ -215,7 +214,7 @@ def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...]
     """Type and shape of the ids in an open .npy file, and the offset of the first id.
 
     Raises:
-        DataError: The file is no .npy array of numbers, or is stored column by column.
+        DataError: The file is not a .npy array of numbers, or is stored column by column.
     """
     path = opened.name
     try:
@@ -251,7 +250,6 @@ def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[st
     """Identity of a table of ids in S3, and the digest of a sample; other rows are checked when they are read.
 
     Args:
-        file: The open object.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
         vocab_size: Size of the vocabulary; every id must be below it.
 
@@ -282,7 +280,6 @@ def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, voc
     """Read a table of ids from end to end and return the digest of its content.
 
     Args:
-        table: The ids of the file.
         path: The file, for messages.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
         vocab_size: Size of the vocabulary; every id must be below it.
@@ -315,7 +312,7 @@ def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, se
 
 
 def _check_ids(ids: Tokens, numbers: Sequence[int] | NDArray[np.int64], path: Location, vocab_size: int) -> None:
-    """Refuse rows with an id outside of the vocabulary; names the first of them by its number in the file."""
+    """Refuse rows with an id outside of the vocabulary; the message names the first such row by its number."""
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         row, column = np.argwhere((ids < 0) | (ids >= vocab_size))[0]
         raise DataError(

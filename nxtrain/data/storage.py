@@ -49,14 +49,11 @@ class DataFile(Protocol):
         """Value that differs after a change of the content in place."""
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads, in another thread if the storage is far; otherwise not at all."""
+        """Call a function that reads ahead, in another thread, if the storage is S3; do nothing for a disk."""
 
 
 class LocalFile:
     """A file of a disk.
-
-    Args:
-        path: The file.
 
     Raises:
         OSError: The file is absent, not a regular file, or cannot be opened.
@@ -85,7 +82,6 @@ class RemoteFile:
     """An object of S3, whose bytes come to this node when they are read.
 
     Args:
-        address: Address of the object.
         cache: Folder of this node that keeps blocks; None: nothing is kept, and each read is a request.
 
     Raises:
@@ -154,7 +150,6 @@ def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
     """Open a file that is read once, mostly from its begin to its end; nothing of an object of S3 is kept.
 
     Args:
-        path: Path or address.
         buffer_bytes: Least bytes of a request to S3.
 
     Raises:
@@ -170,7 +165,6 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
     """Open a file.
 
     Args:
-        path: Path or address.
         cache: Folder of this node for blocks of S3; None: they are not kept.
 
     Raises:

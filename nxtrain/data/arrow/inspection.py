@@ -22,7 +22,7 @@ from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
 
 _EXACT = 1 << 20
-"""Lengths below this are counted one by one, longer ones with 11 significant bits."""
+"""Lengths below this number are counted exactly, longer lengths with 11 significant bits."""
 
 _BITS = 11
 
@@ -38,7 +38,7 @@ _BATCH_DOCUMENTS = 1 << 16
 
 
 class Lengths:
-    """Distribution of lengths in memory that does not depend on their number."""
+    """Distribution of lengths, in memory of constant size."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_EXACT, np.int64)
@@ -111,7 +111,7 @@ class PackingWaste:
         self._total += int(lengths.sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Waste as a share, rows, and number of cut documents of each way."""
+        """Waste as a share, rows and number of cut documents, by way of packing."""
         rows = max(0, self._total - 1) // self._seq_len
         wasted = float(self._total)
         if self._total > 1:

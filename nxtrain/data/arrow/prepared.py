@@ -49,7 +49,7 @@ _TAIL = struct.Struct("<i6s")
 
 
 class _Batch(NamedTuple):
-    """Place of a batch's buffers in its file.
+    """Location of a batch's buffers in its file.
 
     Args:
         file: Number of the file.
@@ -85,11 +85,9 @@ class PreparedCorpus:
     """Documents of a prepared file, or of a folder of shards, on a disk or in S3.
 
     Args:
-        path: The file or the folder.
         cache: Folder of this node for blocks of S3.
 
     Attributes:
-        path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
@@ -160,10 +158,6 @@ class PreparedCorpus:
     def prompt(self, document: int, content: bytes) -> int:
         """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
 
-        Args:
-            document: Number of the document.
-            content: Bytes of the document.
-
         Raises:
             DataError: The document is shorter, or its prompt ends inside of a letter.
         """
@@ -197,7 +191,7 @@ class PreparedCorpus:
         return digest.hexdigest()
 
     def expect(self, documents: Iterable[int]) -> None:
-        """Begin to fetch documents that are read soon; those of a disk come fast enough."""
+        """Begin to fetch documents of S3 that are read soon; documents of a disk need no such call."""
         for document in documents:
             self._file_of(document).ahead(self._read, document)
 
@@ -335,7 +329,7 @@ def is_prepared(path: Location) -> bool:
 
 
 def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
-    """Schema of a file, the places of its batches, and the file with verified reads if checksums are there.
+    """Schema of a file, the locations of its batches, and the file with verified reads if it has checksums.
 
     Raises:
         DataError: The file is not a prepared corpus, or is damaged.
@@ -362,12 +356,12 @@ def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
 
 
 class _Bodiless(io.RawIOBase):
-    """File for pyarrow in which the bodies of batches are zeros, of which no page is touched.
+    """File for pyarrow that returns untouched pages of zeros in place of the bodies of batches.
 
     Attributes:
         footer: Offset of the footer.
         begin: First byte of the last read.
-        base: Address of what the last read returned.
+        base: Address of the memory that the last read returned.
         size: Bytes of the last read.
     """
 
@@ -403,7 +397,7 @@ class _Bodiless(io.RawIOBase):
         return position
 
     def read(self, size: int = -1) -> Any:
-        """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
+        """Next bytes: the footer as it is; elsewhere the first bytes, which are metadata, and then zeros."""
         left = max(0, self._num_bytes - self._position)
         if size < 0:
             size = left
@@ -420,10 +414,10 @@ class _Bodiless(io.RawIOBase):
 
 
 def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
-    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read.
+    """Location of a batch in the file from which its body was read last; its buffers are not read.
 
     Raises:
-        ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
+        ArrowInvalid: A buffer is too short, or is outside of the file, as the buffers of a compressed batch are.
     """
     column = batch.column(0)
     buffers = column.buffers()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
 
 _SKIPPED: dict[str, OnBad] = {"stdlib": "skip", "text": "skip binary"}
-"""Files that are left out: folders of text hold pictures too, and some modules of the library are not UTF-8."""
+"""Treatment of unusable files: folders of text hold pictures too, and some modules of the library are not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,10 @@ class RunCorpora:
     """Corpora of a run.
 
     Args:
-        corpora: The corpora, open.
         mixture: Their shares of the rows; None for one corpus.
         fraction: `data.validation_fraction`.
         is_text: The run has made the corpus of text or of the standard library.
-        name: Text in words, for lines.
+        name: Description of the text, for messages.
         skipped: Skipped files, with the reason.
     """
 
@@ -62,7 +61,7 @@ class RunCorpora:
 
     @cached_property
     def held_out(self) -> float:
-        """Share of all hashes below which documents are held out.
+        """Bound of the hashes below which documents are held out, as a share of all hashes.
 
         Few documents may have no hash below the fraction itself. Those of text are therefore held out in ascending
         order of their hashes until they hold the fraction of the text.
@@ -86,7 +85,7 @@ class RunCorpora:
         return (float(ascending[last]) + float(ascending[following])) / 2.0**65
 
     def parts(self, total: float) -> list[float]:
-        """Parts of a number by the shares of the corpora; their sum is not less."""
+        """Parts of a number in proportion to the shares of the corpora; their sum is at least the number."""
         if self.mixture is None:
             return [total]
         return [-(-total * share // self.mixture.period) for share in self.mixture.shares]
@@ -96,7 +95,6 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
     """Open the corpora of a run; text becomes a corpus in a folder first.
 
     Args:
-        config: The `[data]` section.
         workdir: Folder of the corpus of text.
 
     Raises:
@@ -149,7 +147,7 @@ class _TextWatcher(Watcher):
 
 
 def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Make the corpus of text or of the standard library, unless it is there; an unfinished one is continued.
+    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued.
 
     Raises:
         DataError: The text is missing, not UTF-8, empty, or changes while it is read.
@@ -173,7 +171,7 @@ def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
 
 
 def _made_before(out: Path) -> PreparedCorpus | None:
-    """Corpus that an earlier start has made; None without one, or if its file is damaged."""
+    """Corpus that an earlier start has made; None if it is absent or its file is damaged."""
     if not out.exists():
         return None
     try:

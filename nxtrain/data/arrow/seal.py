@@ -39,7 +39,7 @@ class Damage(NamedTuple):
 
 
 class DamagedBlockError(Exception):
-    """Block whose content differs from the written bytes, as its one argument `Damage`."""
+    """Error of a block that differs from the written bytes; the argument is the `Damage`."""
 
 
 class Sealing:
@@ -85,7 +85,6 @@ class CheckedFile:
     """A prepared file with checksums; each block is verified when one of its bytes is read first.
 
     Args:
-        file: The file.
         num_bytes: Bytes before the table of checksums.
     """
 
@@ -95,7 +94,7 @@ class CheckedFile:
         self.name, self.num_bytes = file.name, file.num_bytes
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `DataFile`.
+        """Read verified bytes; see `DataFile.read`.
 
         Raises:
             DamagedBlockError: A block's content differs from the written bytes.
@@ -123,7 +122,7 @@ class CheckedFile:
         return damages
 
     def table(self) -> bytes:
-        """Checksums of all blocks, which differ for every other content."""
+        """Checksums of all blocks, an identity of the content."""
         return bytes(read_exactly(self._file, ENTRY_BYTES * len(self._is_verified), self._covered))
 
     def version(self) -> object:
@@ -148,7 +147,6 @@ def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
     """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
 
     Args:
-        file: The file.
         footer_start: Offset of the footer.
 
     Raises:

@@ -45,10 +45,7 @@ def table_rows(source: Source, fields: Fields, start: int, progress: FileProgres
     """Rows of a Parquet or Arrow file after a row.
 
     Args:
-        source: The file.
-        fields: Columns that make the documents.
-        start: Number of the last row that is not wanted again.
-        progress: Gets the position of the reader.
+        start: Number of the last row to skip.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -171,7 +168,7 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of a part of the columns that begins after row `begin`; those up to `start` are left out."""
+    """Rows of a part of the columns that begins after row `begin`; rows up to `start` are left out."""
     if fields.chat is not None:
         yield from _conversations(columns[0], begin, start, fields)
         return

@@ -19,7 +19,6 @@ def upload(outputs: Outputs, root: S3Path) -> bool:
     is read, and S3 verifies what arrives.
 
     Args:
-        outputs: The finished preparation.
         root: Prefix for the corpus, its summary and its bad rows.
 
     Returns:

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _VIEW_BYTES = 16
 _INLINE_BYTES = 12
-"""Longest text that a view holds itself."""
+"""Longest text that is stored inside of a view, in bytes."""
 
 
 def is_string(kind: Any) -> bool:
@@ -33,7 +33,7 @@ def is_binary(kind: Any) -> bool:
 
 
 def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]:
-    """Copies of the documents of a column, one by one: None for null, the length alone of a document above a limit.
+    """Copies of the documents of a column: None for null, and the length alone for a document above the limit.
 
     Args:
         column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
