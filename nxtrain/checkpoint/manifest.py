@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, `manifest.json`: its files, and the place of each tensor in them.
+"""Manifest of a checkpoint, `manifest.json`: its files, and the location of each tensor in them.
 
 Every rank writes one file in the safetensors format. The header also holds the offsets of each shard. With them
 `HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
@@ -48,11 +48,11 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 """Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 4096
-"""A sector of a disk: the bytes after the header can then be written directly from aligned memory."""
+"""Alignment of the header to a sector of a disk: the later bytes can then be written directly from aligned memory."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of entries in a whole tensor."""
+"""Offsets and sizes of a box of entries in a whole tensor."""
 
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -68,7 +68,6 @@ class StoredShard:
     """A box of entries of a whole tensor.
 
     Args:
-        key: Key of the whole tensor.
         offsets, sizes: The box.
     """
 
@@ -234,7 +233,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: The file is missing, lost by the disk, or no manifest.
+        DamagedError: The file is missing, lost by the disk, or not a manifest.
         CheckpointError: The storage fails in another way.
     """
     file = path / MANIFEST

@@ -76,8 +76,8 @@ class MirrorUploader:
     def offer(self, path: Path, written: Mapping[str, FileDigest], ranks: Ranks) -> None:
         """Upload a checkpoint; every rank calls this after the commit.
 
-        While an earlier upload is under way the checkpoint waits: until the next offer, which replaces it, or until the
-        end of the run.
+        A checkpoint waits while an earlier upload is under way. The next offer replaces a waiting checkpoint; the end
+        of the run uploads it.
 
         Args:
             written: The files that this rank uploads.

@@ -27,7 +27,6 @@ def write_state(
     """Write the staged shards of every rank, and read them back.
 
     Args:
-        staged: Shards of this rank.
         meta: Content of `meta.json`; `mesh` and the checksum are filled in.
 
     Returns:
@@ -50,7 +49,7 @@ def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collecti
         in_use: Steps that stay in any case: an upload still reads them.
 
     Returns:
-        Failures, none of which loses the checkpoint.
+        Failures, which never lose the checkpoint.
     """
     folder = path.parent
     steps: dict[str, Callable[[], None]] = {

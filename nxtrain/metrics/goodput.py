@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from nxtrain.common.process.clock import Instant
 
 MOST_POINTS, EXACT_POINTS = 48, 16
-"""Most points (step, training time) that a start keeps, and the number of its newest points that are never thinned."""
+"""Most points (step, training time) that a start stores, and the number of its newest points that are never thinned."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run.
+    """One start of a run, from its launch to its last record.
 
     Args:
         resumed: Step of the checkpoint from which the start resumed.
@@ -73,7 +73,7 @@ class RunStart:
     stop: str = ""
 
     def train_s(self, step: int) -> float:
-        """Seconds of training up to a finished step; interpolated linearly between known steps."""
+        """Seconds of training up to a finished step; interpolated linearly between recorded steps."""
         # The first step counts as start.
         by_step = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
         points = sorted(by_step.items())
@@ -102,7 +102,7 @@ class Goodput:
         start_s: Time from the first start to its first finished step.
         lost_steps: Number of steps that a later start had to repeat.
         lost_s: Time in the lost steps.
-        detect_s: Time from the last progress of a failed start to its end, as far as known.
+        detect_s: Time from the last progress of a failed start to its end, as far as recorded.
         restart_s: Time from the end of a failed start to the first finished step of the next start.
         checkpoint_stall_s: Time in which training waited for checkpoints.
         eval_s: Time in evaluations.
@@ -127,12 +127,12 @@ class Goodput:
         return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     def record(self) -> dict[str, float]:
-        """Keys by which fault drills are compared."""
+        """Goodput under the keys by which fault drills are compared."""
         keys = ("lost_steps", "lost_s", "detect_s", "restart_s", "goodput")
         return {key: round(getattr(self, key), 6) for key in keys}
 
     def __str__(self) -> str:
-        """One line for people; short parts are omitted unless they concern failures."""
+        """Goodput in one line for people; short parts are omitted unless they concern failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
             f"lost {steps} ({_time(self.lost_s)})": self.starts > 1,
@@ -193,7 +193,7 @@ def standing(starts: Sequence[RunStart]) -> list[int]:
 
 
 _SHOWN_S = 0.05
-"""Shortest part, in seconds, that the line shows: shorter ones round to 0.0 s."""
+"""Shortest part, in seconds, that the line shows: shorter parts round to 0.0 s."""
 
 
 def _time(seconds: float) -> str:

@@ -22,7 +22,7 @@ PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `TimeSpent` that counts their time."""
 
 RESTART_LINE_S = 60.0
-"""Seconds after the first step of a restart until the line about it; a run that ends sooner has its last line only."""
+"""Seconds after the first step of a restart until the line about the restart; a shorter run has its last line only."""
 
 
 @dataclass
@@ -31,10 +31,8 @@ class GoodputMeter(RunObserver):
 
     Args:
         logs: Folder of the log.
-        print_line: Prints a line for people.
         began: Start of this process; None: the begin of training.
-        clock: Returns the current instant.
-        config: Fingerprint of the configuration, by which a crash loop is known.
+        config: Fingerprint of the configuration, by which a crash loop is recognised.
     """
 
     logs: Path
@@ -137,7 +135,7 @@ class GoodputMeter(RunObserver):
         goodput = self.read()
         self._log.add("end", self._start, goodput.record())
         self._log.replace(lambda: self._start)
-        if outcome != "failed":  # after a failure the next start prints the line, once it has gone on for a while
+        if outcome != "failed":  # after a failure the next start prints the line, once it has run for a while
             self.print_line(str(goodput))
 
     def read(self) -> Goodput:

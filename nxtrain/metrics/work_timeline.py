@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.diagnostics import DeviceEvent
 
 WAITING = "waiting"
-"""Waiting for other ranks, which counts for no other kind."""
+"""Kind of the waits for other ranks, which count for no other kind."""
 
 
 class WorkTimeline(Protocol):
@@ -85,7 +85,7 @@ class EventTimeline:
             self._count()
 
     def wait(self, begins: bool) -> None:
-        """Begin or end a wait for other ranks; the piece around it goes on."""
+        """Begin or end a wait for other ranks; the piece of work around the wait goes on."""
         if begins:
             self._around = self._pieces[-1][0]
             self.enter(WAITING)

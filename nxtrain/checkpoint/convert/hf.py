@@ -49,7 +49,7 @@ _EXPORTED_FILES = (
     *COMPANIONS,
 )
 ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
-"""Function that fills a host tensor for each shard, some rows of a weight."""
+"""Function that fills a host tensor for each shard; a shard is some rows of a weight."""
 
 GENERATION_CONFIG = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -143,7 +143,7 @@ def nxtrain_to_hf(
 
 
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
-    """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    """Ids of special tokens by file of a Hugging Face folder: their only source in a folder without a tokenizer."""
     ids = {key: folder.config[key] for key in _IDS if folder.config.get(key) is not None}
     file = folder.path / GENERATION_CONFIG
     if not file.is_file():
@@ -165,7 +165,6 @@ def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_00
     """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder.
 
     Args:
-        folder: The weights.
         dst: Folder to make; an earlier export is replaced.
         max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
 

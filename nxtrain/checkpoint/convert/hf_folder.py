@@ -93,7 +93,7 @@ class HfFolder:
         return part
 
     def fingerprint(self) -> str:
-        """Identity of the weights: name, shape and middle row of every tensor. A whole read would take minutes."""
+        """Identity of the weights: name, shape and middle row of every tensor. Reading all rows would take minutes."""
         parts = list[bytes]()
         for name, shape in sorted(self.shapes.items()):
             row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
@@ -107,7 +107,7 @@ class HfFolder:
 
 
 class Finiteness:
-    """Collects the tensors with values that are not finite during an import.
+    """Collector of the tensors with values that are not finite during an import.
 
     Args:
         source: Origin of the tensors, for the message.
@@ -204,7 +204,7 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
         hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no JSON object.
+        ConfigError: The file cannot be read, or does not hold a JSON object.
     """
     try:
         content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark

@@ -45,7 +45,7 @@ def rank_file(*, dp: int = 0, tp: int, pp: int) -> str:
 
 
 def find_tag(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the one of a folder of checkpoints that was finished last.
+    """Find the checkpoint of a path: the path itself, or the newest finished checkpoint of the folder.
 
     Raises:
         CheckpointError: There is no checkpoint, or it was not finished.
@@ -65,10 +65,9 @@ def find_tag(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Grid:
-    """The files of all ranks.
+    """Files of all ranks, one for each combination of dp, tp and pp rank.
 
     Args:
-        folder: Folder of the files.
         dp, tp, pp: Parallel degrees.
     """
 

@@ -37,7 +37,7 @@ class NxdStates:
 
     @staticmethod
     def open(source: NxdWeights, folder: Path) -> NxdStates:
-        """Read the form of a folder's state, and compare it with the weights."""
+        """Read the format of a folder's state, and compare it with the weights."""
         grid = Grid.of(folder)
         if (grid.tp, grid.pp) != (source.grid.tp, source.grid.pp):
             degrees = f"tp {grid.tp}, pp {grid.pp} instead of tp {source.grid.tp}, pp {source.grid.pp}"
