@@ -1,7 +1,7 @@
-"""Contract of a model family: the interface of every architecture, and discovery of installed ones.
+"""Contract of a model family: the interface of every architecture, and discovery of installed families.
 
-A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything in this
-module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
+A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports a family. Everything in
+this module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model shape and its publication."""
+    """A published model shape, and the source of the publication."""
 
     config: ModelConfig
     source: str
@@ -59,14 +59,13 @@ class Preset:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Everything that a model is built with; model code never asks for a device or a rank itself.
+    """Arguments of a model's construction; model code itself never asks for a device or a rank.
 
     Args:
         layers: Makers of the layers that are sharded over tp.
-        kernels: Attention and normalization.
-        dtype: Type of the parameters and activations.
+        kernels: Kernels of the device.
         seq_len: Longest sequence.
-        fused_qkv, fused_gate_up: One matrix for the projections that share an input.
+        fused_qkv, fused_gate_up: Projections that share an input are one matrix.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
         decay_norms: Weight decay applies to the norms too, those of heads among them.
         parts: Parts of the model that are built, ascending; empty: the whole model.
@@ -84,7 +83,7 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """Interface of a built model for training and generation, in addition to that of `torch.nn.Module`."""
+    """Interface of a built model for training and generation, in addition to the interface of `torch.nn.Module`."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -92,21 +91,20 @@ class CausalLM(Protocol):
         ...
 
     def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built.
+        """Compute one of the model's parts on a pipeline stage.
 
         Args:
-            part: The part.
             x: (B, S) tokens for the first part, (S/tp, B, D) for others.
             targets: (B, S) for the last part.
             starts: As for `loss`, in every part.
 
         Returns:
-            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+            () float32, the sum of the tokens' cross entropies, for the last part; (S/tp, B, D) for other parts.
         """
         ...
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32.
+        """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
 
         Args:
             inputs, targets: Tokens and next tokens.
@@ -116,12 +114,12 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
-        """(B, S) to (B, S, vocab_size) float32, of a model built whole, on every rank; not differentiable."""
+        """Logits of a whole model on every rank: (B, S) to (B, S, vocab_size) float32; not differentiable."""
         ...
 
 
 class ModelFamily(ABC):
-    """One architecture: its configuration, its presets, its module, its Hugging Face form and its arithmetic."""
+    """One architecture: its configuration, presets, module, Hugging Face form and arithmetic."""
 
     name: str
     config_type: type[ModelConfig]
@@ -129,7 +127,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
-        """Every reason why this shape cannot run at these degrees; keys are `model.config.*` or `parallel.*`."""
+        """Problems of a shape at these degrees, all of them; keys are `model.config.*` or `parallel.*`."""
 
     @abstractmethod
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
@@ -152,10 +150,10 @@ class ModelFamily(ABC):
         """Dimensions of the model, from which its parameters, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
-        """The configuration of a preset.
+        """Configuration of a preset.
 
         Raises:
-            ConfigError: No such preset.
+            ConfigError: The family has no such preset.
         """
         if name not in self.presets:
             known = ", ".join(self.presets)

@@ -31,7 +31,7 @@ UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Blo
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of machine; a machine with a name alone is unknown, and has no accelerators.
+    """One kind of machine; an unknown machine has only a name, and no accelerators.
 
     Args:
         name: Name of the instance type.
@@ -101,7 +101,7 @@ MACHINES = {name: machine_of(name, cells) for name, cells in _TABLES["machines"]
 """Machines by name."""
 
 INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in name}
-"""Those that are one instance type of EC2; an UltraServer is several."""
+"""Machines that are one instance type of EC2; an UltraServer is several."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Short names of machines."""

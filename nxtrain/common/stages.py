@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePart:
-    """A run of consecutive layers.
+    """A run of consecutive layers, which one pipeline stage computes as a unit.
 
     Args:
         blocks: Indices in the whole model of the part's transformer blocks.
@@ -64,7 +64,7 @@ def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ..
 
 
 def units_of(sizes: Sequence[int], fewest: int) -> list[range]:
-    """Group adjacent blocks into units that have enough parameters; too small a rest joins the unit before.
+    """Group adjacent blocks into units that have enough parameters; too small a rest joins the previous unit.
 
     Args:
         sizes: Parameters of each block.

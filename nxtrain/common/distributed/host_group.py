@@ -1,4 +1,4 @@
-"""Communication between the hosts of ranks, for runs whose own process group carries device tensors only."""
+"""Communication between the hosts of ranks, for runs whose main process group carries device tensors only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN_GRAPHS = 4
 """Most graphs that the message of a disagreement lists."""
 
 SOONER = 0.9
-"""Share of the time limit within which no rank can be late yet: a rank missing so early is gone."""
+"""Share of the time limit within which no rank can be late yet: a rank that is missing so early is gone."""
 
 _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
@@ -96,7 +96,7 @@ class HostGroup:
 
 
 def _missing(reason: str) -> list[int]:
-    """Ranks that a message of torch names. Only the first rank of a group knows them; the others lose that rank."""
+    """Ranks that a message of torch names. Only the first rank of a group gets the names; the others lose that rank."""
     found = _MISSING.search(reason)
     return [int(rank) for rank in found[1].split(", ")] if found else []
 
@@ -117,7 +117,7 @@ def _gone(reason: str, work: str) -> LostPeerError:
 
 
 def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Message about differences between ranks; empty if they agree.
+    """Message about differences of graphs between ranks; empty if the ranks agree.
 
     Args:
         found: Work and graph hash of each rank that should run the same graph, ascending.

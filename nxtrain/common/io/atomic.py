@@ -22,8 +22,8 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
     Args:
         path: The file; its folder exists.
         durable: Sync the content to the disk before the rename, and the name after the rename.
-        shared: Several processes may write the file at once, so that each draft has a name of its own, which stays if
-            the process is killed. Otherwise the next write replaces the draft of a killed process.
+        shared: Several processes may write the file at once, so that each draft has a unique name, which stays if the
+            process is killed. Otherwise the next write replaces the draft of a killed process.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,7 +1,7 @@
 """Storage other than this node's disk: S3 addresses that are read like paths, and stores of files.
 
-A store holds a file completely or not at all. S3 shows complete objects only; in a folder, a file gets its name after
-it was read back and verified.
+A store holds a file completely or not at all. S3 shows complete objects only. In a folder, a file gets its name after
+the file was read back and verified.
 """
 
 from __future__ import annotations
@@ -125,9 +125,6 @@ def open_source(file: Location) -> ByteSource:
 class S3Source:
     """An object of S3, read by ranges of one version.
 
-    Args:
-        address: Address of the object.
-
     Attributes:
         name: Address of the object.
         num_bytes: Length of the object.
@@ -147,10 +144,10 @@ class S3Source:
         self.num_bytes, self.tag = int(head["ContentLength"]), str(head["ETag"])
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `ByteSource`.
+        """Read bytes; see `ByteSource.read`.
 
         Raises:
-            DamagedError: The object is gone, or another version has taken its place.
+            DamagedError: The object is gone, or another version has replaced it.
         """
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
@@ -167,7 +164,7 @@ class S3Source:
         raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
-        """See `ByteSource`."""
+        """Close the connection."""
 
 
 class ObjectStore(Protocol):
@@ -178,7 +175,7 @@ class ObjectStore(Protocol):
         """The folder or prefix."""
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file, or of those below a folder, by name."""
+        """Length of every file of the store or of a folder, by name."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, or replace it."""
@@ -266,11 +263,7 @@ class FolderStore:
 
 
 class S3Store:
-    """A prefix of an S3 bucket.
-
-    Args:
-        root: Address of the prefix.
-    """
+    """A prefix of an S3 bucket."""
 
     def __init__(self, root: S3Path) -> None:
         self.root = root
@@ -360,7 +353,7 @@ class _UploadStream(io.RawIOBase):
 
 @contextmanager
 def _absent_as_such(address: S3Path) -> Iterator[None]:
-    """Raise FileNotFoundError for the error that the object does not exist."""
+    """Raise FileNotFoundError if S3 answers that the object does not exist."""
     try:
         yield
     except address.client.exceptions.ClientError as error:

@@ -1,4 +1,4 @@
-"""Console of a run, which goes on when its reader closes it."""
+"""Console of a run, which continues without output once its reader closes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PipeSafeConsole(Console):
 
 
 _SHARED: list[tuple[TextIO, PipeSafeConsole]] = []
-"""Standard error and its console; a stream that replaces standard error gets a console of its own."""
+"""Standard error and its console; a stream that replaces standard error gets another console."""
 
 
 def standard_error(*, quiet: bool = False) -> PipeSafeConsole:

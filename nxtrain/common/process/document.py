@@ -14,13 +14,10 @@ STANDARD_ERROR = 2
 
 
 class DocumentStream:
-    """Standard output of a command that writes a document; all else that is printed goes to standard error.
+    """Standard output of a command that writes a document; all other output goes to standard error.
 
-    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays so until
-    the process ends, since a C library may write its buffer only then.
-
-    Args:
-        stream: Standard output, which gets the document.
+    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays
+    redirected until the process ends, since a C library may write its buffer only then.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -59,7 +56,7 @@ def reserve_output() -> None:
 
 
 def give_output_back() -> None:
-    """Give standard output back before `execve`: the next program reserves its own."""
+    """Restore standard output before `execve`: the next program reserves its own."""
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.give_back()
 

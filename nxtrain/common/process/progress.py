@@ -14,14 +14,14 @@ from nxtrain.common.process.console import PipeSafeConsole, standard_error
 from nxtrain.common.text import duration
 
 LINE_EVERY_S = 10.0
-"""Seconds until the first plain line, and between two."""
+"""Seconds until the first plain line, and between two lines."""
 
 REDRAW_S = 1.0
-"""Seconds until a live line appears, and between two states of it; a measurement next to it must not notice."""
+"""Seconds until a live line appears, and between redraws, which must not disturb a measurement."""
 
 
 class Progress:
-    """Progress on standard error from entering the context to leaving it; short work shows nothing.
+    """Progress on standard error within a context; short work shows nothing.
 
     A thread prints, so that the line also goes on while the work waits for one long call.
 

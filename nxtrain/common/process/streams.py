@@ -15,7 +15,7 @@ from nxtrain.common.errors import BackendError
 
 
 class OutputError(BackendError, OSError):
-    """Standard output or standard error that cannot be written, such as a file on a full disk."""
+    """Error of standard output or standard error that cannot be written, such as a file on a full disk."""
 
 
 class PipeSafeStream:

@@ -72,12 +72,9 @@ class Fault:
     """One parsed fault.
 
     Args:
-        kind: Name of the kind.
-        rank, step: Rank and step of the fault; None: all of them.
-        point: Name of the point.
-        arguments: Arguments of the kind.
+        rank, step: Rank and step of the fault; None: all ranks, all steps.
         after_bytes: With `ckpt_write`, number of bytes written before the fault.
-        repeats: True for a fault that fires after a restart again.
+        repeats: The fault fires again after a restart.
         text: Text of the fault in the variable.
     """
 
@@ -96,7 +93,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of the variable.
+    """Parse the value of the variable `NXTRAIN_FAULTS`.
 
     Raises:
         ConfigError: The value is malformed.
