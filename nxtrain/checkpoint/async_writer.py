@@ -102,7 +102,6 @@ class CheckpointWriter:
 
         Args:
             shards: Returns the local tensors by kind and parameter.
-            meta: State of the run other than tensors.
             wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
                 is not saved again.
             after_failure: Save even if the previous checkpoint could not be written.
@@ -164,7 +163,6 @@ class CheckpointWriter:
 
         Args:
             heartbeat: Called repeatedly during the wait for uploads.
-            stop_requested: True once this rank is asked to stop.
         """
         self.settle()
         uploader = self._uploader

@@ -232,9 +232,7 @@ class _Piece:
 
     Args:
         start: Offset of the first row in the file, in bytes.
-        shape: Shape of the rows.
         columns: Offsets and lengths of the wanted entries in dimensions 1 and up.
-        target: Tensor to fill.
     """
 
     start: int

@@ -65,11 +65,7 @@ def file_of(rank: int) -> str:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A box of entries of a whole tensor.
-
-    Args:
-        offsets, sizes: The box.
-    """
+    """A box of entries of a whole tensor."""
 
     key: str
     dtype: torch.dtype

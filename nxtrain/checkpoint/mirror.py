@@ -208,7 +208,6 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 
     Args:
         address: A folder, or `s3://bucket/prefix`.
-        folder: The mirrored `checkpoints` folder.
         local_rank: This rank among those of its node.
 
     Raises:

@@ -31,7 +31,6 @@ class UploadDeadline:
 
     Args:
         stall_s: Seconds without progress on any rank.
-        total_s: Seconds in all.
         after_stop_s: Seconds after any rank is asked to stop.
     """
 
@@ -110,8 +109,6 @@ class MirrorUploader:
 
         Args:
             ranks: All ranks, over the group on which they agree while training waits.
-            heartbeat: Called repeatedly during the wait.
-            stop_requested: True once this rank is asked to stop.
 
         Returns:
             True if all uploads ended.

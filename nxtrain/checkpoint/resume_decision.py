@@ -32,7 +32,6 @@ class Resume:
     """Decision about a start, with its fields in the order of their execution.
 
     Args:
-        lines: Lines for people.
         error: Error with which the start fails; None: the start goes on.
         catch_up: The last step that stays, by location that missed a rewind; then another survey follows.
         quarantine: Damaged checkpoints by location and step; then another survey follows.

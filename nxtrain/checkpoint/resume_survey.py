@@ -69,9 +69,7 @@ class ResumeSurvey:
     """Content of all locations of a run, equal on all ranks.
 
     Args:
-        folder: The `checkpoints` folder.
         mirror: The mirror's root; None: there is none.
-        records: Rewinds of the run.
         is_shared: All ranks see the same folder.
         locations: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; empty for a rewind.
         files: Files of each version whose manifest was read, by the leader of the disk; True if a file has its length.
@@ -142,7 +140,6 @@ def take_survey(
 
     Args:
         unread: Location and step of checkpoints that this start failed to read, and does not read again.
-        rejected: Versions that this start found damaged while it copied them to the mirror.
     """
     folder, there = locations.folder, locations.mirror
     survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)

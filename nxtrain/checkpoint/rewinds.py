@@ -160,8 +160,6 @@ class Records:
         """Error for locations of different runs; empty if there is none.
 
         Args:
-            folder: The `checkpoints` folder.
-            mirror: The mirror's root; None: there is none.
             takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
         """
         if self.is_foreign:

@@ -20,12 +20,7 @@ MIRROR = -1
 
 @dataclass(frozen=True)
 class RunLocations:
-    """Locations of a run's checkpoints. Every rank makes the same calls.
-
-    Args:
-        folder: The `checkpoints` folder.
-        mirror: The mirror of the run; None: there is none.
-    """
+    """Locations of a run's checkpoints. Every rank makes the same calls."""
 
     folder: Path
     mirror: Mirror | None
@@ -51,7 +46,6 @@ class RunLocations:
 
         Args:
             after: The last step that stays, by location; all steps stay in other locations.
-            damaged: Abandon quarantined checkpoints too.
 
         Returns:
             Steps of the abandoned checkpoints that were not quarantined.

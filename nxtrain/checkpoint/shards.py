@@ -30,8 +30,6 @@ class TensorShard:
     Args:
         kind: `model`, or the name of an optimizer state.
         parameter: The local tensor's name in the model.
-        name: Global name of the whole tensor.
-        shape: Shape of the whole tensor.
         block: Box of the entries, in the whole tensor and in the local one.
         copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
         copies: Number of ranks that hold these entries.

@@ -77,8 +77,6 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint whose content differs from the written bytes.
 
     Args:
-        file: Path or address of the file.
-        reason: The damage.
         unread: The storage failed at every try to read the file, so that its content is unknown.
     """
 

@@ -62,9 +62,6 @@ class BuildContext:
     """Arguments of a model's construction; model code itself never asks for a device or a rank.
 
     Args:
-        layers: Makers of the layers that are sharded over tp.
-        kernels: Kernels of the device.
-        seq_len: Longest sequence.
         fused_qkv, fused_gate_up: Projections that share an input are one matrix.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
         decay_norms: Weight decay applies to the norms too, those of heads among them.
@@ -107,7 +104,6 @@ class CausalLM(Protocol):
         """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
 
         Args:
-            inputs, targets: Tokens and next tokens.
             starts: (B, S) first position of each position's document, for attention and positions inside of
                 documents; None: a row is one document.
         """

@@ -230,7 +230,6 @@ class ShardSpec:
         """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
 
         Args:
-            axis: Ranks that share the matrix.
             length: Entries of a run.
         """
         rows, columns = self.shape

@@ -31,7 +31,6 @@ class LayerCosts:
 
     Args:
         embedding: Cost of the layers before the blocks.
-        block: Cost of each block.
         head: Cost of the layers after the blocks.
     """
 

@@ -32,7 +32,6 @@ class BatchOrder:
         doc_mask: Batches have masks between documents.
         origin: Position of step 0 in the order of rows.
         cursor: Position of each lane, from a checkpoint; empty: the begin.
-        skips: Batches that are left out.
         workers: Processes that tokenize and pack documents; None: a thread of the rank.
     """
 

@@ -119,7 +119,6 @@ class VerifiedBlocks:
     """Reader of ids that reads whole blocks and verifies them.
 
     Args:
-        path: The token file, for messages.
         read: Fills a view with the bytes at an offset, counted from the first id.
     """
 

@@ -35,7 +35,6 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
     """Bytes of text that targets stand for, counted token by token, so that a document cut by a row counts exactly.
 
     Args:
-        counts: Number of times that each id is a target.
         tokenizer: The `tokenizer.json` of the ids.
 
     Returns:

@@ -106,9 +106,7 @@ class Loader:
     the middle of a batch. Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
 
     Args:
-        shuffle: True for a new random order in each epoch; False for the order of storage.
         origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
-        doc_mask: Batches have masks between documents.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
         skips: Batches that are left out and that `origin` does not count.

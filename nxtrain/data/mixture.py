@@ -143,7 +143,6 @@ def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[flo
 
     Args:
         num_rows: Rows that were trained on.
-        epochs: Passes over each corpus.
     """
     values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):

@@ -32,7 +32,6 @@ class RowPacking:
         starts: (p,) first token of the piece in its document.
         lengths: (p,) tokens of the piece.
         rows: (p,) row of the piece, ascending.
-        num_rows: Rows.
         capacity: Tokens that a row can hold.
     """
 
@@ -68,7 +67,6 @@ def best_fit(lengths: Counts, capacity: int) -> RowPacking:
 
     Args:
         lengths: (n,) tokens of each document, 0 or more.
-        capacity: Tokens that a row can hold.
     """
     num_whole, rest = np.divmod(np.asarray(lengths, np.int64), capacity)
     documents = np.repeat(np.arange(num_whole.size), num_whole)

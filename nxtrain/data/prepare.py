@@ -28,14 +28,10 @@ class Prepared(BaseModel):
         train: Path or address of the corpus or the token file.
         validation: Token file; None if no text is held out.
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
-        tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
-        end_of_text: The tokenizer's token that ends a document; empty if unknown.
-        end_id: Id of that token; None if unknown.
-        trained: The tokenizer was trained on this data.
+        tokenizer_origin, end_of_text, end_id, trained, skipped: As in `nxtrain.data.dataset.Data`.
         fingerprint: Identity of the files' content.
         has_checksums: The run wrote the token files, with checksums next to them.
         probe, validation_probe: Digest of a sample of the checked ids; see `nxtrain.data.samples.probe`.
-        skipped: Skipped files, with the reason.
     """
 
     model_config = ConfigDict(frozen=True)

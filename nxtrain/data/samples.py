@@ -93,7 +93,6 @@ class FileSamples(Samples):
     Args:
         file: The open file: (num_rows, S + 1) ids, or a stream of ids, in which each row begins with the last id of the
             previous row.
-        seq_len: Targets in a row.
         vocab_size: Size of the vocabulary; every id must be below it.
         expected: Result of `probe` for the ids that were checked.
         checksums: Checksums with which every block is verified when it is read; None: the file has none.
@@ -186,9 +185,6 @@ class EndedSamples(Samples):
     """Rows of a token file that nxtrain did not write, in which an id ends each document.
 
     Such a file has nothing else that tells its documents apart.
-
-    Args:
-        end_id: Id that ends a document.
     """
 
     def __init__(self, samples: Samples, end_id: int) -> None:
@@ -251,7 +247,6 @@ def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[st
 
     Args:
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
-        vocab_size: Size of the vocabulary; every id must be below it.
 
     Raises:
         DataError: As for `check_table`, of the sample.
@@ -280,9 +275,7 @@ def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, voc
     """Read a table of ids from end to end and return the digest of its content.
 
     Args:
-        path: The file, for messages.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
-        vocab_size: Size of the vocabulary; every id must be below it.
 
     Raises:
         DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;

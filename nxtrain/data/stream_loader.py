@@ -39,11 +39,7 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """Order of the documents of every lane.
-
-    Args:
-        shuffle: True for a new random order of the documents in each epoch; False for the order of the corpus.
-    """
+    """Order of the documents of every lane."""
 
     lanes: int
     seed: int
@@ -126,8 +122,6 @@ class StreamLoader:
     Args:
         open_lanes: Opens lanes at their positions, with the number of rows of a lane in each step.
         lanes: Number of lanes; divides the global batch.
-        end_id: Input after the last document of a row.
-        doc_mask: Batches have masks between documents.
         places: Position of every lane at the first batch; empty for the begin of the corpus.
         progress: Values for the record of a step, from the positions of this rank's lanes.
         skips: Batches that are left out, from the first batch on.

@@ -42,9 +42,6 @@ class TextTokenizer:
     """A tokenizer that fits the model.
 
     Attributes:
-        path: The `tokenizer.json`.
-        end: Token that ends every document.
-        end_id: Id of `end`.
         dtype: Smallest type that holds all ids.
         digest: Identity of the file's content.
     """

@@ -36,8 +36,6 @@ class WorkerTask:
     """Rows that a worker makes.
 
     Args:
-        places: Position of each lane of the worker.
-        rows_per_lane: Rows of a lane in each step.
         mark: Descriptor of the file for the document that is read.
     """
 

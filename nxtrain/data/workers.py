@@ -46,7 +46,6 @@ class WorkerPolicy:
         restarts: Allowed replacements in a row without an answer of the new worker.
         timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung. A
             worker that still starts has a minute more.
-        rank: Rank of this process, for messages.
     """
 
     number: int
@@ -60,12 +59,7 @@ class _SilentError(Exception):
 
 
 class DataWorker:
-    """A worker process, seen from its rank.
-
-    Args:
-        places: Position of each lane of the worker.
-        rows_per_lane: Rows of a lane in each step.
-    """
+    """A worker process, seen from its rank."""
 
     def __init__(self, source: LaneSource, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
         self._mark = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
@@ -164,12 +158,7 @@ class DataWorker:
 
 
 class Workers:
-    """Workers of a rank; the rows of a step are those of `LocalLanes`.
-
-    Args:
-        places: Position of each lane of this rank.
-        rows_per_lane: Rows of a lane in each step.
-    """
+    """Workers of a rank; the rows of a step are those of `LocalLanes`."""
 
     def __init__(
         self,

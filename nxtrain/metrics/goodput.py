@@ -24,7 +24,6 @@ class TimeSpent:
         step: Last finished step.
         start_s: Time until the first finished step: imports, data, checkpoint, compilation.
         train_s: Time in the steps after the first.
-        eval_s: Time in evaluations.
         stall_s: Time in which training waited for checkpoints.
         saves: Number of committed checkpoints.
         save_stall_s: Time in which training waited for the committed checkpoints, except the wait for the last write.
@@ -54,7 +53,6 @@ class RunStart:
         resumed: Step of the checkpoint from which the start resumed.
         began: Start of the process.
         seen: Time of the last record.
-        spent: Time spent up to the last record.
         outcome: End of the start: `done`, `stopped`, `failed`, `killed`; empty while it runs.
         course: Finished steps at which the start saved, each with `train_s` up to the step; older ones are thinned.
         config: Fingerprint of the configuration.
@@ -96,7 +94,6 @@ class Goodput:
     """Division of the time since a run's first start, in seconds. The parts add up to `wall_s`.
 
     Args:
-        starts: Number of starts.
         wall_s: Time since the first start, without the time between the end of a finished run and its next start.
         productive_s: Time in steps that no later start repeats; the first step of a start counts as start or restart.
         start_s: Time from the first start to its first finished step.
@@ -104,8 +101,6 @@ class Goodput:
         lost_s: Time in the lost steps.
         detect_s: Time from the last progress of a failed start to its end, as far as recorded.
         restart_s: Time from the end of a failed start to the first finished step of the next start.
-        checkpoint_stall_s: Time in which training waited for checkpoints.
-        eval_s: Time in evaluations.
         other_s: Time of a start after its last progress, without a failure: the last save, and the end.
     """
 

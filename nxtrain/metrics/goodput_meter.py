@@ -30,7 +30,6 @@ class GoodputMeter(RunObserver):
     """Counts the time of a start, and writes it to the log of starts; only the leader of a run has a meter.
 
     Args:
-        logs: Folder of the log.
         began: Start of this process; None: the begin of training.
         config: Fingerprint of the configuration, by which a crash loop is recognised.
     """
@@ -105,7 +104,6 @@ class GoodputMeter(RunObserver):
         """Record a committed checkpoint.
 
         Args:
-            stall_s: Seconds that training waited for the checkpoint.
             write_s: Seconds of the write after the wait.
         """
         if self._start is not None:

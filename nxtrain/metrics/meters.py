@@ -44,7 +44,6 @@ class StepRecord:
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
-        lr: Learning rate of the update.
         throughput: Speed since the previous record.
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
@@ -90,7 +89,6 @@ class ThroughputMeter:
         flops_per_token: FLOPs of forward and backward for one token.
         peak_flops: FLOPs per second of all devices together; None when unknown.
         tokens: Positions of the rows before this process began.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -139,10 +137,6 @@ class Pace:
     """Elapsed and remaining time of a run, pauses included.
 
     The first step only starts the measurement: its compilation and warm-up do not recur.
-
-    Args:
-        total_steps: Last step of the run.
-        clock: Seconds, monotonic.
     """
 
     def __init__(self, total_steps: int, *, clock: Clock = time.monotonic) -> None:

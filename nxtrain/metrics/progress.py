@@ -36,7 +36,6 @@ def open_progress(
         total_steps: Last step of the run.
         resume_step: Steps finished before this process began.
         console: Console to draw on; None: standard error, because standard output is for results.
-        clock: Seconds, monotonic.
     """
     console = console or standard_error()
     if console.is_terminal and not console.is_dumb_terminal:

@@ -39,7 +39,6 @@ class RetryingSink:
     Args:
         open_after: Opens the sink after a step; the sink drops its records of later steps.
         resume_step: Last step whose record stays.
-        clock: Seconds, monotonic.
     """
 
     def __init__(

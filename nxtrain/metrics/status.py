@@ -18,12 +18,7 @@ SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
 
 
 class Status:
-    """Texts for the newest record of a run.
-
-    Args:
-        total_steps: Last step of the run.
-        clock: Seconds, monotonic.
-    """
+    """Texts for the newest record of a run."""
 
     def __init__(self, total_steps: int, clock: Clock = time.monotonic) -> None:
         self.pace = Pace(total_steps, clock=clock)

@@ -42,7 +42,6 @@ class HostTimeline:
 
     Args:
         waited_s: Returns the seconds that the host has waited for other ranks so far.
-        clock: Seconds, monotonic.
     """
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0, clock: Clock = time.monotonic) -> None:

@@ -166,7 +166,6 @@ def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_00
 
     Args:
         dst: Folder to make; an earlier export is replaced.
-        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
 
     Raises:
         ConfigError: `dst` holds files that no export wrote.

@@ -39,9 +39,7 @@ class HfFolder:
     """A folder with `config.json` and safetensors, in one file or several with an index.
 
     Attributes:
-        path: The folder.
         config: Content of `config.json`.
-        shapes: Shape of every tensor, by name.
         dtype: The narrowest type that holds all weights exactly.
 
     Raises:
@@ -107,11 +105,7 @@ class HfFolder:
 
 
 class Finiteness:
-    """Collector of the tensors with values that are not finite during an import.
-
-    Args:
-        source: Origin of the tensors, for the message.
-    """
+    """Collector of the tensors with values that are not finite during an import."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
@@ -156,7 +150,6 @@ class HfWeights:
     Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
 
     Args:
-        table: Sharding of the parameters of this rank's stage.
         wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
 
     Raises:

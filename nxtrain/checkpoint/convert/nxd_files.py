@@ -65,11 +65,7 @@ def find_tag(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Grid:
-    """Files of all ranks, one for each combination of dp, tp and pp rank.
-
-    Args:
-        dp, tp, pp: Parallel degrees.
-    """
+    """Files of all ranks, one for each combination of dp, tp and pp rank."""
 
     folder: Path
     dp: int

@@ -77,9 +77,7 @@ class NxdLayout:
 
     Args:
         shapes: Whole shape of every tensor, by global name.
-        tp, pp: Parallel degrees.
         copies: Number of replicas of each K/V head; NxD's name is kv_size_multiplier or kv_shared_group_size.
-        qkv: Form of q, k and v.
         platform: Order of the replicated heads.
 
     Raises:

@@ -69,11 +69,7 @@ class NxdTarget:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Settings of the optimizer that NxD saves next to its state.
-
-    Args:
-        lr: Learning rate of the next update.
-    """
+    """Settings of the optimizer that NxD saves next to its state."""
 
     optim: OptimConfig
     lr: float
@@ -161,7 +157,6 @@ class _Writer:
 
     Args:
         dp: Number of ranks over which the optimizer's state is sharded.
-        zero1: The optimizer's state is sharded over dp.
     """
 
     src: Location

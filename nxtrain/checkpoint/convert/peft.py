@@ -66,7 +66,6 @@ class Adapter:
     """Low-rank update of some weights of a model.
 
     Args:
-        config: Rank, scale and layers.
         tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`.
         base: Folder of the weights below; empty if unknown.
         base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
@@ -94,9 +93,6 @@ class Adapter:
 
     def require_base(self, base: HfFolder, origin: str) -> None:
         """Check that a folder holds the weights that the adapter was trained on, as far as known.
-
-        Args:
-            origin: The adapter, for messages.
 
         Raises:
             ConfigError: The folder holds other weights.
@@ -160,9 +156,7 @@ class AdapterWeights:
     """Reader of this rank's adapters from a PEFT folder that fits the run.
 
     Args:
-        table: Sharding of the parameters of this rank's stage.
         wanted: Whole shape of every adapter matrix of the whole model, by name.
-        base: Folder of the weights below.
 
     Raises:
         ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.

@@ -23,7 +23,6 @@ class WaitClock:
     """Clock of the time spent within its context.
 
     Attributes:
-        total_s: Seconds so far.
         note: Called with True as a wait begins, and with False as the wait ends; None: no callback.
     """
 
@@ -115,12 +114,7 @@ class PendingBucket:
 
 @dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
-    """A transfer between two ranks, which keeps its tensors alive.
-
-    Args:
-        held: Tensor that is sent.
-        peer: The other rank.
-    """
+    """A transfer between two ranks, which keeps its tensors alive."""
 
     works: Sequence[dist.Work]
     result: Result_co

@@ -109,7 +109,6 @@ class Collectives(ABC):
 
         Args:
             like: Tensor of the shape and type that is sent. The transfer may use the tensor, but keeps its values.
-            axis, source: Axis and position of the sender.
         """
 
     @abstractmethod

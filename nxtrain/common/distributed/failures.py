@@ -37,11 +37,7 @@ LOOK_S = 0.02
 
 
 class FirstFailure:
-    """The first failure of a run, and the graph of waits between ranks when some hang.
-
-    Args:
-        store: Store of the rendezvous of this start.
-    """
+    """The first failure of a run, and the graph of waits between ranks when some hang."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("nxtrain/last_words", store)
@@ -198,8 +194,6 @@ class FailureReporter:
     """Reporter of the failure of one rank.
 
     Args:
-        store: Store of the rendezvous of this start.
-        hang_timeout_s: Seconds that ranks wait for each other.
         words: Returns the name of a rank for messages.
     """
 

@@ -32,7 +32,6 @@ class Beat:
     """Heartbeat of a rank: its step, its section of work, and its measured times.
 
     Args:
-        section: Section of the step.
         age_s: Seconds since the rank entered the section.
         waits: True if the rank waits for other ranks, by its stack.
         point: Innermost frame of the main thread's stack.
@@ -59,7 +58,6 @@ class HeartbeatStore:
 
     Args:
         store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.
-        rank, world: This rank, and the number of ranks.
 
     Raises:
         RuntimeError: From every method, when the store is gone.

@@ -29,9 +29,6 @@ _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 class HostGroup:
     """A gloo process group of all ranks. Every rank makes one, and calls its methods in the same order.
 
-    Args:
-        hang_timeout_s: Seconds that a rank waits for the others.
-
     Attributes:
         group: The process group, which carries host tensors and objects.
     """
@@ -77,7 +74,6 @@ class HostGroup:
         """Check that all ranks with the same program are about to run the same graph.
 
         Args:
-            work: Name of the work that this rank does.
             graph: Hash of the graph.
 
         Raises:
@@ -121,7 +117,6 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
 
     Args:
         found: Work and graph hash of each rank that should run the same graph, ascending.
-        world: Number of all ranks.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, seen in found.items():

@@ -51,8 +51,6 @@ class CachedObject:
         folder: Folder of the node's files; made if it is absent.
 
     Attributes:
-        name: Address of the object.
-        num_bytes: Length of the object.
         tag: S3's identity of the object's content.
 
     Raises:

@@ -67,7 +67,6 @@ class FileDigest:
     """Length and checksums of an undamaged file.
 
     Args:
-        num_bytes: Length of the file.
         block_bytes: Length of each block but the last.
         checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
     """
@@ -237,7 +236,6 @@ class ChecksummedReader:
     Args:
         copies: The file; or functions that open its copies, the nearest first. A copy is opened only if all copies
             before are damaged.
-        stored: Digest of the file at its writing.
 
     Attributes:
         damage: Damage in copies, which content of a later copy has replaced.

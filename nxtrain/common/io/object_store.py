@@ -126,8 +126,6 @@ class S3Source:
     """An object of S3, read by ranges of one version.
 
     Attributes:
-        name: Address of the object.
-        num_bytes: Length of the object.
         tag: S3's identity of the object's content.
 
     Raises:

@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Thread, Generic[T]):
-    """Work in a daemon thread, with a result or an error.
-
-    Attributes:
-        done: The work has ended.
-    """
+    """Work in a daemon thread, with a result or an error."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         super().__init__(name=name, daemon=True)

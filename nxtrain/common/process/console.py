@@ -31,9 +31,6 @@ def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
     """Console on standard error for messages to people, without wrapping or highlighting.
 
     All callers share one console. A live bar of this console keeps its own line, below the lines that are printed.
-
-    Args:
-        quiet: Show nothing.
     """
     if quiet:
         return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=True)

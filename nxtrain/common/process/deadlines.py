@@ -47,11 +47,7 @@ def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
 
 
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
-    """Open devices; if opening takes too long, the process ends with the exit code of a hang.
-
-    Args:
-        hang_timeout_s: Seconds that ranks wait for each other.
-    """
+    """Open devices; if opening takes too long, the process ends with the exit code of a hang."""
     seconds = OPENING_S + MEETINGS * hang_timeout_s
     message = f"error: {_me()}: its devices were not open, and the others not met, within {seconds:g} seconds"
     with bounded(seconds, message, HangError.exit_code):
@@ -74,12 +70,7 @@ def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseExc
 
 @contextmanager
 def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
-    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit.
-
-    Args:
-        message: Printed at the limit.
-        code: Exit code of the process at the limit.
-    """
+    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit."""
     done, alarm = threading.Event(), HardExitTimer(code)
 
     def watch() -> None:

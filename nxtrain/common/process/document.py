@@ -62,11 +62,7 @@ def give_output_back() -> None:
 
 
 def write_document(content: object) -> None:
-    """Write the result of a command to standard output, as JSON.
-
-    Args:
-        content: Objects of JSON.
-    """
+    """Write the result of a command to standard output, as JSON."""
     text = json.dumps(content, indent=2) + "\n"
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.write_document(text)

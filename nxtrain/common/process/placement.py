@@ -21,9 +21,6 @@ class Placement:
     """Ranks, machine and start of this process in a job; a process started alone is rank 0 of 1.
 
     Args:
-        world: Number of ranks.
-        local_rank: Rank among those of this machine.
-        local_world: Number of ranks on this machine.
         restarts: Restarts of the ranks by the agent of this machine.
         is_requeued: True if Slurm started the job before.
         job: Job id of Slurm or run id of the agent, which distinguishes two identical commands; empty if there is none.

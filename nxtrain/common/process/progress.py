@@ -26,12 +26,10 @@ class Progress:
     A thread prints, so that the line also goes on while the work waits for one long call.
 
     Args:
-        label: The work in a few words.
         total: Amount of work in any unit; 0: unknown.
         on_terminals_only: Print no lines where standard error is not a terminal.
         console: Console to print on; None: standard error.
         clock: Seconds, monotonic.
-        line_every_s, redraw_s: Intervals of plain lines and of live lines.
 
     Attributes:
         total: Amount of work, which may become known later.

@@ -28,7 +28,6 @@ class PatchPoint:
 
     Args:
         owner: `module` or `module:Class`.
-        attribute: Name of the function in its owner.
         when: Time of the fault: before the call, after the return, or in the middle of the written block.
     """
 
@@ -75,7 +74,6 @@ class Fault:
         rank, step: Rank and step of the fault; None: all ranks, all steps.
         after_bytes: With `ckpt_write`, number of bytes written before the fault.
         repeats: The fault fires again after a restart.
-        text: Text of the fault in the variable.
     """
 
     kind: str

@@ -50,13 +50,11 @@ class Settings:
     """Settings of a preparation that, with the sources, determine the bytes of a prepared corpus.
 
     Args:
-        field: Field or column that holds the documents.
         lines: Each line of a text file is a document.
         tokenizer: Digest of the tokenizer; empty for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
         prompt: Field or column that holds the prompts; empty: none.
         chat: Digest of the template that writes conversations; empty: documents are text.
-        sections: Text files become a document for each of their sections.
     """
 
     field: str

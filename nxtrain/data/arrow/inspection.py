@@ -185,8 +185,6 @@ def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], No
     """Compare every byte of a prepared corpus with its checksums.
 
     Args:
-        path: The file, folder, object or prefix.
-        cache: Folder of this node for blocks of S3.
         progress: Gets the verified bytes, and those of all files.
 
     Raises:

@@ -34,7 +34,6 @@ class Block(NamedTuple):
     Args:
         offset: First byte of the message.
         metadata: Bytes of the message before its body.
-        body: Bytes of the body.
     """
 
     offset: int

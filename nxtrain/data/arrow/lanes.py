@@ -29,7 +29,6 @@ class MixedLane:
     gets rows of every corpus, whatever the period of the mixture.
 
     Args:
-        mixture: Corpus of each row of the endless order.
         open_part: Opens the lane of a corpus by the number of the corpus and the position in the corpus.
         place: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
     """
@@ -79,9 +78,6 @@ class CorpusLanes:
         identities: Identities of the corpora that were checked.
         mixture: Shares of several corpora; None for one.
         tokenizer: The `tokenizer.json` of text; None for ids only.
-        end_of_text: Token that ends a document.
-        held_out: Share of the documents that are held out.
-        cache: Folder of this node for blocks of S3.
     """
 
     paths: tuple[Location, ...]

@@ -59,12 +59,10 @@ class PreparationRequest:
     Args:
         sources: Files and folders, objects and prefixes of S3.
         out: File to write, or folder of shards; its name ends in `.arrow`.
-        field: Field or column that holds the documents.
         lines: Each line of a text file is a document.
         only: Pattern that the names of a folder's files must match; empty: all.
         tokenizer: Tokenizer that makes ids of the text; None for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
-        on_bad: Treatment of a row without a document.
         restart: Delete an earlier result or unfinished work under the name of `out`.
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
@@ -182,7 +180,6 @@ def source_rows(
     """Rows of all sources after a position, each with the number of its source.
 
     Args:
-        lines: Each line of a text file is a document.
         position: Position after the last row to skip.
         progress: Gets the bytes of the sources that are read.
 

@@ -52,7 +52,6 @@ class _Batch(NamedTuple):
     """Location of a batch's buffers in its file.
 
     Args:
-        file: Number of the file.
         rows: Documents.
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
@@ -92,7 +91,6 @@ class PreparedCorpus:
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
         dtype: Type of the ids; bytes for text.
-        metadata: Entries of the schema's metadata.
 
     Raises:
         DataError: The path is not a prepared corpus, is damaged, or lacks shards.
@@ -362,7 +360,6 @@ class _Bodiless(io.RawIOBase):
         footer: Offset of the footer.
         begin: First byte of the last read.
         base: Address of the memory that the last read returned.
-        size: Bytes of the last read.
     """
 
     def __init__(self, file: DataFile) -> None:

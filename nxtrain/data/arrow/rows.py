@@ -37,7 +37,6 @@ class SourceRow(NamedTuple):
     """Document of a row, and its position in the file.
 
     Args:
-        text: The document in UTF-8.
         row: Number of the row in its file, from 1.
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
         prompt: Bytes of the prompt, with which the text begins.
@@ -57,7 +56,6 @@ class BadRow(NamedTuple):
     Args:
         row: Number of the last row in the file, from 1.
         offset: Bytes of the uncompressed file up to the end of the last row; 0 for tables.
-        reason: Kind of the defect.
         detail: The defect, with the values and the way out.
     """
 
@@ -147,7 +145,6 @@ def text_rows(
     section. Blank lines of JSON lines are not rows.
 
     Args:
-        lines: Each line of a text file is a document.
         start: Row and offset of the last row to skip.
 
     Raises:
@@ -235,7 +232,6 @@ def split_lines(
     Args:
         offset: Bytes before the stream's position.
         limit: Longest line in bytes.
-        chunk_bytes: Bytes that are read at once.
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False

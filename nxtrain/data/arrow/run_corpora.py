@@ -39,8 +39,6 @@ class RunCorpora:
         mixture: Their shares of the rows; None for one corpus.
         fraction: `data.validation_fraction`.
         is_text: The run has made the corpus of text or of the standard library.
-        name: Description of the text, for messages.
-        skipped: Skipped files, with the reason.
     """
 
     corpora: Sequence[PreparedCorpus]

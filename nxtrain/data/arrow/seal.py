@@ -27,12 +27,7 @@ _MAGIC = b"NXTSEAL1"
 
 
 class Damage(NamedTuple):
-    """Bytes of a block that differ from the written ones.
-
-    Args:
-        start: Offset of the first byte.
-        stop: Offset after the last byte.
-    """
+    """Bytes of a block that differ from the written ones."""
 
     start: int
     stop: int
@@ -145,9 +140,6 @@ class CheckedFile:
 
 def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
     """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
-
-    Args:
-        footer_start: Offset of the footer.
 
     Raises:
         DataError: The footer, the metadata of a batch or the seal differs from the written bytes.

@@ -67,7 +67,6 @@ class Source:
     Args:
         name: Name that does not depend on the folder of the corpus, for the fingerprint.
         compression: Codec of pyarrow; empty for a plain file.
-        size: Bytes of the file.
         version: Size and time of the last change of a file, tag of an object.
         sample: Hash of parts of the content.
     """

@@ -48,7 +48,6 @@ class Documents:
     Args:
         corpus: Text, or ids that end with the end of text.
         tokenizer: Tokenizer of text; None for ids.
-        vocab_size: Size of the vocabulary; every id is below it.
         held_out: Share of the documents that are held out, by a hash of their content.
         mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """

@@ -58,8 +58,6 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
     Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
 
     Args:
-        workdir: Folder for prepared files.
-        of_weights: Returns the tokenizer of the initial weights.
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
 
     Raises:
@@ -195,7 +193,6 @@ class _Encoding:
 
     Args:
         tokenizer: Tokenizer of text; None for ids.
-        workdir: Folder of the token files.
     """
 
     tokenizer: TextTokenizer | None

@@ -42,8 +42,6 @@ class Counts:
     """Rows of a preparation.
 
     Attributes:
-        rows: Rows read.
-        documents: Rows written.
         empty: Rows without any character but white space, which are left out.
         skipped: Bad rows by reason.
         num_bytes: Bytes of the written documents' text.
