@@ -66,7 +66,7 @@ class Destination:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run, one at a time. Every rank makes one writer, and calls it at the same steps.
+    """Writes checkpoints of a run, one at a time. Every rank makes one writer, with calls at the same steps.
 
     A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
 
@@ -185,7 +185,7 @@ class CheckpointWriter:
         )
 
     def _lack_of_memory(self, state: Shards) -> str:
-        """Text about a host without memory for the copies of its ranks; empty if every rank has it. All ranks agree."""
+        """Text about a host without memory for the copies of its ranks, equal on all ranks; empty if all fit."""
         if self._staging.is_allocated:
             return ""
         lack = self._full_host(state) or self._refusing_host(state)

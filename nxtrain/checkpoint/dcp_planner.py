@@ -95,7 +95,7 @@ class ChunkLoadPlanner(LoadPlanner):
         self._stored = {key: tensor for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads, and list the type and shape of each tensor that it expects."""
+        """Plan this rank's reads, and list the type and shape of each expected tensor."""
         items: list[ReadItem] = []
         for chunk in self._chunks:
             if chunk.key in self._stored:

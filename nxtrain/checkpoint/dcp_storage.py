@@ -61,7 +61,7 @@ class FileWriter(StorageWriter):
 
     Args:
         folder: Folder of the file; must exist.
-        memory: Bytes that do not change until the file is written; tensors inside them are not copied.
+        memory: Bytes that do not change until the file is written; tensors inside these bytes are not copied.
         joint: Shards that all ranks write; gathered unless an earlier writer did.
 
     Attributes:
@@ -369,7 +369,7 @@ class Staging:
         return self._staged
 
     def release(self) -> None:
-        """Give the host memory back; the next copy takes it again."""
+        """Free the host memory; the next copy allocates it again."""
         self._staged = None
         self._buffers.clear()
 

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the entries of its own layout, whatever layout wrote the checkpoint."""
+"""Loading: each rank reads the entries of its layout, whatever layout wrote the checkpoint."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class FileEntry(BaseModel):
 
 
 Column = int | tuple[int, ...]
-"""One number for each shard of a tensor; a single number if all shards share it."""
+"""One number for each shard of a tensor; a single number if all shards have the same number."""
 
 
 class TensorEntry(BaseModel):

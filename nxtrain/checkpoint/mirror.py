@@ -69,7 +69,7 @@ class Mirror:
         return [str(self.place(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
-        """Prepare the upload of a checkpoint: remove an older one of the step, and incomplete ones of other steps."""
+        """Prepare the upload of a checkpoint: remove an older version of the step, and incomplete other steps."""
         for other, names in self._files().items():
             if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
@@ -208,7 +208,7 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 
     Args:
         address: A folder, or `s3://bucket/prefix`.
-        local_rank: This rank among those of its node.
+        local_rank: Index of this rank among the ranks of its node.
 
     Raises:
         ConfigError: The address names no bucket.

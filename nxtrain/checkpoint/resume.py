@@ -21,7 +21,7 @@ from nxtrain.config.schema import RunConfig
 
 
 class ResumePlanner:
-    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons those after a rewind.
+    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons checkpoints after a rewind.
 
     Every rank makes one planner, and makes the same calls.
 

@@ -56,7 +56,7 @@ class RunHistory(BaseModel):
         return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
     def with_rewind(self, rewind: Rewind) -> RunHistory:
-        """The record with another rewind."""
+        """Copy of the record with a further rewind."""
         return self.model_copy(update={"returns": (*self.returns, rewind)})
 
     def keeps(self, num_seen: int) -> int | None:

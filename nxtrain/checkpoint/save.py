@@ -24,7 +24,7 @@ from nxtrain.common.io.regular import read_bytes
 def write_state(
     path: Path, staged: Staged, meta: Meta, scope: StorageScope, tokenizer: Path | None = None
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank, and read them back.
+    """Write the staged shards of every rank, and read the files back.
 
     Args:
         meta: Content of `meta.json`; `mesh` and the checksum are filled in.
@@ -43,7 +43,7 @@ def write_state(
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:
-    """Mark a checkpoint as read back, delete old ones, and record it as the newest. Every rank calls this.
+    """Mark a checkpoint as read back, delete old checkpoints, and record the newest. Every rank calls this.
 
     Args:
         in_use: Steps that stay in any case: an upload still reads them.
@@ -130,7 +130,7 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
 
 
 def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope) -> None:
-    """Read back on every rank the files that it wrote; if any differs, the checkpoint is quarantined.
+    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint.
 
     Raises:
         CheckpointError: A file differs or cannot be read.

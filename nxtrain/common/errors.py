@@ -46,7 +46,7 @@ class Problem:
 
 
 class ConfigError(NxtrainError):
-    """Configuration or input that cannot run, with every problem of it, not only the first."""
+    """Configuration or input that cannot run; the error has every problem, not only the first."""
 
     exit_code = 2
 

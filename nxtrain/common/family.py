@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(BaseModel):
-    """Shape of a decoder, under Hugging Face's names; families add keys of their own."""
+    """Shape of a decoder, under Hugging Face's names; families add further keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -64,7 +64,7 @@ class BuildContext:
     Args:
         fused_qkv, fused_gate_up: Projections that share an input are one matrix.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
-        decay_norms: Weight decay applies to the norms too, those of heads among them.
+        decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
     """
 
@@ -123,7 +123,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
-        """Problems of a shape at these degrees, all of them; keys are `model.config.*` or `parallel.*`."""
+        """All problems of a shape at these degrees; keys are `model.config.*` or `parallel.*`."""
 
     @abstractmethod
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:

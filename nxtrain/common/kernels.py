@@ -1,4 +1,4 @@
-"""Interface of a device's kernels: operations that each kind of device implements in its own way."""
+"""Interface of a device's kernels: operations with an implementation for each kind of device."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Kernels(ABC):
         """Sum of the squares of each row in float32: (R, C) to (R,)."""
 
     def fuse(self, function: Function) -> Function:
-        """Fuse a function of tensors into one graph, with the same results, on devices that need it; else return it.
+        """Fuse a function into one graph with the same results, on devices that need it; else return the function.
 
         Args:
             function: Function without reads by the host. Numbers that change from call to call are tensors.

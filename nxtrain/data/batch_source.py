@@ -53,7 +53,7 @@ class Batches(Protocol):
         ...
 
     def cursor(self) -> dict[int, Place]:
-        """Position of each lane of this rank after the last batch that was consumed; empty if the step is enough."""
+        """Position of each lane of this rank after the last consumed batch; empty if the step is sufficient."""
         ...
 
     def progress(self, step: int) -> dict[str, float]:
@@ -153,11 +153,7 @@ class Streams:
         )
 
     def progress(self, lanes: int, places: Mapping[int, Place]) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `places`.
-
-        Args:
-            places: Positions of some lanes.
-        """
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `places`."""
         if self.mixture is None:
             return {}
         lane, place = min(places.items())

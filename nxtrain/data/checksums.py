@@ -1,4 +1,4 @@
-"""Checksums of the token files that a run prepares, in a file next to each; readers verify every block with them.
+"""Checksums of the token files that a run prepares, in a file next to each; readers verify every block.
 
 A block is verified each time that one of its rows is read. A start is therefore fast for files of any length, and bytes
 that a disk loses later are found too. XXH3 of 64 KiB takes a few microseconds.
@@ -53,7 +53,7 @@ class Checksums:
         return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.num_bytes)
 
     def sealed(self) -> bytes:
-        """Content of the checksum file, with a checksum of its own."""
+        """Content of the checksum file, which ends with a checksum of the file itself."""
         content = _HEAD.pack(_MAGIC, self.num_bytes, self.header) + self.blocks.astype("<u8").tobytes()
         return content + _SEAL.pack(xxh3_64_intdigest(content))
 
@@ -103,7 +103,7 @@ class Summing:
         return xxh3_64_intdigest(self._rest)
 
     def take(self) -> bytes:
-        """Checksums of the whole blocks since the last call, 8 bytes each; `finish` leaves them out."""
+        """Checksums of the whole blocks since the last call, 8 bytes each; `finish` omits these blocks."""
         taken = np.array(self._blocks, "<u8").tobytes()
         self._blocks.clear()
         return taken
@@ -116,7 +116,7 @@ class Summing:
 
 
 class VerifiedBlocks:
-    """Reader of ids that reads whole blocks and verifies them.
+    """Reader of ids that reads and verifies whole blocks.
 
     Args:
         read: Fills a view with the bytes at an offset, counted from the first id.

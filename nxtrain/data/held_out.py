@@ -48,7 +48,7 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
 
 
 def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bool = False) -> NDArray[np.int64]:
-    """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id found.
+    """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id of any target.
 
     Args:
         num_rows: Number of first rows to count; None: all.

@@ -90,7 +90,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MixedSamples(Samples):
-    """Rows of several tables, mixed; the rows of each table are numbered after those of the tables before.
+    """Rows of several tables, mixed; the rows of each table are numbered after the rows of earlier tables.
 
     Args:
         parts: Rows of each corpus, all of one length.

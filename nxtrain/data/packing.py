@@ -57,7 +57,7 @@ class RowPacking:
 
 
 def best_fit(lengths: Counts, capacity: int) -> RowPacking:
-    """Pack documents by best-fit decreasing: the longest first, each into the fullest row that has room for it.
+    """Pack documents by best-fit decreasing: the longest first, each into the fullest row with enough room.
 
     A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
     document. The same lengths give the same rows. The time is that of a sort, plus one search in a bit mask of

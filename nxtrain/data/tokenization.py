@@ -122,7 +122,7 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens whose names are known to end a text."""
+    """Ids of the tokens whose names usually mark the end of a text."""
     ids = map(tokenizer.token_to_id, _END_NAMES)
     return frozenset(number for number in ids if number is not None)
 

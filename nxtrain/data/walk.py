@@ -31,7 +31,7 @@ class WalkedFiles:
     failed: list[tuple[Path, OSError]] = field(default_factory=list)
 
     def add(self, path: Path) -> bool:
-        """Add an entry; returns True if it is a folder to walk."""
+        """Add an entry; return True if the entry is a folder to walk."""
         try:
             mode = path.stat().st_mode
             if stat.S_ISDIR(mode):

@@ -26,7 +26,7 @@ LENGTH = struct.Struct("<Q")
 """Head of an answer: the number of bytes that follow."""
 
 MARK_BYTES = 4096
-"""Bytes of the file in which a worker notes the document that it reads."""
+"""Bytes of the file in which a worker notes the document under way."""
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 

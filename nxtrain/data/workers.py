@@ -1,4 +1,4 @@
-"""Worker processes of a rank that tokenize and pack, and the replacement of those that die or hang.
+"""Worker processes of a rank that tokenize and pack, and the replacement of dead or hung workers.
 
 The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the positions
 after them. A new worker begins at the positions of the last answer that was taken. The rows therefore do not depend on
@@ -39,7 +39,7 @@ _START_S, _ENDING_S = 60.0, 5.0
 
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """Number of workers, and the treatment of those that fail.
+    """Number of workers, and the treatment of failed workers.
 
     Args:
         number: Processes; no more than lanes are started.
@@ -115,7 +115,7 @@ class DataWorker:
         return answer
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it is still there."""
+        """Send a signal to the process, if the process still runs."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
@@ -158,7 +158,7 @@ class DataWorker:
 
 
 class Workers:
-    """Workers of a rank; the rows of a step are those of `LocalLanes`."""
+    """Workers of a rank, which make the same rows as `LocalLanes`."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ RESTART_LINE_S = 60.0
 
 @dataclass
 class GoodputMeter(RunObserver):
-    """Counts the time of a start, and writes it to the log of starts; only the leader of a run has a meter.
+    """Counts the time of a start for the log of starts; only the leader of a run has a meter.
 
     Args:
         began: Start of this process; None: the begin of training.
@@ -155,7 +155,7 @@ class GoodputMeter(RunObserver):
             self._section = "start_s"
         self._spend(step=step)
         self._settle()
-        # The start before has printed its own line unless it failed.
+        # The previous start has printed its own line unless it failed.
         if first and self._past and self._past[-1].outcome in {"failed", "killed"}:
             self._line_due_s = self._settled + RESTART_LINE_S
         if self._settled >= self._line_due_s:

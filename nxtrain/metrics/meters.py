@@ -21,7 +21,8 @@ class Throughput:
     """Speed over one window of steps.
 
     Args:
-        tokens: Positions of all rows since the first step of the run, also those without a target, and resumed parts.
+        tokens: Positions of all rows since the first step of the run, including positions without a target and resumed
+            parts.
         tokens_per_s: Positions of the global batches of the window, per second.
         step_time_s: Mean seconds of a step.
         mfu: Model FLOPs per second over the peak of all devices; None when the peak is unknown.
@@ -107,7 +108,7 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the context from the window, such as that of evaluation and checkpoints.
+        """Exclude the time inside the context from the window, such as the time of evaluations and checkpoints.
 
         Pause only while the device's queue is empty, such as after a fetch; the queue's time is otherwise excluded too.
         """

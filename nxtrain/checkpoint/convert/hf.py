@@ -208,7 +208,7 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
-    """Copy a tokenizer, if it exists; return its tokens and ids for the begin and the end of a text, if known."""
+    """Copy an existing tokenizer; return its tokens and ids for the begin and the end of a text, if declared."""
     if not file.is_file():
         return {"bos": None, "eos": None}
     content = content_of(file)
@@ -230,7 +230,7 @@ def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str,
 
 @contextmanager
 def new_folder(dst: Path) -> Iterator[Path]:
-    """Make a draft folder for the caller to fill; it is renamed to `dst` on success, and removed on failure."""
+    """Make a draft folder for the caller to fill; success renames the draft to `dst`, and failure removes the draft."""
     staged: Path | None = None
     try:
         staged = directory.prepare(dst)

@@ -66,7 +66,7 @@ class HfFolder:
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the tensors of the folder with those of a model.
+        """Compare the tensors of the folder with the tensors of a model.
 
         Args:
             wanted: Whole shape of every tensor of the model, by name.
@@ -112,7 +112,7 @@ class Finiteness:
         self._found: dict[str, tuple[int, int]] = {}  # NaN and infinite values, by tensor
 
     def note(self, name: str, part: Tensor) -> None:
-        """Check some values of a tensor, and record those that are not finite."""
+        """Check some values of a tensor, and record values that are not finite."""
         # The extremes of a part are finite exactly if all its values are, and cost no memory.
         if not part.numel() or torch.stack(torch.aminmax(part)).isfinite().all():
             return
@@ -176,7 +176,7 @@ class HfWeights:
                 self._finiteness.note(source, view)
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor, in its own type."""
+        """Read a whole tensor, in the type of the folder."""
         tensor = self._folder.read(name)
         self._finiteness.note(name, tensor)
         return tensor
@@ -212,7 +212,7 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and wait until the disk holds it."""
+    """Write a JSON file, and sync it to the disk."""
     write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 

@@ -105,7 +105,7 @@ class Grid:
         return grid
 
     def reader(self) -> Callable[[int, int, int], Mapping[str, Any]]:
-        """Function that opens a file by its dp, tp and pp rank; it caches the files of about one stage."""
+        """Function that opens a file by its dp, tp and pp rank, with a cache for the files of about one stage."""
 
         @lru_cache(maxsize=self.dp * self.tp)
         def opened(dp: int, tp: int, pp: int) -> Mapping[str, Any]:
@@ -115,7 +115,7 @@ class Grid:
 
 
 class TensorReference:
-    """Reference that torch-xla's serialization saves in place of a tensor; `tid` is the tensor's number."""
+    """Reference that torch-xla's serialization saves instead of a tensor; `tid` is the tensor's number."""
 
     tid: int
 

@@ -76,7 +76,7 @@ class OptimizerSettings:
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """Settings of the next update, from the run's configuration; a checkpoint does not hold them.
+    """Settings of the next update from the run's configuration, since a checkpoint does not hold settings.
 
     Args:
         checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.

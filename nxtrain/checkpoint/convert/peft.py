@@ -1,4 +1,4 @@
-"""Adapters of fine-tuned models: PEFT's folders, our checkpoints of them, and base weights with the update added.
+"""Adapters of fine-tuned models: PEFT's folders, checkpoints of adapters, and base weights with the update added.
 
 A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors have our names with a prefix and a
 suffix. An update is the product of two matrices, and is added to the base when a weight is read.

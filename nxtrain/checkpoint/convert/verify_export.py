@@ -96,7 +96,7 @@ def _layers(backend: Backend, mesh: Mesh, dtype: torch.dtype) -> NativeLayers:
 def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
-    # A CPU computes no float16 attention, and float32 holds it exactly.
+    # A CPU computes no float16 attention, and float32 holds float16 exactly.
     dtype = folder.dtype
     if dtype == torch.float16:
         dtype = torch.float32
@@ -110,7 +110,7 @@ def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -
 
 
 def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
-    """Compare our scores with those of transformers on an exported folder.
+    """Compare our scores of an exported folder with the scores of transformers.
 
     Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
     For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.

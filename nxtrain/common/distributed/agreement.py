@@ -118,7 +118,7 @@ class StorageScope:
         return self.leader == self.ranks.mesh.rank
 
     def over(self, ranks: Ranks) -> StorageScope:
-        """The same scope with another process group."""
+        """Copy of the scope with another process group."""
         return replace(self, ranks=ranks)
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:

@@ -1,4 +1,4 @@
-"""Collectives over the process groups of `torch.distributed`, and a clock of the time spent waiting in them."""
+"""Collectives over the process groups of `torch.distributed`, and a clock of the waits in them."""
 
 from __future__ import annotations
 

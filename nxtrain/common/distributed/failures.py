@@ -27,7 +27,7 @@ ANSWER_S = 3.0
 """Seconds to wait for the store; a reachable store answers within milliseconds."""
 
 GRACE_S = 2.0
-"""Most seconds between the timeouts of two ranks for their own peers: longer than one pipeline action."""
+"""Most seconds between the timeouts of two ranks for their peers: longer than one pipeline action."""
 
 SOON_S = 0.3
 """Most seconds between the detections of a dead rank by its neighbours, while other ranks wait for this one."""

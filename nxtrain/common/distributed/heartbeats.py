@@ -54,7 +54,7 @@ class Beat:
 
 
 class HeartbeatStore:
-    """Heartbeats, stop requests and hang reports of the ranks of one start, kept in the store of the rendezvous.
+    """Heartbeats, stop requests and hang reports of the ranks of one start, in the store of the rendezvous.
 
     Args:
         store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.

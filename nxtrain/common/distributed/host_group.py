@@ -27,7 +27,7 @@ _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """A gloo process group of all ranks. Every rank makes one, and calls its methods in the same order.
+    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order.
 
     Attributes:
         group: The process group, which carries host tensors and objects.

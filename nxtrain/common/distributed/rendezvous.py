@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people when it fails."""
+"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people on failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written as a hidden draft next to its name, and renamed when it is complete.
+"""Atomic writes: a file is written as a hidden draft next to its name, and renamed once complete.
 
 A reader sees the old content or the new content. A process that is killed leaves a draft, which no reader opens.
 """

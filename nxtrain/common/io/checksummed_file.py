@@ -369,7 +369,7 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
-    """Read `length` bytes from `start` on into the begin of `view`, and return that part of it."""
+    """Read `length` bytes from `start` on into the begin of `view`, and return the filled part."""
     received = 0
     while received < length:
         count = source.read(view[received:], start + received)

@@ -55,7 +55,7 @@ def local(path: str) -> str:
 
 
 def local_or_bucket(path: str) -> str:
-    """Expand the home folder in a path; accept addresses of S3, and refuse those of other services.
+    """Expand the home folder in a path; accept addresses of S3, and refuse addresses of other services.
 
     Raises:
         ValueError: There is no such user, or the path is an address of another service.

@@ -45,7 +45,7 @@ class DocumentStream:
         self._stream.flush()
 
     def give_back(self) -> None:
-        """Restore the file descriptor, for a program that takes the place of this one."""
+        """Restore the file descriptor, for a program that replaces this process."""
         if self._redirected >= 0:
             os.dup2(self._stream.fileno(), self._redirected)
 

@@ -69,7 +69,7 @@ class Progress:
             self._thread.join()
 
     def show(self, done: float, label: str = "") -> None:
-        """Set the amount of work that is done and, if given, the words for the work under way."""
+        """Set the amount of finished work and, if given, the label of the work under way."""
         self._done, self._label = done, label or self._label
 
     def line(self) -> str:

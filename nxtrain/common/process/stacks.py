@@ -44,7 +44,7 @@ class _Times(ctypes.Structure):
 
 
 class HardExitTimer:
-    """Timer that ends the process unless it is set again in time; without effect on systems without POSIX timers.
+    """Timer that ends the process unless set again in time; without effect on systems without POSIX timers.
 
     A thread of the system's library calls `_exit`; Python and its locks are not involved.
 

@@ -33,7 +33,7 @@ CHECKSUMS = "xxh3-64"
 TEXT = "text"
 IDS = "ids"
 PROMPT = "prompt"
-"""Names of the columns; the last one, if it is there, has the length of each document's prompt, in bytes or tokens."""
+"""Names of the columns; the optional last column has the length of each document's prompt, in bytes or tokens."""
 
 SECTION_CHARS = 1 << 20
 """Longest text that is encoded in one call; a longer document is cut at ends of lines, which bounds the memory."""

@@ -1,4 +1,4 @@
-"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each way to pack it."""
+"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each kind of packing."""
 
 from __future__ import annotations
 
@@ -145,10 +145,7 @@ def inspect_corpus(
         path: The file, folder, object or prefix.
         seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
-        field: Field or column that holds the documents; of sources.
-        lines: Each line of a text file is a document; of sources.
-        only: Pattern that the names of a folder's files must match; of sources.
-        mixed: A folder may hold text next to other formats; of sources.
+        field, lines, only, mixed: As in `PreparationRequest`, for files that `prepare_corpus` reads.
         cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
@@ -185,7 +182,7 @@ def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], No
     """Compare every byte of a prepared corpus with its checksums.
 
     Args:
-        progress: Gets the verified bytes, and those of all files.
+        progress: Called with the number of verified bytes, and the number of all bytes.
 
     Raises:
         ConfigError: There is no such path.

@@ -1,4 +1,4 @@
-"""Corpora of a run: prepared ones, or one that the run makes of text or of the standard library."""
+"""Corpora of a run: prepared corpora, or a corpus that the run makes of text or of the standard library."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _MAGIC = b"NXTSEAL1"
 
 
 class Damage(NamedTuple):
-    """Bytes of a block that differ from the written ones."""
+    """Range of bytes of a block that differs from the written bytes: `start` to `stop`, without `stop`."""
 
     start: int
     stop: int
@@ -121,11 +121,11 @@ class CheckedFile:
         return bytes(read_exactly(self._file, ENTRY_BYTES * len(self._is_verified), self._covered))
 
     def version(self) -> object:
-        """See `DataFile`."""
+        """Value that differs after a change of the content in place."""
         return self._file.version()
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """See `DataFile`."""
+        """Call a function that reads ahead; see `DataFile.ahead`."""
         self._file.ahead(read, *args)
 
     def _verify(self, block: int) -> None:

@@ -230,7 +230,7 @@ def _recognise(path: Location, name: str, any_text: bool) -> Source:
 
 
 def _uncompressed(path: Location, compression: str) -> bytes:
-    """First bytes of a compressed file; empty if it is damaged, which reading reports."""
+    """First bytes of a compressed file; empty for a damaged file, which a later read reports."""
     try:
         with open_stream(path, _LOOK_BYTES) as raw:
             file = pa.PythonFile(raw, mode="r")
@@ -249,7 +249,7 @@ def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
     if head.startswith(b"\xff\xff\xff\xff"):
         return "arrow stream"
     by_name = _NAMES.get(suffix)
-    if by_name in {"parquet", "arrow", "jsonl"}:  # an empty or damaged one is reported when it is read
+    if by_name in {"parquet", "arrow", "jsonl"}:  # a later read reports an empty or damaged file
         assert by_name is not None
         return by_name
     if _looks_like_json_lines(head):

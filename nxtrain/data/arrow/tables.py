@@ -142,7 +142,7 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
 
 
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: a column is absent or holds no text or no conversations."""
+    """Reason and detail that make every row bad: a column is absent, or is of another type than the field needs."""
     is_chat = fields.chat is not None
     for field in fields.names:
         defect = _column_defect(schema, field, is_chat)
@@ -185,7 +185,7 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
 
 def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of a column of conversations, as in `_documents`."""
-    column.validate(full=True)  # pyarrow believes a file's offsets when it makes Python objects
+    column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
     for row, messages in enumerate(column, begin + 1):
         if row <= start:
             continue

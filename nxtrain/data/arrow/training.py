@@ -172,7 +172,7 @@ def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
 
 
 def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
-    """Refuse corpora whose ids are those of another tokenizer.
+    """Refuse corpora whose ids were made by another tokenizer.
 
     Raises:
         DataError: The ids of a corpus are those of another tokenizer.

@@ -97,7 +97,7 @@ def _of_views(buffers: Sequence[Any], start: int, valid: Sequence[bool], limit: 
 
 
 def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[Any]:
-    """View of numbers of a buffer that has them all."""
+    """View of a range of numbers in a buffer, after a check that the buffer has the range."""
     dtype = np.dtype(dtype)
     size = buffer.size if buffer is not None else 0
     if (start + number) * dtype.itemsize > size:

@@ -255,7 +255,7 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard after its last whole batch; shards after it, which a kill left, are deleted.
+        """Open the current shard after its last whole batch, and delete later shards, which a kill left.
 
         Raises:
             DataError: The shard's last bytes differ from the written bytes.
