@@ -209,7 +209,7 @@ class CheckpointWriter:
         return ""
 
     def _refusing_host(self, state: Shards) -> str:
-        """Take the memory for the copies on all ranks, or on none; return a text about a refusing host, else empty.
+        """Take the memory for the copies on all ranks, or on none. Return a text about a refusing host, else empty.
 
         A limit of one process, such as `ulimit -v`, shows only once the memory is taken.
         """

@@ -249,7 +249,7 @@ class _Piece:
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def take(self, where: int, content: memoryview) -> None:
-        """Copy the bytes of the rows from a block of the file; called with every block of the rows, in order."""
+        """Copy the bytes of the rows from a block of the file. Called with every block of the rows, in order."""
         if where <= self.start:
             fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
             self._rows = self.target
@@ -293,7 +293,7 @@ def _stored_shard(item: WriteItem) -> StoredShard:
 
 
 _PlacedShard = tuple[str, str, tuple[int, ...], Box, int]
-"""Key, type and shape of a tensor; box of a shard, and the shard's offset in the rank's file, in bytes."""
+"""Key, type and shape of a tensor, and a shard's box and offset in bytes in the rank's file."""
 
 
 def _placed(item: WriteItem, start: int) -> _PlacedShard:
@@ -384,7 +384,7 @@ class Staging:
         return sum(shards[kind][parameter].nbytes for kind, parameter in names)
 
     def refer(self, shards: Shards) -> Staged:
-        """Shards without a copy: a tensor is fetched to the host as it is written, and must not change until then."""
+        """Shards without a copy. Tensors are fetched to the host at their write, and must not change until then."""
 
         def fetch(chunk: TensorShard) -> Tensor:
             return chunk.of(shards[chunk.kind][chunk.parameter].detach().cpu())

@@ -48,7 +48,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 """Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 4096
-"""Alignment of the header to a sector of a disk: the later bytes can then be written directly from aligned memory."""
+"""Alignment of the header to a sector of a disk, so that aligned memory can be written directly after it."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -79,7 +79,7 @@ class StoredShard:
 
 
 def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
-    """Header of a rank's file, and the offset of each shard in the file; shards are adjacent and in the given order."""
+    """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
     entries: dict[str, Any] = {}
     starts, end = [], 0
     for part in parts:

@@ -131,7 +131,7 @@ class Mirror:
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint of a path or an address in S3: the location itself, or the newest of a mirror or run folder.
+    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder.
 
     Raises:
         CheckpointError: There is no checkpoint.
@@ -188,7 +188,7 @@ def parent_of(location: Location) -> Location:
 
 
 TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other while a rank may read or write a mirror: a slow mirror is not a hang."""
+"""Seconds that ranks wait for each other while a rank may use a mirror. A slow mirror is not a hang."""
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _read_seals(checkpoints: Mapping[int, Location]) -> tuple[dict[int, int], di
 
 
 def _read_files(folder: Path, version: Version) -> dict[str, bool] | DamagedError:
-    """Files of a version on this disk, True for files of the right length; empty if the disk lacks the version."""
+    """Files of a version on this disk, True for files of the right length. Empty if the disk lacks the version."""
     path = directory.step_path(folder, version[0])
     try:
         if not directory.is_checkpoint(path) or read_meta(path).manifest_crc32 != version[1]:

@@ -15,7 +15,7 @@ from nxtrain.common.io.object_store import Location
 T = TypeVar("T")
 
 MIRROR = -1
-"""Key of the mirror among the locations of a run; the key of a disk is the rank of its leader."""
+"""Key of the mirror among the locations of a run. The key of a disk is the rank of its leader."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Saving: every rank stages its shards on the host and writes them to a draft folder; one rank commits by rename."""
+"""Saving: every rank stages its shards and writes them to a draft folder, which one rank commits by rename."""
 
 from __future__ import annotations
 

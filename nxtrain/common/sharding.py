@@ -111,7 +111,7 @@ class ShardBox:
 
 
 def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
-    """First row and number of rows that a rank of an axis keeps of dimension 0: equal shares, the last ranks fewer.
+    """First row and number of rows of dimension 0 for a rank. Shares are equal, but smaller on the last ranks.
 
     Source: torch's `fully_shard`, which divides rows like `torch.chunk`.
     """

@@ -40,7 +40,7 @@ class LayerCosts:
 
 
 def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[StagePart, ...]:
-    """Split a model into parts that minimize the cost of the most expensive part; each part has at least one block.
+    """Split a model into parts that minimize the cost of the most expensive part. Each part has at least one block.
 
     Of equally good splits, take the one with more blocks in later parts, which keep fewer micro-batches in flight.
     """

@@ -144,7 +144,7 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
 
 
 def read_prepared(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> str:
-    """Path of the token file that the last start of a run has prepared from text; its content is not verified.
+    """Path of the token file that the last start of a run has prepared from text. The content is not verified.
 
     Raises:
         DataError: No start has prepared the text.

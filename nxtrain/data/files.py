@@ -104,7 +104,7 @@ def read_array(path: Path) -> NDArray[Any]:
 
 
 def is_whole(path: Path) -> bool:
-    """True if an earlier start wrote the file and its checksums, and both can be opened; else they are written again.
+    """True if an earlier start wrote the file and its checksums, and both can be opened. Other files are written again.
 
     The content is verified when rows are read. Damage of the content is an error then, because a disk may cause it.
     """

@@ -32,7 +32,7 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
 
 
 def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
-    """Bytes of text that targets stand for, counted token by token, so that a document cut by a row counts exactly.
+    """Bytes of text that targets stand for, counted token by token, so that cut documents count exactly.
 
     Args:
         tokenizer: The `tokenizer.json` of the ids.
@@ -48,7 +48,7 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
 
 
 def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bool = False) -> NDArray[np.int64]:
-    """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id of any target.
+    """Counts of each id among the targets with a loss: (n,), where n - 1 is the greatest such id.
 
     Args:
         num_rows: Number of first rows to count; None: all.

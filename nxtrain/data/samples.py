@@ -243,7 +243,7 @@ def _probe(num_rows: int, rows: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[str, str]:
-    """Identity of a table of ids in S3, and the digest of a sample; other rows are checked when they are read.
+    """Identity of a table of ids in S3, and a sample's digest. Other rows are checked at their read.
 
     Args:
         seq_len: Targets in a row; the table must be seq_len + 1 wide.

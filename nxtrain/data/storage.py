@@ -1,4 +1,4 @@
-"""Files of corpora on disks and in S3, opened once and read at any offset; a read looks up no name.
+"""Files of corpora on disks and in S3, opened once and read at any offset. A read looks up no name.
 
 Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message.
 """
@@ -147,7 +147,7 @@ class _RemoteStream(io.RawIOBase):
 
 
 def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
-    """Open a file that is read once, mostly from its begin to its end; blocks of S3 are not stored on this node.
+    """Open a file that is read once, mostly in order. Blocks of S3 are not stored on this node.
 
     Args:
         buffer_bytes: Least bytes of a request to S3.

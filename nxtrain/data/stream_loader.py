@@ -59,7 +59,7 @@ class LaneSource(Protocol):
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
-"""Rows of lanes for a step, (rows_per_lane, S + 1) each, and the position after the rows, in the order of lanes."""
+"""Rows (rows_per_lane, S + 1) of each lane for a step, and the position after them, in lane order."""
 
 
 class Lanes(Protocol):

@@ -115,7 +115,7 @@ def matches(pattern: str) -> WalkedFiles:
 
 
 def _folders(above: tuple[str, ...], part: str) -> set[Path]:
-    """Folders in which a glob matches a part of its pattern: the folders above it, and for `**` all below them."""
+    """Folders that a part of a glob's pattern is matched in: the folders above, and for `**` all folders below."""
     start = Path(*above)
     if not above:
         names = ["."]

@@ -22,7 +22,7 @@ PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `TimeSpent` that counts their time."""
 
 RESTART_LINE_S = 60.0
-"""Seconds after the first step of a restart until the line about the restart; a shorter run has its last line only."""
+"""Seconds from the first step of a restart to the line about it. A shorter run has its last line only."""
 
 
 @dataclass

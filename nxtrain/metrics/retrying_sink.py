@@ -16,7 +16,7 @@ KEPT = 10_000
 """Most records that wait in memory; the oldest are dropped first."""
 
 REST = 20.0
-"""Pause before a retry, as a multiple of the failed try's duration: failing writes take at most 1/20 of the time."""
+"""Pause before a retry, in durations of the failed try. Failing writes thus take at most 1/20 of the time."""
 
 
 class Sink(Protocol):

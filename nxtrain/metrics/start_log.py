@@ -1,4 +1,4 @@
-"""Log of a run's starts in the run folder: their ends and their use of time; its size does not grow with the run.
+"""Log of a run's starts in the run folder, with their ends and use of time. Its size does not grow with the run.
 
 `logs/starts.jsonl` gets a line when a start begins and a line when it ends; the next start writes the end of a killed
 one. `logs/start.json` holds the current start so far, and is replaced as a whole. Each line describes a whole start.
@@ -40,7 +40,7 @@ class StartLog:
         self._writing = Lock()
 
     def add(self, event: str, start: RunStart, more: Mapping[str, float] | None = None) -> str:
-        """Append the begin or the end of a start; return the error that keeps the line waiting, or an empty string."""
+        """Append the begin or the end of a start. Return the error that keeps the line waiting, or an empty string."""
         with self._writing:
             return self._starts.add({"event": event, **_line(start), **(more or {})})
 

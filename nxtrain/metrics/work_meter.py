@@ -1,4 +1,4 @@
-"""Meter of a rank's time by kind of work and section of the step, and of its peak memory, for the records of steps.
+"""Meter of a rank's peak memory, and of its time by kind of work and section of the step.
 
 Each moment between two records counts for one kind, so that the kinds add up to the time between the records. Sections
 are parts of `training`. On devices that compute asynchronously, the host's clock sees the device's work as waits while

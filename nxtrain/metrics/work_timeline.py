@@ -1,4 +1,4 @@
-"""Timelines of a rank: seconds by kind of work, by the host's clock or by events in the queue of its device.
+"""Timelines of a rank's kinds of work, by the host's clock or by events in the device's queue.
 
 Each moment belongs to one kind, so that the kinds add up to the time that has passed.
 """

@@ -105,7 +105,7 @@ class Grid:
         return grid
 
     def reader(self) -> Callable[[int, int, int], Mapping[str, Any]]:
-        """Function that opens a file by its dp, tp and pp rank, with a cache for the files of about one stage."""
+        """Make a function that opens files by dp, tp and pp rank, and caches about one stage."""
 
         @lru_cache(maxsize=self.dp * self.tp)
         def opened(dp: int, tp: int, pp: int) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Joint actions of ranks on a shared folder: rank 0 or every rank acts, and any failure is raised on all."""
+"""Joint actions of ranks: rank 0 or every rank acts, and any failure is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
 
 @dataclass(frozen=True)
 class StorageScope:
-    """Ranks and their copies of one folder: all nodes share the folder, or each node has a folder of the same path.
+    """Ranks and their copies of one folder, which all nodes share or each node has at the same path.
 
     Args:
         leader: The rank that acts for all ranks with the same folder as this rank.

@@ -76,7 +76,7 @@ class _Async:
 
 
 def _others(axis: Axis) -> Peers:
-    """Make the peers of an axis for messages: all other ranks, since gloo does not report which of them was lost."""
+    """Make the peers of an axis, which are all other ranks: gloo does not report the lost rank."""
     me = dist.get_rank()
     others = [rank for rank in axis.group_of(me) if rank != me]
     if len(others) == 1:

@@ -109,7 +109,7 @@ _GONE = re.compile(
     r"|failed to pass monitoredBarrier|successfully reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
-"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone; the last two are of a barrier.
+"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone. The last two are of a barrier.
 
 torch has this barrier before each collective under `recovery.debug=dist`. The watchdog reports a rank that is late.
 """
@@ -203,7 +203,7 @@ class FailureReporter:
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
-        """Publish the failure of this rank, or return the failure of the peer that this rank lost; takes a few seconds.
+        """Publish the failure of this rank, or return the failure of the peer that this rank lost. Takes a few seconds.
 
         Returns:
             The error to report: `error`, or the first failure of another rank. Repeated calls return the same error.

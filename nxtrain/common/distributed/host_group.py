@@ -21,7 +21,7 @@ SHOWN_GRAPHS = 4
 """Most graphs that the message of a disagreement lists."""
 
 SOONER = 0.9
-"""Share of the time limit within which no rank can be late yet: a rank that is missing so early is gone."""
+"""Share of the time limit within which a missing rank cannot be late, and therefore is gone."""
 
 _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 

@@ -1,4 +1,4 @@
-"""An object of S3 in a sparse file on this node's disk, which gets each block when that block is read first.
+"""An object of S3 in a sparse file on this node's disk, which gets each block at its first read.
 
 An index next to the file has the checksum of every block in the file, and 0 for every other block. A block is written
 before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost only
@@ -114,7 +114,7 @@ class CachedObject:
         return pool
 
     def _missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """First and last + 1 of adjacent blocks between two bytes that this process has not seen in the file yet."""
+        """Ranges of blocks between two bytes that this process has not seen in the file yet: first, last + 1."""
         first = None
         if start >= stop:
             return

@@ -14,7 +14,7 @@ from nxtrain.common.io.regular import open_regular
 
 
 def append(file: Path, line: str) -> None:
-    """Append a line and sync it to the disk; a torn last line of the file gets its line feed first.
+    """Append a line and sync it to the disk. A torn last line of the file gets its line feed first.
 
     Args:
         file: The file; its folder is made.
@@ -70,7 +70,7 @@ def each(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_begun(tail: bytes) -> bool:
-    """True if the bytes after a file's last line feed may be the begin of an object that is being written."""
+    """True if the bytes after a file's last line feed may begin an object that is being written."""
     return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
 
 

@@ -83,7 +83,7 @@ def storage(path: str) -> str:
 
 
 def _meant(path: str, scheme: str) -> str:
-    """Hint for a misspelt address of S3, and for a path that is written as an address; empty for other paths."""
+    """Hint for a misspelt S3 address, or for a path written as an address; empty for other paths."""
     rest = path[len(scheme) :].lstrip(":/")
     if get_close_matches(scheme.lower(), ["s3"]):
         return f"; did you mean s3://{rest}?"

@@ -77,7 +77,7 @@ class Placement:
         return found
 
     def on_nodes(self, ranks: Iterable[int]) -> str:
-        """Text about the nodes of some ranks, counted from 0 as torchrun counts them; empty if the run has one node."""
+        """Text about the nodes of some ranks, counted from 0 as torchrun counts them. Empty if the run has one node."""
         if self.world <= self.local_world:
             return ""
         nodes = sorted({rank // self.local_world for rank in ranks})

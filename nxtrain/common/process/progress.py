@@ -1,4 +1,4 @@
-"""Progress of work that may take more than a few seconds: a live line on a terminal, elsewhere a line at intervals."""
+"""Progress of work that takes more than seconds: a live line on a terminal, elsewhere lines at intervals."""
 
 from __future__ import annotations
 

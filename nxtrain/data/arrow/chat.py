@@ -124,7 +124,7 @@ class ChatTemplate:
             raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
 
     def _refuse_special(self, turns: Sequence[Message]) -> None:
-        """Refuse text of a turn that would become a special token, such as an end of turn, or the mark of an answer."""
+        """Refuse text of a turn that spells a special token, such as an end of turn, or an answer's mark."""
         for number, turn in enumerate(turns, 1):
             if self._has_blocks and _ANSWER in turn["role"] + turn["content"]:
                 raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")

@@ -36,7 +36,7 @@ PROMPT = "prompt"
 """Names of the columns; the optional last column has the length of each document's prompt, in bytes or tokens."""
 
 SECTION_CHARS = 1 << 20
-"""Longest text that is encoded in one call; a longer document is cut at ends of lines, which bounds the memory."""
+"""Longest text that is encoded in one call. Longer documents are cut at ends of lines, which bounds the memory."""
 
 Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 

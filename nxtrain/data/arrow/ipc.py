@@ -82,7 +82,7 @@ def _batches_at(footer: bytes | bytearray) -> int:
 
 
 def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
-    """Flatbuffer of the footer: the footer of an empty file, whose reference is set to a list of batches at its end."""
+    """Footer of an empty file as a flatbuffer, whose reference is set to a list of batches at its end."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_file(sink, schema).close()
     empty = sink.getvalue().to_pybytes()

@@ -1,4 +1,4 @@
-"""Lanes of prepared corpora, opened in a rank or in a worker: of one corpus, or of a mixture of several."""
+"""Lanes of one prepared corpus or of a mixture of several, opened in a rank or in a worker."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Source:
 def find_sources(
     arguments: Sequence[Location], only: str = "", mixed: bool = False, any_text: bool = False
 ) -> list[Source]:
-    """Find and recognise the files of a corpus, in the order of the arguments, and sorted by path inside of a folder.
+    """Find and recognise a corpus's files, in the order of the arguments, and sorted by path inside of a folder.
 
     Args:
         arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.

@@ -1,4 +1,4 @@
-"""Rows of a prepared corpus, tokenized and packed while they are consumed, in lanes that do not depend on the ranks.
+"""Rows of a prepared corpus, tokenized and packed while consumed, in lanes that are independent of the ranks.
 
 The endless order of documents is dealt to a fixed number of lanes: lane l takes positions l, l + L, l + 2L and so on.
 Each lane packs its own documents into rows. A lane's position is two numbers, from which its rows go on exactly.

@@ -36,7 +36,7 @@ _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""
 
 _PARQUET_BYTES = 1 << 16
-"""Least bytes of a request for a part of a Parquet file; its columns come in requests of 1 MiB in any case."""
+"""Least bytes of a request for a part of a Parquet file. Its columns come in requests of 1 MiB anyway."""
 
 _READ_AGAIN = "fetch or write the file again"
 
@@ -142,7 +142,7 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
 
 
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: a column is absent, or is of another type than the field needs."""
+    """Reason and detail that make every row bad: a column is absent, or has an unsuitable type."""
     is_chat = fields.chat is not None
     for field in fields.names:
         defect = _column_defect(schema, field, is_chat)
