@@ -52,12 +52,11 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class Destination:
-    """Folder of a run's checkpoints.
+    """Folder of a run's checkpoints, and the ranks that write there.
 
     Args:
-        folder: The `checkpoints` folder.
-        scope: The ranks and their folders, over a group next to the collectives of training. A group of None: there is
-            only this rank, or no group can; checkpoints are then written while training waits.
+        scope: The ranks and their folders, over a group next to the collectives of training. With the group None, this
+            rank is alone or no group can be made; checkpoints are then written while training waits.
     """
 
     folder: Path
@@ -67,12 +66,11 @@ class Destination:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run, one at a time. Every rank makes one writer, and calls it at the same steps.
+    """Writes checkpoints of a run, one at a time. Every rank makes one writer, with calls at the same steps.
 
     A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
 
     Args:
-        destination: Folder of the checkpoints.
         layout: Entries of the model's tensors that this rank holds.
         ranks: All ranks, over the group on which they agree before they go on.
         background: Write while training goes on.
@@ -104,7 +102,6 @@ class CheckpointWriter:
 
         Args:
             shards: Returns the local tensors by kind and parameter.
-            meta: The rest of the state.
             wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
                 is not saved again.
             after_failure: Save even if the previous checkpoint could not be written.
@@ -166,7 +163,6 @@ class CheckpointWriter:
 
         Args:
             heartbeat: Called repeatedly during the wait for uploads.
-            stop_requested: True once this rank is asked to stop.
         """
         self.settle()
         uploader = self._uploader
@@ -189,7 +185,7 @@ class CheckpointWriter:
         )
 
     def _lack_of_memory(self, state: Shards) -> str:
-        """Line about a host without memory for the copies of its ranks; empty if every rank has it. All ranks agree."""
+        """Text about a host without memory for the copies of its ranks, equal on all ranks; empty if all fit."""
         if self._staging.is_allocated:
             return ""
         lack = self._full_host(state) or self._refusing_host(state)
@@ -198,7 +194,7 @@ class CheckpointWriter:
         return f"{lack}: checkpoints are written while training waits until it fits"
 
     def _full_host(self, state: Shards) -> str:
-        """Words about a host whose free memory is less than the copies of its ranks; empty if there is none."""
+        """Text about a host whose free memory is less than the copies of its ranks; empty if there is none."""
         mine = (socket.gethostname(), self._staging.num_bytes(state), free_memory_bytes())
         needed, free = Counter[str](), dict[str, int]()
         for host, num_bytes, free_bytes in self._ranks.gather(mine):
@@ -213,7 +209,7 @@ class CheckpointWriter:
         return ""
 
     def _refusing_host(self, state: Shards) -> str:
-        """Take the memory for the copies on all ranks, or on none; words about a host that refuses it, else empty.
+        """Take the memory for the copies on all ranks, or on none. Return a text about a refusing host, else empty.
 
         A limit of one process, such as `ulimit -v`, shows only once the memory is taken.
         """
@@ -260,7 +256,7 @@ def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
         cgroup: Folder of the container's control group.
 
     Returns:
-        The bytes; as many as an address can count if the kernel does not show them.
+        The bytes; the largest number of an address if the kernel does not show them.
 
     Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
     memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.

@@ -29,7 +29,6 @@ class ChunkSavePlanner(SavePlanner):
     """Plans the write of this rank's shards.
 
     Args:
-        chunks: The shards that this rank writes.
         read: Fetches a shard's entries to the host, immediately before they are written.
     """
 
@@ -40,7 +39,7 @@ class ChunkSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing: the shards are known."""
+        """Do nothing: the shards are already determined."""
 
     def create_local_plan(self) -> SavePlan:
         """List the shards that this rank writes."""
@@ -58,7 +57,7 @@ class ChunkSavePlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Accept the plans: the storage decides the place of each shard."""
+        """Accept the plans: the storage decides the location of each shard."""
         return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -75,8 +74,8 @@ class ChunkLoadPlanner(LoadPlanner):
 
     Args:
         targets: Host tensor to fill for each shard of this rank, of the shard's shape.
-        complete: Kinds that must match exactly: a tensor of them that no rank wants is an error.
-        padded: Host tensors to set to zero before the read, once the checkpoint is known to fit.
+        complete: Kinds that must match exactly: a tensor of these kinds that no rank wants is an error.
+        padded: Host tensors to set to zero before the read, once the checkpoint is confirmed to fit.
     """
 
     def __init__(
@@ -96,17 +95,17 @@ class ChunkLoadPlanner(LoadPlanner):
         self._stored = {key: tensor for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads, and list the type and shape of each tensor that it expects."""
+        """Plan this rank's reads, and list the type and shape of each expected tensor."""
         items: list[ReadItem] = []
         for chunk in self._chunks:
             if chunk.key in self._stored:
                 items.extend(create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box]))
-        self._items = items  # kept here: the coordinator would otherwise receive the reads of all ranks
+        self._items = items  # stored here: the coordinator would otherwise receive the reads of all ranks
         wanted = {chunk.key: describe(chunk.shape, chunk.dtype) for chunk in self._chunks}
         return LoadPlan([], planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse a checkpoint whose tensors the ranks do not expect, before any is read."""
+        """Refuse a checkpoint whose tensors differ from those that the ranks expect, before any tensor is read."""
         wanted: dict[str, str] = {}
         for plan in global_plan:
             wanted.update(plan.planner_data)
@@ -128,7 +127,7 @@ class ChunkLoadPlanner(LoadPlanner):
         return LoadPlan(self._items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse: a checkpoint holds tensors only, so this is never called."""
+        """Refuse: a checkpoint holds tensors only, so `load_bytes` is never called."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:

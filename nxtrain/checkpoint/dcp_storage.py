@@ -1,6 +1,6 @@
 """Storage for `torch.distributed.checkpoint`: files of a rank, written in order from staged memory and read verified.
 
-Staged memory has the order of the file, so that the disk takes the bytes from there without a copy.
+Staged memory has the order of the file, so that the disk takes the bytes from the memory without a copy.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from nxtrain.common.io.object_store import Location, open_source
 from nxtrain.common.sharding import Layout
 
 PIECE_BYTES = 1 << 26
-"""Most bytes of a tensor that are held in memory before they are copied to their target."""
+"""Most bytes of a tensor that are in memory before they are copied to their target."""
 
 
 class SharedPlan:
     """Shards that all ranks write, gathered once: a run writes the same shards in each checkpoint.
 
     Attributes:
-        is_planned: The coordinator has this rank's shards already.
+        is_planned: The coordinator already has this rank's shards.
         tensors: Tensors of all ranks, by key; on the coordinator, once gathered.
     """
 
@@ -61,8 +61,7 @@ class FileWriter(StorageWriter):
 
     Args:
         folder: Folder of the file; must exist.
-        rank: This rank, which names the file.
-        memory: Bytes that do not change until the file is written; tensors inside them are not copied.
+        memory: Bytes that do not change until the file is written; tensors inside these bytes are not copied.
         joint: Shards that all ranks write; gathered unless an earlier writer did.
 
     Attributes:
@@ -79,13 +78,13 @@ class FileWriter(StorageWriter):
         self.manifest: CheckpointManifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: each writer writes one checkpoint."""
+        """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         """Do nothing: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep the plan, and list each shard's place compactly: the coordinator receives the lists of all ranks."""
+        """Store the plan, and list the shards' locations compactly: the coordinator receives the lists of all ranks."""
         # Wide types first, so that the offset of every entry is a multiple of its size.
         self._items = sorted(plan.items, key=lambda item: -_stored_shard(item).dtype.itemsize)
         self._header, starts = header([_stored_shard(item) for item in self._items])
@@ -129,7 +128,7 @@ class FileWriter(StorageWriter):
         return [WriteResult(MetadataIndex(self._name), stored.num_bytes, stored)]
 
     def _offset(self, tensor: Tensor) -> int | None:
-        """Offset of a tensor in `memory`; None if it is elsewhere or not contiguous."""
+        """Offset of a tensor in `memory`; None if the tensor is elsewhere or not contiguous."""
         offset = tensor.data_ptr() - self._memory.data_ptr()
         within = 0 <= offset <= self._memory.nbytes - tensor.nbytes
         if within and tensor.is_contiguous() and tensor.is_cpu:
@@ -143,7 +142,7 @@ class FileWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any."""
+        """Accept any id: a writer is made for one checkpoint."""
         return True
 
 
@@ -151,11 +150,10 @@ class FileReader(StorageReader):
     """Reads and verifies the blocks of files that hold this rank's shards, each block once and in order.
 
     Args:
-        wanted: The shards to read.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `folder`.
 
     Attributes:
-        damage: Damage in one place that another place could replace.
+        damage: Damage in one location that another location could replace.
     """
 
     def __init__(
@@ -174,14 +172,14 @@ class FileReader(StorageReader):
         self._metadata = manifest.metadata(boxes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: each reader reads one checkpoint."""
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
         """Metadata of the checkpoint's tensors."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the manifest is read."""
+        """Do nothing: the manifest is already read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Accept the plan."""
@@ -224,7 +222,7 @@ class FileReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any."""
+        """Accept any id: a reader is made for one checkpoint."""
         return True
 
 
@@ -234,9 +232,7 @@ class _Piece:
 
     Args:
         start: Offset of the first row in the file, in bytes.
-        shape: Shape of the rows.
         columns: Offsets and lengths of the wanted entries in dimensions 1 and up.
-        target: Tensor to fill.
     """
 
     start: int
@@ -253,7 +249,7 @@ class _Piece:
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def take(self, where: int, content: memoryview) -> None:
-        """Copy the bytes of the rows from a block of the file; called with every block of the rows, in order."""
+        """Copy the bytes of the rows from a block of the file. Called with every block of the rows, in order."""
         if where <= self.start:
             fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
             self._rows = self.target
@@ -271,7 +267,7 @@ class _Piece:
 
 
 def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
-    """Give every needed block to the pieces inside it; pieces are sorted by start, and may share rows."""
+    """Give every needed block to the pieces inside the block; pieces are sorted by start, and may share rows."""
     needed = set[int]()
     for piece in pieces:
         needed.update(range(piece.start // block_bytes, -(-piece.stop // block_bytes)))
@@ -285,7 +281,7 @@ def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
+    """Memory of a contiguous host tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -297,7 +293,7 @@ def _stored_shard(item: WriteItem) -> StoredShard:
 
 
 _PlacedShard = tuple[str, str, tuple[int, ...], Box, int]
-"""Key, type and shape of a tensor; box of a shard, and the shard's offset in the rank's file, in bytes."""
+"""Key, type and shape of a tensor, and a shard's box and offset in bytes in the rank's file."""
 
 
 def _placed(item: WriteItem, start: int) -> _PlacedShard:
@@ -332,7 +328,6 @@ class Staged:
     """Host tensors of the shards that a rank writes.
 
     Args:
-        tensors: Host tensor of each shard.
         memory: The bytes of all tensors, which do not change during the write; empty: tensors are copied.
         joint: Shards that all ranks write, the same in each checkpoint.
     """
@@ -343,11 +338,7 @@ class Staged:
 
 
 class Staging:
-    """Host memory for the shards of a rank, reused from one checkpoint to the next.
-
-    Args:
-        layout: Entries of the model's tensors that the rank holds.
-    """
+    """Host memory for the shards of a rank, reused from one checkpoint to the next."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -369,7 +360,7 @@ class Staging:
         return staged
 
     def allocate(self, shards: Shards) -> Staged:
-        """Take the host memory for shards, whose content is not copied yet.
+        """Take the host memory for shards, without a copy of their content.
 
         Raises:
             OSError: The host refuses the memory.
@@ -378,7 +369,7 @@ class Staging:
         return self._staged
 
     def release(self) -> None:
-        """Give the host memory back; the next copy takes it again."""
+        """Free the host memory; the next copy allocates it again."""
         self._staged = None
         self._buffers.clear()
 
@@ -393,7 +384,7 @@ class Staging:
         return sum(shards[kind][parameter].nbytes for kind, parameter in names)
 
     def refer(self, shards: Shards) -> Staged:
-        """The shards without a copy: each is fetched to the host as it is written, and must not change until then."""
+        """Shards without a copy. Tensors are fetched to the host at their write, and must not change until then."""
 
         def fetch(chunk: TensorShard) -> Tensor:
             return chunk.of(shards[chunk.kind][chunk.parameter].detach().cpu())
@@ -420,7 +411,7 @@ class Staging:
 
 
 class LazyTensors(Mapping[TensorShard, Tensor]):
-    """Host tensors of shards, each read when it is asked for, so that one at a time is in memory."""
+    """Host tensors of shards, read at access, so that one tensor at a time is in memory."""
 
     def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
         self._chunks, self._read = dict.fromkeys(chunks), read

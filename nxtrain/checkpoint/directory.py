@@ -31,15 +31,15 @@ _TEMPORARY = re.compile(r"(tmp|old)-\w+")
 """Suffix of a folder's name: `tmp` while it is written or deleted, `old` while it is replaced."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
 _OWN = re.compile(r"step-\d{8,}(\.(corrupt|abandoned)[\w.-]*|\.tmp-\w+)?")
-"""Names that this module gives to folders; of the others, `old` is seen only where a replacement was interrupted."""
+"""Names that this module gives to folders, without `old`, which stays only after an interrupted replacement."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that stay.
+    """Number and steps of the checkpoints that stay.
 
     Args:
-        keep: Number of the newest that stay; 0: all.
+        keep: Number of the newest checkpoints that stay; 0: all.
         keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
     """
 
@@ -82,10 +82,10 @@ def incomplete(directory: Path) -> list[Path]:
 
 
 def remnants(directory: Path) -> list[str]:
-    """Names in a `checkpoints` folder that show that it held checkpoints which are gone.
+    """Names in a `checkpoints` folder that prove that checkpoints of the folder are gone.
 
     Such names are the record of the newest checkpoint, files of a checkpoint outside its folder, and unknown names of
-    folders. Quarantined and abandoned checkpoints, and drafts of a killed write, are none.
+    folders. Quarantined and abandoned checkpoints, and drafts of a killed write, do not count.
     """
     names: list[str] = []
     if not directory.is_dir():
@@ -99,7 +99,7 @@ def remnants(directory: Path) -> list[str]:
 
 
 def _names_lost(latest: Path) -> bool:
-    """True if the record of the newest checkpoint names one that is neither there nor quarantined nor abandoned."""
+    """True if the record of the newest checkpoint names one that is not present, quarantined or abandoned."""
     try:
         name = read_text(latest, errors="replace").strip()
     except OSError:
@@ -116,7 +116,7 @@ def find_checkpoint(path: Path) -> Path:
     """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
     """
     if is_checkpoint(path):
         return path
@@ -130,7 +130,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newer_unusable(checkpoint: Path) -> list[str]:
-    """Names of newer checkpoints in the folder of a complete one that are not complete, or quarantined."""
+    """Names of folders newer than a complete checkpoint that are incomplete or quarantined."""
     folder = checkpoint.parent
     if not _COMMITTED.fullmatch(checkpoint.name):
         return []
@@ -155,7 +155,7 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
     """Make an empty draft folder, and clean up after broken attempts.
 
     Args:
-        staged: Name from `draft_of`; None: a new one.
+        staged: Name from `draft_of`; None: a new name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path.parent, path.name)
@@ -165,11 +165,11 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
 
 
 def clear(directory: Path, target: str = "") -> None:
-    """Remove the drafts of broken attempts, as far as possible; a folder that one was replacing gets its name back.
+    """Remove the drafts of broken attempts, as far as possible; an interrupted replacement gets its old folder back.
 
     Args:
         directory: A `checkpoints` folder, or the parent of a folder of another name.
-        target: The other name.
+        target: Name of that folder; empty: `directory` is a `checkpoints` folder.
     """
     if not directory.is_dir():
         return
@@ -208,7 +208,7 @@ def point_to(path: Path) -> None:
 
 
 def _renew_latest(directory: Path) -> None:
-    """Record the newest checkpoint that is left, if any."""
+    """Record the newest remaining checkpoint, if any."""
     left = newest(directory)
     if left is None:
         (directory / LATEST).unlink(missing_ok=True)
@@ -217,21 +217,21 @@ def _renew_latest(directory: Path) -> None:
 
 
 def quarantine(path: Path) -> Path:
-    """Quarantine a damaged checkpoint: rename it so that no start resumes from it; return the new path."""
+    """Quarantine a damaged checkpoint: rename the folder so that no start resumes from it; return the new path."""
     return _add_suffix(path, "corrupt")
 
 
 def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
-    """Rename the checkpoints after a step as abandoned: the run resumes at that step, and will write the names again.
+    """Rename the checkpoints after a step as abandoned: the run resumes at that step, and writes the names again.
 
     Args:
         after: The last step that stays.
-        damaged: Abandon quarantined checkpoints too: they belong to a part of the run that is given up.
+        damaged: Abandon quarantined checkpoints too, since they belong to the abandoned part of the run.
 
     Returns:
         Steps of the abandoned checkpoints that were not quarantined.
     """
-    # An incomplete one would be replaced by the new checkpoint of its step.
+    # The new checkpoint of its step would replace an incomplete one.
     later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
     if damaged:
         for path in quarantined(directory):
@@ -250,7 +250,7 @@ def quarantined(directory: Path) -> list[Path]:
 
 
 def mark_verified(path: Path) -> None:
-    """Mark a checkpoint as read back and whole."""
+    """Mark a checkpoint as read back and undamaged."""
     (path / VERIFIED).touch()
 
 
@@ -259,7 +259,7 @@ def doomed(steps: list[int], verified: Container[int], retention: Retention) -> 
 
     Args:
         steps: All steps, oldest first.
-        verified: Steps that were read back and are whole.
+        verified: Steps that were read back and are undamaged.
     """
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the entries of its own layout, whatever layout wrote the checkpoint."""
+"""Loading: each rank reads the entries of its layout, whatever layout wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
 
 
 def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
-    """The weights of a checkpoint, each as one shard."""
+    """Weights of a checkpoint, each as one shard."""
     weights = []
     for key, stored in manifest.tensors.items():
         kind, _, name = key.partition("/")
@@ -71,11 +71,10 @@ def load(
 ) -> Meta:
     """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
 
-    Host tensors are filled in place, others by way of the host. All bytes that are read are verified.
+    Host tensors are filled in place, other tensors by way of the host. All bytes that are read are verified.
 
     Args:
         shards: Kind to parameter name to local tensor, on any device. Other kinds are not read.
-        layout: Entries of the model's tensors that this rank holds.
         ranks: All ranks of the run; None: those of the layout, over the default group.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `path`.
         on_damage: Called with each damage in `path` that a fallback could replace.

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, `manifest.json`: its files, and the place of each tensor in them.
+"""Manifest of a checkpoint, `manifest.json`: its files, and the location of each tensor in them.
 
 Every rank writes one file in the safetensors format. The header also holds the offsets of each shard. With them
 `HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
@@ -48,11 +48,11 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LENGTH = struct.Struct("<Q")
 """Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 4096
-"""A sector of a disk: the bytes after the header can then be written directly from aligned memory."""
+"""Alignment of the header to a sector of a disk, so that aligned memory can be written directly after it."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of entries in a whole tensor."""
+"""Offsets and sizes of a box of entries in a whole tensor."""
 
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -65,12 +65,7 @@ def file_of(rank: int) -> str:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A box of entries of a whole tensor.
-
-    Args:
-        key: Key of the whole tensor.
-        offsets, sizes: The box.
-    """
+    """A box of entries of a whole tensor."""
 
     key: str
     dtype: torch.dtype
@@ -84,7 +79,7 @@ class StoredShard:
 
 
 def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
-    """Header of a rank's file, and the offset of each shard in the file; shards are adjacent and in the given order."""
+    """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
     entries: dict[str, Any] = {}
     starts, end = [], 0
     for part in parts:
@@ -121,7 +116,7 @@ class FileEntry(BaseModel):
 
 
 Column = int | tuple[int, ...]
-"""One number for each shard of a tensor; a single number if all shards share it."""
+"""One number for each shard of a tensor; a single number if all shards have the same number."""
 
 
 class TensorEntry(BaseModel):
@@ -234,7 +229,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: The file is missing, lost by the disk, or no manifest.
+        DamagedError: The file is missing, lost by the disk, or not a manifest.
         CheckpointError: The storage fails in another way.
     """
     file = path / MANIFEST

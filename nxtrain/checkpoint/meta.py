@@ -58,14 +58,14 @@ class Meta(BaseModel):
     loss_scale: dict[str, float] = {}
     """Scale of fp16 gradients, the steps since it changed, and the number of updates; empty for other types."""
     data_cursor: dict[str, Any] = {}
-    """Place at which data that is packed while it is consumed resumes, `nxtrain.data.stream_loader`; else empty."""
+    """Position at which data that is packed while consumed resumes, see `nxtrain.data.stream_loader`; else empty."""
     data_fingerprint: str = ""
     """Identity of the data."""
     shuffle: bool | None = None
     """True if the rows were shuffled; None if unknown."""
     settings: dict[str, Any] = {}
     """Other configuration values that determine the training trajectory, by key; empty if unknown. Of converted weights
-    without a tokenizer, ids of special tokens by file of Hugging Face. Readers pass over keys that they do not know."""
+    without a tokenizer, ids of special tokens by file of Hugging Face. Readers ignore unknown keys."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
     end_of_text: str = ""

@@ -57,11 +57,11 @@ class Mirror:
         return sorted(step for step, names in self._files().items() if directory.META in names)
 
     def spoilt(self) -> list[str]:
-        """Places of the quarantined checkpoints."""
+        """Locations of the quarantined checkpoints."""
         return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def remnants(self) -> list[str]:
-        """Places of incomplete checkpoints that are more than the one that a killed upload leaves."""
+        """Locations of incomplete checkpoints, unless there is only the one that a killed upload leaves."""
         marks = {directory.META, _CORRUPT, _ABANDONED}
         incomplete = {step: names for step, names in sorted(self._files().items()) if not names & marks}
         if len(incomplete) == 1 and not any(directory.MANIFEST in names for names in incomplete.values()):
@@ -69,7 +69,7 @@ class Mirror:
         return [str(self.place(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
-        """Prepare the upload of a checkpoint: remove an older one of the step, and incomplete ones of other steps."""
+        """Prepare the upload of a checkpoint: remove an older version of the step, and incomplete other steps."""
         for other, names in self._files().items():
             if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
@@ -89,7 +89,7 @@ class Mirror:
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
     def quarantine(self, step: int) -> str:
-        """Quarantine a damaged checkpoint, so that no start resumes from it; return its place."""
+        """Quarantine a damaged checkpoint, so that no start resumes from it; return its location."""
         self._rename(step, directory.META, _CORRUPT)
         return str(self.place(step))
 
@@ -131,10 +131,10 @@ class Mirror:
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint of a path or an address in S3: the place itself, or the newest of a mirror or run folder.
+    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
         ConfigError: The address names no bucket.
         BackendError: boto3 is not installed, or S3 refuses.
     """
@@ -155,7 +155,7 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:
-    """Warning for people if `locate_checkpoint` passed over newer checkpoints; empty if it did not."""
+    """Warning for people if `locate_checkpoint` passed over newer checkpoints; else empty."""
     asked = place_of(str(address))
     if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
         return ""
@@ -166,7 +166,7 @@ def choice_of(address: str | Path, checkpoint: Location) -> str:
 
 
 def step_in(root: Location, checkpoint: Location) -> int | None:
-    """Step of a checkpoint if it is in the `checkpoints` folder or mirror `root`; None if it is elsewhere."""
+    """Step of a checkpoint if the `checkpoints` folder or mirror `root` holds it; else None."""
     match = _FOLDER.fullmatch(checkpoint.name)
     if match and is_same(root, parent_of(checkpoint)):
         return int(match[1])
@@ -174,7 +174,7 @@ def step_in(root: Location, checkpoint: Location) -> int | None:
 
 
 def is_same(one: Location, other: Location) -> bool:
-    """True if two locations are the same."""
+    """True if two locations are the same, after their links are resolved."""
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
     return one == other
@@ -188,15 +188,15 @@ def parent_of(location: Location) -> Location:
 
 
 TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other while one may read or write a mirror: a slow mirror is not a hang."""
+"""Seconds that ranks wait for each other while a rank may use a mirror. A slow mirror is not a hang."""
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Mirror of a run, and the mirrored folder.
+    """Mirror of a run, with the ranks of the mirrored folder.
 
     Args:
-        scope: Sight of the mirrored folder, of which each node may have its own.
+        scope: Ranks and their copies of the mirrored folder, which may differ by node.
     """
 
     mirror: Mirror
@@ -208,8 +208,7 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 
     Args:
         address: A folder, or `s3://bucket/prefix`.
-        folder: The mirrored `checkpoints` folder.
-        local_rank: This rank among those of its node.
+        local_rank: Index of this rank among the ranks of its node.
 
     Raises:
         ConfigError: The address names no bucket.

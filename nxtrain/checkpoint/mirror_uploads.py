@@ -31,7 +31,6 @@ class UploadDeadline:
 
     Args:
         stall_s: Seconds without progress on any rank.
-        total_s: Seconds in all.
         after_stop_s: Seconds after any rank is asked to stop.
     """
 
@@ -76,8 +75,8 @@ class MirrorUploader:
     def offer(self, path: Path, written: Mapping[str, FileDigest], ranks: Ranks) -> None:
         """Upload a checkpoint; every rank calls this after the commit.
 
-        While an earlier upload is under way the checkpoint waits: until the next offer, which replaces it, or until the
-        end of the run.
+        A checkpoint waits while an earlier upload is under way. The next offer replaces a waiting checkpoint; the end
+        of the run uploads it.
 
         Args:
             written: The files that this rank uploads.
@@ -110,8 +109,6 @@ class MirrorUploader:
 
         Args:
             ranks: All ranks, over the group on which they agree while training waits.
-            heartbeat: Called repeatedly during the wait.
-            stop_requested: True once this rank is asked to stop.
 
         Returns:
             True if all uploads ended.

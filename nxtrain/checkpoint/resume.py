@@ -21,16 +21,12 @@ from nxtrain.config.schema import RunConfig
 
 
 class ResumePlanner:
-    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons those after a rewind.
+    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons checkpoints after a rewind.
 
     Every rank makes one planner, and makes the same calls.
 
     Args:
-        config: Configuration of the run.
-        mirrored: Mirror of the run, if it has one.
-        ranks: All ranks of the run.
-        print_line: Prints a line for people.
-        restarted: True if, by this rank's environment, an agent or a scheduler restarted the same command.
+        restarted: True if an agent or a scheduler restarted the same command, by this rank's environment.
         job: The agent's or scheduler's name for the restarted job; empty if it has none.
     """
 
@@ -70,7 +66,7 @@ class ResumePlanner:
         return self._resume.is_own
 
     def rewind(self, last: int) -> None:
-        """Abandon the checkpoints after a step in all locations, and record that; called before `choose`.
+        """Abandon the checkpoints after a step in all locations, and record the rewind; called before `choose`.
 
         The record keeps the last request, which a restart does not repeat.
         """
@@ -101,8 +97,8 @@ class ResumePlanner:
     def quarantine(self, error: DamagedError) -> str:
         """Quarantine the chosen checkpoint, which is damaged, and return a description for people.
 
-        A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
-        either, the storage has failed rather than the files.
+        An unreadable checkpoint keeps its name, and the previous checkpoint is tried. If the previous one is unreadable
+        too, the storage has failed rather than the files.
         """
         path, there = self._sources[0], self._locations.mirror
         step, failure = directory.step_of(path), f"cannot put aside {path.name}"
@@ -144,7 +140,7 @@ class ResumePlanner:
         return self._resume.sources.get(self._locations.scope.leader, ())
 
     def _prepare(self, resume: Resume) -> bool:
-        """Act on a decision before its checkpoint is loaded; False: another survey must follow."""
+        """Act on a decision before its checkpoint is loaded; return False if another survey must follow."""
         for line in resume.lines:
             if line not in self._printed:
                 self._print_line(line)
@@ -160,7 +156,7 @@ class ResumePlanner:
             self._quarantine(resume.quarantine)
             return False
         if resume.repeated is not None:
-            # The other records must keep what they have missed.
+            # The other records must not lose their information about missed rewinds.
             current = self._records.up_to_date
             self._records = write_records(self._records, resume.repeated, self._locations, only=current)
         return resume.upload is None or self._upload(resume.upload)
@@ -172,7 +168,7 @@ class ResumePlanner:
             self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {names}")
 
     def _quarantine(self, damaged: Mapping[int, Mapping[int, DamagedError]]) -> None:
-        """Quarantine damaged checkpoints, but pass over those that cannot be read."""
+        """Quarantine damaged checkpoints, but pass over unreadable ones."""
 
         def hold(where: int) -> None:
             for error in damaged.get(where, {}).values():
@@ -225,7 +221,7 @@ class ResumePlanner:
             self._print_line(f"WARNING: {error}; step {step} is not in {mirror}, so that the one before it is tried")
             self._rejected |= {upload.version}
             return False
-        # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
+        # A later failure is not damage, and ends the start: an earlier step would abandon this checkpoint.
         self._ranks.on_leader(lambda: mirror.begin(step), failure)
         self._ranks.on_all(add, failure)
         scope.on_each(finish, failure)

@@ -1,4 +1,4 @@
-"""Decision which checkpoint a run resumes from: a pure function of a survey of all locations."""
+"""Decision from which checkpoint a run resumes: a pure function of a survey of all locations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from nxtrain.common.io.object_store import Location
 
 @dataclass(frozen=True)
 class Upload:
-    """Copy of a version to the mirror, since no node can read the disks of the others.
+    """Copy of a version to the mirror, needed when no node can read the disks of the others.
 
     Args:
-        version: The version.
         senders: Files that each leader sends.
         finisher: The leader that completes the copy.
     """
@@ -30,20 +29,18 @@ class Upload:
 
 @dataclass(frozen=True)
 class Resume:
-    """Decision about a start. The fields are in the order in which they are acted on.
+    """Decision about a start, with its fields in the order of their execution.
 
     Args:
-        lines: Lines for people.
-        error: The start fails with this error.
-        catch_up: The last step that stays, for locations that missed a rewind; then another survey follows.
+        error: Error with which the start fails; None: the start goes on.
+        catch_up: The last step that stays, by location that missed a rewind; then another survey follows.
         quarantine: Damaged checkpoints by location and step; then another survey follows.
         repeated: Record of a repeated request, for the locations that have seen all rewinds.
-        upload: Copy to the mirror.
-        sources: Locations of the checkpoint for each disk's ranks, by leader; the later ones are fallbacks. Empty: the
-            run starts from scratch.
-        is_own: The run resumes from its own newest checkpoint; damaged ones are quarantined.
-        abandon: The last step that stays in each location once the state is loaded.
-        record: Record to write to all locations afterwards.
+        sources: Locations of the checkpoint for each disk's ranks, by leader; all but the first are fallbacks. Empty:
+            the run starts from scratch.
+        is_own: The run resumes from its own newest checkpoint; damaged checkpoints are quarantined.
+        abandon: The last step that stays, by location, once the state is loaded.
+        record: Record to write to all locations after the load.
     """
 
     lines: tuple[str, ...] = ()
@@ -82,7 +79,7 @@ def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
 
 
 def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
-    """Go on from the newest complete version of the run's own checkpoints."""
+    """Resume from the newest complete version of the run's own checkpoints."""
     records = survey.records
     catch_up: dict[int, int] = {}
     for where, location in survey.locations.items():
@@ -148,7 +145,7 @@ def _upload(survey: ResumeSurvey, version: Version) -> Upload:
 
 
 def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
-    """Start from scratch or from the requested checkpoint.
+    """Start from scratch or from the requested checkpoint, as a rewind.
 
     A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
     """
@@ -186,7 +183,7 @@ def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...
 
 
 def _scratch_problem(survey: ResumeSurvey, resume: str) -> str:
-    """Error that keeps a run with damaged or lost checkpoints from a start from scratch; empty if there is none."""
+    """Error that prevents a start from scratch of a run with damaged or lost checkpoints; empty if there is none."""
     unread = set[int]()
     on_disks = set[str]()
     in_mirror: list[str] = []

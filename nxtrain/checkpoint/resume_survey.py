@@ -1,4 +1,4 @@
-"""Survey of the checkpoints that a run may resume from: a list of each location, and the newest manifests."""
+"""Survey of the checkpoints that a run may resume from: the checkpoints of each location, and the newest manifests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOKING = "cannot look for checkpoints"
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Request of a start.
+    """Request of a start: the checkpoint to resume from, and the origin of the request.
 
     Args:
         resume: The value of `checkpoint.resume`.
@@ -36,7 +36,7 @@ class ResumeRequest:
     job: str = ""
 
     def goes_on(self, history: RunHistory) -> bool:
-        """True if the run goes on from its own newest checkpoint: by default, or as the requested rewind is done."""
+        """True if the run resumes from its own newest checkpoint: by default, or after the requested rewind is done."""
         return self.resume == "auto" or (self.is_restart and history.has_rewound(self.resume, self.job))
 
 
@@ -46,10 +46,10 @@ class LocationSurvey:
 
     Args:
         seals: Checksum of the manifest of each complete checkpoint, by step; 0 if a run without mirror reads none.
-        damaged: Damage that is not acted on yet, by step.
+        damaged: Damage that no decision has handled yet, by step.
         unread: Steps that this start failed to read.
         quarantined: Step of each quarantined checkpoint, by name.
-        remnants: Names that show that the location held checkpoints which are gone.
+        remnants: Names that prove that the location held checkpoints which are gone.
     """
 
     seals: Mapping[int, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class LocationSurvey:
 
     @property
     def last(self) -> int:
-        """Last step of any checkpoint, quarantined ones included; -1: there is none."""
+        """Last step of any checkpoint, quarantined checkpoints included; -1: there is none."""
         return max((-1, *self.seals, *self.damaged, *self.unread, *self.quarantined.values()))
 
 
@@ -69,12 +69,10 @@ class ResumeSurvey:
     """Content of all locations of a run, equal on all ranks.
 
     Args:
-        folder: The `checkpoints` folder.
         mirror: The mirror's root; None: there is none.
-        records: Rewinds of the run.
         is_shared: All ranks see the same folder.
         locations: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; empty for a rewind.
-        files: Files of each version whose manifest was read, by the leader of the disk; True if a file is whole.
+        files: Files of each version whose manifest was read, by the leader of the disk; True if a file has its length.
         rejected: Versions that this start found damaged while it copied them to the mirror.
         requested: The checkpoint of a requested path, or the error of the search for the path.
         step_on_disk: Step of the requested checkpoint if it is in the run's own folder.
@@ -116,7 +114,7 @@ class ResumeSurvey:
         )
 
     def problem_of(self, version: Version) -> str:
-        """Reason why a version whose manifests were read is not complete; empty if it is."""
+        """Reason why a version whose manifests were read is incomplete; empty if the version is complete."""
         if self.is_mirrored(version):
             return ""
         whole: dict[str, bool] = {}
@@ -141,11 +139,7 @@ def take_survey(
     """Survey all locations. Every rank calls this.
 
     Args:
-        locations: The disks and the mirror.
-        records: Rewinds of the run.
-        request: The request.
-        unread: Location and step of checkpoints that this start failed to read; none of them is read again.
-        rejected: Versions that this start found damaged while it copied them to the mirror.
+        unread: Location and step of checkpoints that this start failed to read, and does not read again.
     """
     folder, there = locations.folder, locations.mirror
     survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)
@@ -181,9 +175,7 @@ def read_manifests(
     All manifests would cost a restart minutes on slow disks.
 
     Args:
-        survey: The survey so far.
-        request: The request.
-        read: Returns the files of a version on each disk, or the damage of its manifest there.
+        read: Returns the files of a version on each disk, or the damage of the disk's manifest.
     """
     for version in survey.versions(request):
         if survey.damaged:
@@ -220,7 +212,7 @@ def _steps_of(where: int, unread: frozenset[tuple[int, int]]) -> frozenset[int]:
 
 
 def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> LocationSurvey:
-    """Checkpoints of a disk. A run without mirror reads the metadata of the one checkpoint that it loads."""
+    """Checkpoints of a disk. A run without mirror reads the metadata of only the checkpoint that it loads."""
     checkpoints: dict[int, Location] = {}
     for path in directory.list_checkpoints(folder):
         if directory.step_of(path) not in unread:
@@ -255,7 +247,7 @@ def _read_seals(checkpoints: Mapping[int, Location]) -> tuple[dict[int, int], di
 
 
 def _read_files(folder: Path, version: Version) -> dict[str, bool] | DamagedError:
-    """Files of a version on this disk, True for those of the right length; empty if the disk lacks the version."""
+    """Files of a version on this disk, True for files of the right length. Empty if the disk lacks the version."""
     path = directory.step_path(folder, version[0])
     try:
         if not directory.is_checkpoint(path) or read_meta(path).manifest_crc32 != version[1]:

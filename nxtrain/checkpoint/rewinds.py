@@ -1,7 +1,7 @@
 """Record of a run's rewinds, on each disk and in the mirror, so that no start resumes from abandoned checkpoints.
 
-A run rewinds on request: `checkpoint.resume=never` or a path. The record shows a restart that the rewind is done. A
-disk or a mirror that was offline during the rewind learns from it which of its checkpoints are abandoned.
+A run rewinds on request: `checkpoint.resume=never` or a path. By the record, a restart recognises that the rewind is
+done, and a disk or a mirror that was offline during the rewind learns its abandoned checkpoints.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class RunHistory(BaseModel):
         return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
     def with_rewind(self, rewind: Rewind) -> RunHistory:
-        """The record with another rewind."""
+        """Copy of the record with a further rewind."""
         return self.model_copy(update={"returns": (*self.returns, rewind)})
 
     def keeps(self, num_seen: int) -> int | None:
-        """Last step that stays in a location that has seen the first `num_seen` rewinds only; None: all steps stay."""
+        """Last step that stays in a location that has seen only the first `num_seen` rewinds; None: all steps stay."""
         return min((rewind.keeps for rewind in self.returns[num_seen:] if rewind.keeps is not None), default=None)
 
     def sealed(self) -> bytes:
@@ -117,12 +117,12 @@ class Records:
 
     @property
     def damaged(self) -> list[DamagedError]:
-        """Damage of the records that cannot be read."""
+        """Damage of the unreadable records."""
         return [record for _, record in sorted(self.locations.items()) if isinstance(record, DamagedError)]
 
     @property
     def newest(self) -> RunHistory:
-        """The record with the most rewinds of all locations; a new one if the mirror belongs to another run."""
+        """Record with the most rewinds of all locations; a new record if the mirror belongs to another run."""
         newest = self.fresh
         if not self.is_foreign and self._readable:
             histories = [history for _, history in self._readable]
@@ -160,8 +160,6 @@ class Records:
         """Error for locations of different runs; empty if there is none.
 
         Args:
-            folder: The `checkpoints` folder.
-            mirror: The mirror's root; None: there is none.
             takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
         """
         if self.is_foreign:
@@ -209,12 +207,9 @@ def read_records(locations: RunLocations) -> Records:
 def write_records(
     records: Records, newest: RunHistory, locations: RunLocations, *, only: Container[int] | None = None
 ) -> Records:
-    """Update the records: the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
+    """Update the records, the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
 
     Args:
-        records: The records of all locations.
-        newest: The new record.
-        locations: The disks and the mirror.
         only: Locations whose records are updated; None: all.
     """
     due = set[int]()

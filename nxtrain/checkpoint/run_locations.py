@@ -15,18 +15,12 @@ from nxtrain.common.io.object_store import Location
 T = TypeVar("T")
 
 MIRROR = -1
-"""Key of the mirror among the locations of a run; disks have the rank of their leader."""
+"""Key of the mirror among the locations of a run. The key of a disk is the rank of its leader."""
 
 
 @dataclass(frozen=True)
 class RunLocations:
-    """Locations of a run's checkpoints. Every rank makes the same calls.
-
-    Args:
-        folder: The `checkpoints` folder.
-        mirror: The mirror of the run; None: there is none.
-        scope: The ranks, and their folders.
-    """
+    """Locations of a run's checkpoints. Every rank makes the same calls."""
 
     folder: Path
     mirror: Mirror | None
@@ -40,7 +34,7 @@ class RunLocations:
         return self.mirror.store.root
 
     def act(self, on_disk: Callable[[], T], in_mirror: Callable[[Mirror], T], failure: str) -> dict[int, T]:
-        """Act on each disk, by its leader, and then in the mirror; return the result of each location."""
+        """Call a function on the leader of each disk, then another on the mirror; return the results by location."""
         mirror = self.mirror
         results = self.scope.on_each(on_disk, f"{failure} in {self.folder}")
         if mirror is not None:
@@ -48,11 +42,10 @@ class RunLocations:
         return results
 
     def abandon(self, after: Mapping[int, int], *, damaged: bool) -> list[int]:
-        """Abandon the checkpoints after a step of each location; see `directory.abandon`.
+        """Abandon the checkpoints after a step, which may differ by location; see `directory.abandon`.
 
         Args:
             after: The last step that stays, by location; all steps stay in other locations.
-            damaged: Abandon quarantined checkpoints too.
 
         Returns:
             Steps of the abandoned checkpoints that were not quarantined.
@@ -72,7 +65,7 @@ class RunLocations:
         return sorted(set[int]().union(*abandoned.values()))
 
     def quarantine(self, steps: Mapping[int, Iterable[int]], failure: str) -> dict[int, dict[int, str]]:
-        """Quarantine steps of each location; return the new name of each step, by location."""
+        """Quarantine steps, by location; return the new name of each step, by location."""
 
         def on_disk() -> dict[int, str]:
             names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Saving: every rank stages its shards on the host and writes them to a draft folder; one rank commits by rename."""
+"""Saving: every rank stages its shards and writes them to a draft folder, which one rank commits by rename."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from nxtrain.common.io.regular import read_bytes
 def write_state(
     path: Path, staged: Staged, meta: Meta, scope: StorageScope, tokenizer: Path | None = None
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank, and read them back.
+    """Write the staged shards of every rank, and read the files back.
 
     Args:
-        staged: Shards of this rank.
         meta: Content of `meta.json`; `mesh` and the checksum are filled in.
 
     Returns:
@@ -44,13 +43,13 @@ def write_state(
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:
-    """Mark a checkpoint as read back, delete old ones, and record it as the newest. Every rank calls this.
+    """Mark a checkpoint as read back, delete old checkpoints, and record the newest. Every rank calls this.
 
     Args:
         in_use: Steps that stay in any case: an upload still reads them.
 
     Returns:
-        Failures, none of which loses the checkpoint.
+        Failures, which never lose the checkpoint.
     """
     folder = path.parent
     steps: dict[str, Callable[[], None]] = {
@@ -131,7 +130,7 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
 
 
 def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope) -> None:
-    """Read back on every rank the files that it wrote; if any differs, the checkpoint is quarantined.
+    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint.
 
     Raises:
         CheckpointError: A file differs or cannot be read.

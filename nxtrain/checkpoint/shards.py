@@ -1,4 +1,4 @@
-"""Shards of whole tensors: place in local tensors, the rank that writes each, mismatches with a checkpoint."""
+"""Shards of whole tensors: location in local tensors, the rank that writes each, mismatches with a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from nxtrain.common.sharding import Layout, ShardBox
 
 Shards = Mapping[str, Mapping[str, Tensor]]
-"""Local tensors of a rank: kind, then the parameter's name in the model."""
+"""Local tensors of a rank, by kind, then by the parameter's name in the model."""
 
 MODEL = "model"
-"""The kind of the weights."""
+"""Kind of the weights."""
 
 SLIVER = 1 / 32
 """Smallest end of a tensor that is written as a separate shard, as a fraction of a rank's bytes."""
@@ -25,14 +25,11 @@ SLIVER = 1 / 32
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of entries of one whole tensor, and its place in a local one.
+    """A box of entries of one whole tensor, and its location in a local tensor.
 
     Args:
         kind: `model`, or the name of an optimizer state.
         parameter: The local tensor's name in the model.
-        name: Global name of the whole tensor.
-        shape: Shape of the whole tensor.
-        dtype: Type of its entries.
         block: Box of the entries, in the whole tensor and in the local one.
         copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
         copies: Number of ranks that hold these entries.
@@ -155,11 +152,11 @@ _SHOWN = 10
 
 
 def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    """Describe how two lists of tensors differ, one line for each kind of difference; empty if they agree.
+    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree.
 
     Args:
         wanted: Tensors of the model, by name: a shape, or a shape and a type.
-        found: Tensors that exist, in the same form.
+        found: Stored tensors, in the same form.
     """
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]

@@ -1,3 +1,3 @@
-"""Plain data, contracts and errors that every room uses."""
+"""Plain data, contracts and errors that every package of nxtrain uses."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts of a decoder without torch: dimensions, parameters with their sharding, and operations.
+"""Dimensions of a decoder, without torch: sizes, parameters with their sharding, and operations.
 
 Modules of `nxtrain.nn` make their parameters from the same segments and specs, and plans count them.
 """
@@ -67,8 +67,8 @@ class Dimensions:
     def layer_costs(self, seq_len: int) -> LayerCosts:
         """Operations of the forward pass of each layer per token; an embedding lookup costs nothing.
 
-        Two for each entry of a matrix. The two products of causal attention see half of the sequence on average.
-        Biases and norms count as nothing.
+        A forward pass has two operations for each entry of a matrix. The two products of causal attention see half of
+        the sequence on average. Biases and norms count as nothing.
 
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
@@ -78,7 +78,7 @@ class Dimensions:
     def flops_per_token(self, seq_len: int) -> int:
         """Operations of forward and backward for one token, causal attention counted once.
 
-        Backward has twice as many as forward.
+        The backward pass has twice as many operations as the forward pass.
         """
         forward = self.layer_costs(seq_len)
         return 3 * (self.num_layers * forward.block + forward.head)
@@ -95,21 +95,19 @@ def qkv_segments(num_heads: int, num_kv_heads: int, head_size: int, tp: int) -> 
 
 
 def gate_up_segments(intermediate_size: int) -> tuple[Segment, Segment]:
-    """Projections to the gate, and to what the gate multiplies."""
+    """Projections to the gate, and to the values that the gate multiplies."""
     return Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size)
 
 
 def adapter_specs(
     weight: ShardSpec, segments: Sequence[Segment], r: int, *, partial_gradient: bool = False
 ) -> tuple[ShardSpec, ShardSpec]:
-    """Matrices A and B of the adapters of a linear layer, which share their input.
+    """Sharding of the matrices A and B of a linear layer's adapters, which share their input.
 
-    The matrix on the side of the whole features is replicated over tp.
+    The matrix on the side of the unsharded features is replicated over tp.
 
     Args:
-        weight: Sharding of the layer's weight.
         segments: Outputs with an adapter.
-        r: Rank of each adapter.
         partial_gradient: A rank's gradient of a replicated matrix is a partial sum.
     """
     in_features = weight.shape[1]
@@ -130,7 +128,7 @@ def is_matrix(spec: ShardSpec) -> bool:
 def block_specs(
     dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
-    """Parameters of one block by their names inside the block, in the order of the model."""
+    """Sharding of the parameters of one block, by their names inside the block, in the order of the model."""
     hidden, inner, width = dimensions.hidden_size, dimensions.intermediate_size, dimensions.head_size
     norm, head_norm = ShardSpec((hidden,)), ShardSpec((width,))
     qkv = qkv_segments(dimensions.num_heads, dimensions.num_kv_heads, width, tp)
@@ -157,7 +155,7 @@ def block_specs(
 
 
 def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> Iterator[tuple[str, tuple[Segment, ...]]]:
-    """Matrices of projections with one input: all in one, or one for each."""
+    """Names and segments of the matrices that project one input: one fused matrix, or a matrix for each segment."""
     if is_fused:
         yield name, segments
     else:
@@ -166,11 +164,10 @@ def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> It
 
 
 def rest_specs(dimensions: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
-    """Parameters of a stage outside its blocks, by their names in the model; tied ones are one where a rank has both.
+    """Sharding of a stage's parameters outside of blocks, by name; a rank with both tied parameters has only one.
 
     Args:
-        dimensions: Dimensions of the model.
-        first, last: The stage has the embedding, and the output projection.
+        first, last: The stage has the embedding; the stage has the output projection.
     """
     hidden, tied = dimensions.hidden_size, dimensions.tied
     specs: dict[str, ShardSpec] = {}

@@ -25,7 +25,7 @@ class NxtrainError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """One problem of a configuration.
 
     Args:
         key: Dotted key, such as `parallel.tp`; empty when no single key is at fault.
@@ -46,7 +46,7 @@ class Problem:
 
 
 class ConfigError(NxtrainError):
-    """A configuration or an input that cannot run, with every problem found, not only the first."""
+    """Configuration or input that cannot run; the error has every problem, not only the first."""
 
     exit_code = 2
 
@@ -56,7 +56,7 @@ class ConfigError(NxtrainError):
 
 
 class InputError(NxtrainError):
-    """A path or a file given to a command that cannot serve. Unlike a ConfigError, one rank alone may meet it."""
+    """Unusable path or file that a command was given. Unlike a ConfigError, one rank alone may meet the error."""
 
     exit_code = 2
 
@@ -74,12 +74,10 @@ class CheckpointError(NxtrainError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint whose content is not what was written.
+    """A file of a checkpoint whose content differs from the written bytes.
 
     Args:
-        file: Path or address of the file.
-        reason: The damage.
-        unread: The storage failed at every try to read the file; its content is unknown.
+        unread: The storage failed at every try to read the file, so that its content is unknown.
     """
 
     def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
@@ -116,12 +114,11 @@ class DivergedError(NxtrainError):
 
 
 class LostPeerError(NxtrainError):
-    """Early end of a rank that this one needs, so that this one ends too.
+    """Early end of another rank that this rank needs, so that this rank ends too.
 
     The lost rank reports the cause. A new start may succeed.
 
     Args:
-        message: Text of this error.
         peer: The rank that ended, if known.
     """
 
@@ -134,7 +131,6 @@ class HangError(NxtrainError):
     """A rank that stopped making progress.
 
     Args:
-        message: Text of this error.
         peer: The rank that did not come, if known.
     """
 
@@ -184,7 +180,7 @@ def _missing(error: ImportError) -> NxtrainError | None:
 
 
 def _requirement(name: str) -> str:
-    """Argument of pip that installs a package in a version that fits."""
+    """Argument of pip that installs a package in a suitable version."""
     import re
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -200,12 +196,11 @@ def _requirement(name: str) -> str:
 
 
 def refused(error: OSError, what: str = "") -> NxtrainError:
-    """Error for a failed system call, the same one for a cause in every command.
+    """Error for a failed system call, the same in every command.
 
-    Wrong paths and rights fail at every start. Storage may be back at the next.
+    Wrong paths and rights fail at every start. Storage may be back at the next start.
 
     Args:
-        error: The failure.
         what: Begin of the message; empty: the paths of the call.
     """
     text = f"{what}: {error.strerror or error}" if what else cause_of(error)
@@ -221,7 +216,7 @@ def refused(error: OSError, what: str = "") -> NxtrainError:
 
 
 def cause_of(error: Exception) -> str:
-    """Reason of a failed system call, with its paths, or of a text that is not readable; without Python's own words."""
+    """Reason of a failed system call with its paths, or of an unreadable text, without Python's own words."""
     if isinstance(error, RecursionError):
         return "nested too deep"
     if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):

@@ -1,7 +1,7 @@
-"""Contract of a model family: the interface of every architecture, and discovery of installed ones.
+"""Contract of a model family: the interface of every architecture, and discovery of installed families.
 
-A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything in this
-module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
+A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports a family. Everything in
+this module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(BaseModel):
-    """Shape of a decoder, under Hugging Face's names; families add keys of their own."""
+    """Shape of a decoder, under Hugging Face's names; families add further keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ class ModelConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model shape and its publication."""
+    """A published model shape, and the source of the publication."""
 
     config: ModelConfig
     source: str
@@ -59,16 +59,12 @@ class Preset:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Everything that a model is built with; model code never asks for a device or a rank itself.
+    """Arguments of a model's construction; model code itself never asks for a device or a rank.
 
     Args:
-        layers: Makers of the layers that are sharded over tp.
-        kernels: Attention and normalization.
-        dtype: Type of the parameters and activations.
-        seq_len: Longest sequence.
-        fused_qkv, fused_gate_up: One matrix for the projections that share an input.
+        fused_qkv, fused_gate_up: Projections that share an input are one matrix.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
-        decay_norms: Weight decay applies to the norms too, those of heads among them.
+        decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
     """
 
@@ -84,7 +80,7 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """Interface of a built model for training and generation, in addition to that of `torch.nn.Module`."""
+    """Interface of a built model for training and generation, in addition to the interface of `torch.nn.Module`."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -92,36 +88,34 @@ class CausalLM(Protocol):
         ...
 
     def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built.
+        """Compute one of the model's parts on a pipeline stage.
 
         Args:
-            part: The part.
             x: (B, S) tokens for the first part, (S/tp, B, D) for others.
             targets: (B, S) for the last part.
             starts: As for `loss`, in every part.
 
         Returns:
-            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+            () float32, the sum of the tokens' cross entropies, for the last part; (S/tp, B, D) for other parts.
         """
         ...
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32.
+        """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
 
         Args:
-            inputs, targets: Tokens and next tokens.
             starts: (B, S) first position of each position's document, for attention and positions inside of
                 documents; None: a row is one document.
         """
         ...
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
-        """(B, S) to (B, S, vocab_size) float32, of a model built whole, on every rank; not differentiable."""
+        """Logits of a whole model on every rank: (B, S) to (B, S, vocab_size) float32; not differentiable."""
         ...
 
 
 class ModelFamily(ABC):
-    """One architecture: its configuration, its presets, its module, its Hugging Face form and its arithmetic."""
+    """One architecture: its configuration, presets, module, Hugging Face form and arithmetic."""
 
     name: str
     config_type: type[ModelConfig]
@@ -129,7 +123,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
-        """Every reason why this shape cannot run at these degrees; keys are `model.config.*` or `parallel.*`."""
+        """All problems of a shape at these degrees; keys are `model.config.*` or `parallel.*`."""
 
     @abstractmethod
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
@@ -152,10 +146,10 @@ class ModelFamily(ABC):
         """Dimensions of the model, from which its parameters, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
-        """The configuration of a preset.
+        """Configuration of a preset.
 
         Raises:
-            ConfigError: No such preset.
+            ConfigError: The family has no such preset.
         """
         if name not in self.presets:
             known = ", ".join(self.presets)

@@ -1,4 +1,4 @@
-"""Interface of a device's kernels: operations that each kind of device implements in its own way."""
+"""Interface of a device's kernels: operations with an implementation for each kind of device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Numbers of an AdamW update.
+    """Arguments of an AdamW update.
 
     Args:
         lr: () float32, on the device, so that a new value needs no new graph.
@@ -39,7 +39,7 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """Key of a tensor's random bits, apart from the step; made by `nxtrain.optim.rounding`.
+    """Key of a tensor's random bits, without the step; made by `nxtrain.optim.rounding`.
 
     Args:
         rows: (R,) int32, hash of seed, name and global row, odd.
@@ -47,8 +47,8 @@ class RoundingKey:
         columns: (C,) int32, hash of the number of each column's pair.
         odd: (C,) bool, the column takes the high half.
         begins_odd: The first column is the second of its pair.
-        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that
-            draws bits of its own cannot be used.
+        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that draws
+            its own bits cannot be used.
     """
 
     rows: Tensor
@@ -68,7 +68,6 @@ class Rows:
     """Adjacent rows of a parameter.
 
     Args:
-        name: The parameter.
         start, number: First row and number of rows.
         whole: The rows are all rows of the parameter.
     """
@@ -88,8 +87,8 @@ class Kernels(ABC):
 
     Attributes:
         host_may_look: The host can read a number in the middle of an update at no cost.
-        rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
-            that compute the same values then get different results wherever their streams differ.
+        rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
+            compute the same values then get different results wherever their streams differ.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
     """
 
@@ -99,11 +98,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x @ weight.T, which autograd differentiates: (..., I), (O, I) to (..., O)."""
+        """Product x @ weight.T, which autograd differentiates: (..., I), (O, I) to (..., O)."""
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
+        """Product a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        """Causal attention inside of documents: a query sees the keys of its own document up to itself.
+        """Causal attention inside of documents: a query sees the keys of its document up to its position.
 
         Args:
             q, k, v: As for `attention`.
@@ -131,11 +130,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
+        """Norm x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of a concatenated input, of which alone backward needs a copy: (..., 2F) to (..., F)."""
+        """Gated activation silu(gate) * up of a concatenated input, all that is saved: (..., 2F) to (..., F)."""
 
     @abstractmethod
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -160,8 +159,6 @@ class Kernels(ABC):
         Args:
             logits: (T, V), this rank's columns; may be overwritten.
             targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
-            columns: This rank's columns.
-            needs_grad: Compute the gradient.
 
         Returns:
             The sum, () float32, and the gradient, (T, V) in the type of `logits`, or None.
@@ -169,7 +166,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
+        """Compute `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
 
         Args:
             function: Deterministic function, without random numbers.
@@ -181,7 +178,7 @@ class Kernels(ABC):
         """Sum of the squares of each row in float32: (R, C) to (R,)."""
 
     def fuse(self, function: Function) -> Function:
-        """Function of tensors with the same results, one graph on devices that need it; by default the function itself.
+        """Fuse a function into one graph with the same results, on devices that need it; else return the function.
 
         Args:
             function: Function without reads by the host. Numbers that change from call to call are tensors.
@@ -217,11 +214,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
+        """Round to one of the two nearest bfloat16 values, the nearer value more likely, so that the mean is `x`.
 
         Values of bfloat16, infinities and NaN are unchanged; a value rounded above the largest number becomes infinite.
-        The result depends on the arguments alone, and is the same on every device that rounds in software. A device
-        may draw bits of its own instead, unless the key is shared.
+        The result depends on the arguments alone, and is the same on every device that rounds in software. A device may
+        draw its own bits instead, unless the key is shared.
 
         Args:
             x: float32; may be overwritten.

@@ -1,4 +1,4 @@
-"""Contract of the layers that are sharded over tp: nxtrain's own, or those of a vendor's library.
+"""Contract of the layers that are sharded over tp: nxtrain's layers, or the layers of a vendor's library.
 
 Models are built from these layers alone. A layer has the same parameters, by name, shape and `ShardSpec`, in every set.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Head(Protocol):
-    """The output projection, with a loss that never computes all logits at once."""
+    """Interface of the output projection, with a loss that never computes all logits at once."""
 
     weight: nn.Parameter
     specs: dict[str, ShardSpec]
@@ -26,7 +26,7 @@ class Head(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
+        """Logits on every rank: (S/tp, B, D) to (S, B, vocab_size) float32; not differentiable."""
         ...
 
 
@@ -36,7 +36,6 @@ class LayerSet(ABC):
     All sets give their parameters the same names, shapes and `ShardSpec`s.
 
     Attributes:
-        tp: Tensor parallel axis.
         sequence_parallel: Between these layers, activations are sharded along the sequence, (S / tp, B, D).
     """
 

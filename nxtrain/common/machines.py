@@ -31,10 +31,9 @@ UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Blo
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of machine; a machine with a name alone is unknown, and has no accelerators.
+    """One kind of machine; an unknown machine has only a name, and no accelerators.
 
     Args:
-        name: Name of the instance type.
         kind: Chip, which selects the constants of `nxtrain.plan.speed`.
         target: The compiler's name of a Trainium chip; empty: another chip.
         accelerators: GPUs, or Trainium chips.
@@ -46,8 +45,6 @@ class Machine:
         link_bytes_s: Bandwidth of one rank to the others of its machine, one direction; 0: the machine has one device.
         network_bytes_s: Bandwidth of the machine's network for collectives; 0: machines cannot train together.
         efa_devices: EFA devices for collectives between machines; 0: machines cannot train together over EFA.
-        host_bytes: Memory of the host.
-        host_threads: Hardware threads of the host.
         price_usd_h: On-demand price of an hour; None: unknown.
         price_note: Date and source of the price, or the reason for its absence.
         measured: The machine described itself; its type is not in the table.
@@ -101,7 +98,7 @@ MACHINES = {name: machine_of(name, cells) for name, cells in _TABLES["machines"]
 """Machines by name."""
 
 INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in name}
-"""Those that are one instance type of EC2; an UltraServer is several."""
+"""Machines that are one instance type of EC2; an UltraServer is several."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Short names of machines."""

@@ -2,7 +2,7 @@
 
 The module touches no device and no process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are
 laid out as [pp, dp, tp], tensor parallel fastest, so that the ranks that communicate most are the nearest cores. NxD
-and Megatron-LM use the same order. A machine that is wired otherwise gives an order of its own.
+and Megatron-LM use the same order. A machine with other wiring gives a different order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Axis:
 
     Args:
         name: Name used in messages and as the key of a process group, such as `tp`.
-        rank: This rank's position inside its own replica group.
+        rank: This rank's index inside its replica group.
         groups: Every replica group of the axis over the whole world, each a tuple of global ranks; together they
             hold each rank once.
         spans_stages: A group has ranks of several pipeline stages, which run different programs.
@@ -42,21 +42,21 @@ class Axis:
         return len(self.groups[0])
 
     def neighbours(self, size: int) -> Axis:
-        """The axis of `size` adjacent ranks inside each group: those that share a replicated key/value head."""
+        """Axis of `size` adjacent ranks inside each group, such as those that share a replicated key/value head."""
         assert self.size % size == 0, (self, size)
         groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
         return Axis(f"{self.name}/{size}", self.rank % size, groups)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The replica group of a global rank."""
+        """Replica group of a global rank."""
         return next(group for group in self.groups if rank in group)
 
     def pairs(self, peer: int) -> Axis:
-        """The axis of size two that joins this rank and the neighbour at position `peer`.
+        """Axis of size two that joins this rank and the neighbour at index `peer`.
 
-        Positions form a ring of even size. The ring's edges form two perfect matchings. One has the edges that begin
-        at even positions; the other has those that begin at odd positions, with the edge from the last to the first.
-        In a pair the lower position comes first, so that all ranks of a position have the same rank in their pair.
+        Indices form a ring of even size. The ring's edges form two perfect matchings. One has the edges that begin at
+        even indices; the other has those that begin at odd indices, with the edge from the last to the first. In a pair
+        the lower index comes first, so that all ranks of an index have the same rank in their pair.
         """
         size = self.size
         assert size % 2 == 0, f"{self.name} has {size} positions, and an odd ring has no perfect matching"
@@ -70,14 +70,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one rank: pipeline, data and tensor parallel, and products of them.
+    """Axes of one rank: pipeline, data and tensor parallel, and products of them.
 
     Args:
-        world: Number of ranks.
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, tp_size: Degrees; their product is `world`.
         shard_size: Adjacent data parallel ranks that shard training state between them; divides `dp_size`.
-        order: Every rank once, in the order of the places [pp, dp, tp]; empty for ascending.
+        order: Every rank once, in the order of the mesh [pp, dp, tp]; empty for ascending.
     """
 
     world: int
@@ -131,52 +130,52 @@ class Mesh:
 
     @cached_property
     def pp(self) -> Axis:
-        """Pipeline parallel: the stages of one model copy."""
+        """Pipeline parallel axis: the stages of one model copy."""
         return self.over("pp")
 
     @cached_property
     def dp(self) -> Axis:
-        """Data parallel: the copies of one shard."""
+        """Data parallel axis: the copies of one shard."""
         return self.over("dp")
 
     @cached_property
     def shard(self) -> Axis:
-        """The data parallel ranks that shard training state between them."""
+        """Data parallel ranks that shard training state between them."""
         return self.over("shard")
 
     @cached_property
     def replica(self) -> Axis:
-        """The data parallel ranks that hold the same training state."""
+        """Data parallel ranks that hold the same training state."""
         return self.over("replica")
 
     @cached_property
     def tp(self) -> Axis:
-        """Tensor parallel: the shards of one layer."""
+        """Tensor parallel axis: the shards of one layer."""
         return self.over("tp")
 
     @cached_property
     def model(self) -> Axis:
-        """Pipeline and tensor parallel together: the ranks that hold one copy of the whole model."""
+        """Pipeline and tensor parallel axes together: the ranks that hold one copy of the whole model."""
         return self.over("pp", "tp")
 
     @cached_property
     def batch(self) -> Axis:
-        """Pipeline and data parallel together: the ranks that share the work on a global batch."""
+        """Pipeline and data parallel axes together: the ranks that share the work on a global batch."""
         return self.over("pp", "dp")
 
     @cached_property
     def state(self) -> Axis:
-        """The ranks that together hold one copy of the training state."""
+        """Ranks that together hold one copy of the training state."""
         return self.over("pp", "shard", "tp")
 
     @cached_property
     def stage(self) -> Axis:
-        """The ranks of one pipeline stage, which run the same program."""
+        """Ranks of one pipeline stage, which run the same program."""
         return self.over("dp", "tp")
 
     @cached_property
     def all(self) -> Axis:
-        """Every rank."""
+        """Axis of all ranks."""
         return self.over("pp", "dp", "tp")
 
     def words(self, rank: int) -> str:
@@ -193,11 +192,11 @@ class Mesh:
 
     @cached_property
     def _place(self) -> int:
-        """Index of this rank's place in [pp, dp, tp]."""
+        """Index of this rank in the mesh [pp, dp, tp]."""
         return self.order.index(self.rank) if self.order else self.rank
 
     def over(self, *names: str) -> Axis:
-        """The axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
+        """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
         replicas = self.dp_size // self.shard_size
         sizes = {"pp": self.pp_size, "replica": replicas, "shard": self.shard_size, "tp": self.tp_size}
         parts = [part for name in names for part in (("replica", "shard") if name == "dp" else (name,))]
@@ -216,7 +215,7 @@ class Mesh:
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -228,6 +227,6 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Text of ascending numbers, runs as ranges: 0-2, 5."""
+    """Text of ascending numbers, with runs as ranges: 0-2, 5."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -2,7 +2,7 @@
 
 Initialization, gradients, norms, checkpoints, conversion and planning all derive their shapes and offsets from
 `ShardSpec`; no other module computes the first row of a rank. A fused matrix (q, k and v in one) is a stack of
-segments. Each segment is a tensor of its own, under its own name, in every checkpoint.
+segments. In every checkpoint, each segment is a separate tensor with its own name.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class TpSlice:
-    """One contiguous range of a local shard, and the range of a global tensor that it holds.
+    """One contiguous range of a local shard, and the range of a segment's global tensor that it holds.
 
     Args:
-        segment: The global tensor.
         start: First entry in the global tensor, along the sharded dimension.
         length: Real entries; may be 0 on the last ranks of a padded tensor.
         local_start: First entry in the local shard.
@@ -74,10 +73,9 @@ class TpSlice:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of entries of one global tensor, and its offsets in a rank's local tensor.
+    """A box of entries of a segment's global tensor, and its offsets in a rank's local tensor.
 
     Args:
-        segment: The global tensor.
         offsets, sizes: The box in the global tensor.
         local_offsets: First entries of the box in the local tensor.
         copy: Index of this replica over the tensor parallel axis, 0 <= copy < copies.
@@ -93,7 +91,7 @@ class ShardBox:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> ShardBox:
-        """The box of a whole unfused tensor."""
+        """Box of a whole unfused tensor."""
         origin = (0,) * len(shape)
         return ShardBox(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
 
@@ -113,7 +111,7 @@ class ShardBox:
 
 
 def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
-    """First row and number of rows of dimension 0 that a rank of an axis keeps: equally many, fewer on the last ranks.
+    """First row and number of rows of dimension 0 for a rank. Shares are equal, but smaller on the last ranks.
 
     Source: torch's `fully_shard`, which divides rows like `torch.chunk`.
     """
@@ -132,10 +130,8 @@ class ShardSpec:
         segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
         partial_gradient: Each rank's gradient of a whole parameter is a partial sum: the rank saw only its slice
             of the sequence, or only its heads.
-        tied_to: Name of the parameter on the first pipeline stage of which this one, on the last stage, is a copy.
+        tied_to: Name of the parameter on the first pipeline stage; this parameter, on the last stage, is its copy.
         has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
-        decay: Weight decay applies.
-        init: Initial values.
     """
 
     shape: tuple[int, ...]
@@ -204,16 +200,16 @@ class ShardSpec:
         return (*self.shape[:dim], last.local_start + last.local_length, *self.shape[dim + 1 :])
 
     def global_shape(self, segment: Segment) -> tuple[int, ...]:
-        """Shape of one segment as a tensor of its own."""
+        """Shape of one segment as a separate tensor."""
         dim = self.dim or 0
         return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
 
     def global_name(self, parameter: str, segment: Segment) -> str:
-        """Name of a segment in checkpoints, the same for all copies, given the parameter's own name."""
+        """Name of a segment in checkpoints, the same for all copies, by the parameter's name in the model."""
         return global_name(self.tied_to or parameter, segment)
 
     def blocks(self, tp: Axis, shard: Axis) -> Iterator[ShardBox]:
-        """Boxes that this rank holds, its tensor parallel shard divided by rows over `shard`; padding left out."""
+        """Boxes that this rank holds: its tensor parallel shard, divided by rows over `shard`, without padding."""
         dim = self.dim or 0
         first, num_rows = row_cut(self.local_shape(tp)[0], shard)
         for piece in self.pieces(tp):
@@ -226,7 +222,7 @@ class ShardSpec:
                 yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
     def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
-        """Each slice with its view into the local shard, padding left out."""
+        """Slices of the local shard, each with its view into the shard, without padding."""
         for piece in self.pieces(axis):
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
@@ -234,7 +230,6 @@ class ShardSpec:
         """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
 
         Args:
-            axis: Ranks that share the matrix.
             length: Entries of a run.
         """
         rows, columns = self.shape
@@ -255,7 +250,7 @@ class ShardSpec:
 
 
 class ParamTable(Mapping[str, ShardSpec]):
-    """The `ShardSpec` of every parameter of a model, by parameter name, in model order."""
+    """Sharding of every parameter of a model, by parameter name, in model order."""
 
     def __init__(self, specs: Mapping[str, ShardSpec]) -> None:
         self._specs = dict(specs)
@@ -282,7 +277,7 @@ class ParamTable(Mapping[str, ShardSpec]):
         return len(self._specs)
 
     def of_trained(self, model: nn.Module) -> ParamTable:
-        """The same for the parameters of the model that have gradients; the others are frozen."""
+        """Sharding of the model's parameters that have gradients, without frozen parameters."""
         return ParamTable({name: self[name] for name, p in model.named_parameters() if p.requires_grad})
 
     def num_params(self) -> int:
@@ -301,12 +296,8 @@ class ParamTable(Mapping[str, ShardSpec]):
 class Layout(Mapping[str, tuple[ShardBox, ...]]):
     """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
 
-    The local tensors are rows of the tensor parallel shards: `row_cut` over `mesh.shard` selects them. Rows of zeros
-    may follow.
-
-    Args:
-        table: Sharding of the parameters over tp.
-        mesh: The axes of this rank.
+    The local tensors are rows of the tensor parallel shards: `row_cut` over `mesh.shard` selects the rows. Rows of
+    zeros may follow.
     """
 
     def __init__(self, table: ParamTable, mesh: Mesh) -> None:
@@ -331,7 +322,7 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
         return copies
 
     def is_shared(self, name: str) -> bool:
-        """True if several ranks of one model copy update the same entries of a parameter, each for itself.
+        """True if several ranks of one model copy update the same entries of a parameter, each by itself.
 
         Such entries are replicas over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
         replicas do not count. The result is the same on all ranks of a stage.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePart:
-    """A run of consecutive layers.
+    """A run of consecutive layers, which one pipeline stage computes as a unit.
 
     Args:
         blocks: Indices in the whole model of the part's transformer blocks.
@@ -31,7 +31,6 @@ class LayerCosts:
 
     Args:
         embedding: Cost of the layers before the blocks.
-        block: Cost of each block.
         head: Cost of the layers after the blocks.
     """
 
@@ -41,7 +40,7 @@ class LayerCosts:
 
 
 def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[StagePart, ...]:
-    """Split a model into parts that minimize the cost of the most expensive part; each part has at least one block.
+    """Split a model into parts that minimize the cost of the most expensive part. Each part has at least one block.
 
     Of equally good splits, take the one with more blocks in later parts, which keep fewer micro-batches in flight.
     """
@@ -64,7 +63,7 @@ def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ..
 
 
 def units_of(sizes: Sequence[int], fewest: int) -> list[range]:
-    """Group adjacent blocks into units that have enough parameters; too small a rest joins the unit before.
+    """Group adjacent blocks into units that have enough parameters; too small a rest joins the previous unit.
 
     Args:
         sizes: Parameters of each block.

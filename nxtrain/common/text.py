@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _FEW_S = 0.01
-"""Seconds below which a time has two digits, however short."""
+"""Seconds below which the text of a time has two digits."""
 
 
 def duration(seconds: float) -> str:

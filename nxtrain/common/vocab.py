@@ -15,13 +15,13 @@ IGNORE_INDEX = -100
 """Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
 PROMPT_BIT = 1 << 30
-"""Mark on an id in a row of data: the token is of a prompt, and no target."""
+"""Mark on an id in a row of data: the token is part of a prompt, and not a target."""
 
 END_BIT = 1 << 29
 """Mark on an id in a row of data: the token is the last of its document."""
 
 ID_MASK = END_BIT - 1
-"""Bits of a marked id that are the id."""
+"""Bits of a marked id without its marks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ class VocabColumns:
     Args:
         first: (2,) int64 on the device, first vocabulary row of this rank, and its number of rows.
         padding: (V,) float32, 0 for a true column and -inf for a padded one; None without padding.
-        comm: Collectives.
-        axis: Tensor parallel axis.
     """
 
     first: Tensor
@@ -41,13 +39,14 @@ class VocabColumns:
     axis: Axis
 
     def place(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Position of the targets.
+        """Columns of the targets in this rank's logits.
 
         Args:
             targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
 
         Returns:
-            (T,) bool, targets that count; (T,) bool, those among this rank's columns; (T, 1) their column here, else 0.
+            (T,) bool, targets that count; (T,) bool, targets among this rank's columns; (T, 1) column of a target here,
+            else 0.
         """
         counted = targets != IGNORE_INDEX
         local = targets - self.first[0]

@@ -1,7 +1,7 @@
 """Corpora, tokenization, packing, the order of samples and the loader.
 
-`open_data` turns the `[data]` section into a `BatchSource`, from which each rank takes its batches. Those of rows come
-from a `Loader` without any state: a batch is a function of the seed and the step. Those of documents come from a
+`open_data` turns the `[data]` section into a `BatchSource`, from which each rank takes its batches. Batches of rows
+come from a `Loader` without any state: a batch is a function of the seed and the step. Batches of documents come from a
 `StreamLoader`, whose state is two numbers for each of its lanes. Neither a resume nor another layout changes a batch.
 """
 

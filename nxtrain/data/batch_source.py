@@ -28,13 +28,10 @@ class BatchOrder:
     """Order of the batches of a rank, and the position at which a start continues.
 
     Args:
-        share: The rank's share of each global batch.
-        seed: Seed of the order.
         shuffle: True for a new random order in each epoch; False for the order of storage.
         doc_mask: Batches have masks between documents.
         origin: Position of step 0 in the order of rows.
         cursor: Position of each lane, from a checkpoint; empty: the begin.
-        skips: Batches that are left out.
         workers: Processes that tokenize and pack documents; None: a thread of the rank.
     """
 
@@ -56,7 +53,7 @@ class Batches(Protocol):
         ...
 
     def cursor(self) -> dict[int, Place]:
-        """Position of each lane of this rank after the last batch that was consumed; empty if the step is enough."""
+        """Position of each lane of this rank after the last consumed batch; empty if the step is sufficient."""
         ...
 
     def progress(self, step: int) -> dict[str, float]:
@@ -80,7 +77,7 @@ class BatchSource(Protocol):
         """Open the batches of a rank.
 
         Raises:
-            CheckpointError: The cursor is that of other data.
+            CheckpointError: The cursor belongs to other data.
         """
         ...
 
@@ -122,9 +119,7 @@ class Streams:
     """Documents that are tokenized and packed while they are consumed.
 
     Args:
-        source: Opens the lanes.
-        sizes: Documents of each corpus.
-        seq_len: Targets in a row.
+        sizes: Number of documents of each corpus.
         end_id: Input after the last document of a row.
         mixture: Shares of several corpora; None for one.
     """
@@ -162,12 +157,7 @@ class Streams:
         )
 
     def progress(self, lanes: int, places: Mapping[int, Place]) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture; the epochs are those of the first known lane.
-
-        Args:
-            lanes: Number of lanes.
-            places: Places of some lanes.
-        """
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `places`."""
         if self.mixture is None:
             return {}
         lane, place = min(places.items())
@@ -177,7 +167,7 @@ class Streams:
     def _open_lanes(
         self, order: LaneOrder, workers: WorkerPolicy | None
     ) -> Callable[[Mapping[int, Place], int], Lanes]:
-        """Function that opens lanes, in this process or in workers."""
+        """Make the function that opens lanes, in this process or in workers."""
         if workers is None:
             return partial(LocalLanes, partial(self.source.opened(), order))
         return partial(Workers, self.source, order, workers)

@@ -35,9 +35,7 @@ class Data:
         fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
         tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
-        end_id: Id of that token; None if unknown.
         trained: The tokenizer was trained on this data.
-        skipped: Skipped files, with the reason.
     """
 
     source: BatchSource
@@ -71,12 +69,8 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     """Open the data of a run; every rank calls this at the same point.
 
     Args:
-        config: The `[data]` section.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
         workdir: Folder for prepared files, which the next start reuses.
         leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
-        barrier: Waits for all ranks.
         of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
         validation_rows: Rows that an evaluation reads, of a source that is tokenized while it is consumed.
 
@@ -135,9 +129,6 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
     """Open the held-out rows that a run has prepared; None if the run holds out nothing.
 
     Args:
-        config: The `[data]` section.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
         workdir: Folder of the prepared files; the run folder may have moved since.
 
     Raises:

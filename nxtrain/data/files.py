@@ -19,7 +19,7 @@ Tokens = NDArray[np.integer[Any]]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically: it gets its name when it is complete and on disk.
+    """Write a file atomically: the file gets its name once it is complete and on disk.
 
     Raises:
         BackendError: The rights are missing, or the disk is read-only.
@@ -45,7 +45,7 @@ def read_array(path: Path) -> NDArray[Any]:
     """Map a .npy file into memory.
 
     Raises:
-        DataError: The file is missing, truncated, or no .npy array.
+        DataError: The file is missing, truncated, or not a .npy array.
         StorageError: The storage fails.
     """
     try:

@@ -1,4 +1,4 @@
-"""Measures of a held-out text next to which its loss is read: the entropy of its tokens, and its bytes."""
+"""Measures of a held-out text, to compare its loss with: the entropy of its tokens, and its bytes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
 
 
 def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
-    """Bytes of text that targets stand for, counted token by token, so that a document cut by a row counts exactly.
+    """Bytes of text that targets stand for, counted token by token, so that cut documents count exactly.
 
     Args:
-        counts: Number of times that each id is a target.
         tokenizer: The `tokenizer.json` of the ids.
 
     Returns:
@@ -49,10 +48,9 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
 
 
 def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bool = False) -> NDArray[np.int64]:
-    """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id found.
+    """Counts of each id among the targets with a loss: (n,), where n - 1 is the greatest such id.
 
     Args:
-        samples: The rows.
         num_rows: Number of first rows to count; None: all.
         doc_mask: Batches have masks between documents, so that the first token of a document is not a target.
     """

@@ -15,7 +15,7 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.samples import Samples
 
 _ORDERED_STEPS = 16
-"""Steps whose rows are found at once."""
+"""Steps whose row numbers are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BatchShare:
     Args:
         global_batch: Rows in a step, over all ranks.
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
-        dp_rank, dp_size: This rank's place in the data parallel axis.
+        dp_rank, dp_size: This rank's index on the data parallel axis, and the axis's size.
     """
 
     global_batch: int
@@ -67,7 +67,6 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
 
     Args:
         rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
-        micro_batch: Rows in a micro-batch.
         end_id: Input after the last document of a row, where there is no target.
         doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
     """
@@ -91,7 +90,7 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
 
 
 Skips = tuple[tuple[int, int], ...]
-"""Steps, ascending, and for each the number of batches that the run leaves out after it."""
+"""Pairs of a step, ascending, and the number of batches that the run leaves out after the step."""
 
 
 def left_out(skips: Skips, first: int, last: int) -> int:
@@ -107,15 +106,10 @@ class Loader:
     the middle of a batch. Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
 
     Args:
-        samples: The rows.
-        share: This rank's share of each global batch.
-        seed: Seed of the order of every epoch.
-        shuffle: True for a new random order in each epoch; False for the order of storage.
         origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
-        doc_mask: Batches have masks between documents.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
-        skips: Batches that are left out, where `origin` does not count them.
+        skips: Batches that are left out and that `origin` does not count.
     """
 
     # 8 arguments: the order has its origin, its end and its gaps
@@ -155,7 +149,7 @@ class Loader:
         return batch
 
     def cursor(self) -> dict[int, tuple[int, ...]]:
-        """Nothing: the rows of a step follow from its number."""
+        """Empty cursor: the rows of a step follow from its number."""
         return {}
 
     def progress(self, step: int) -> dict[str, float]:

@@ -38,7 +38,7 @@ class Mixture:
 
     @staticmethod
     def of(names: Sequence[str], weights: Sequence[float]) -> Mixture:
-        """Mixture by weights; without any, all corpora have equal shares."""
+        """Mixture by weights; without weights, all corpora have equal shares."""
         return Mixture(tuple(names), row_shares(weights or [1.0] * len(names)))
 
     @property
@@ -90,10 +90,9 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MixedSamples(Samples):
-    """Rows of several tables, mixed; the rows of each table are numbered after those of the tables before.
+    """Rows of several tables, mixed; the rows of each table are numbered after the rows of earlier tables.
 
     Args:
-        mixture: Corpus of each row.
         parts: Rows of each corpus, all of one length.
     """
 
@@ -143,10 +142,7 @@ def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[flo
     """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus.
 
     Args:
-        mixture: The corpora.
         num_rows: Rows that were trained on.
-        seq_len: Targets in a row.
-        epochs: Passes over each corpus.
     """
     values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):

@@ -19,7 +19,6 @@ class RowPacking:
         starts: (p,) first token of the piece in its document.
         lengths: (p,) tokens of the piece.
         rows: (p,) row of the piece, ascending.
-        num_rows: Rows.
         capacity: Tokens that a row can hold.
     """
 
@@ -45,7 +44,7 @@ class RowPacking:
 
 
 def best_fit(lengths: Counts, capacity: int) -> RowPacking:
-    """Pack documents by best-fit decreasing: the longest first, each into the fullest row that has room for it.
+    """Pack documents by best-fit decreasing: the longest first, each into the fullest row with enough room.
 
     A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
     document. The same lengths give the same rows. The time is that of a sort, plus one search in a bit mask of
@@ -55,7 +54,6 @@ def best_fit(lengths: Counts, capacity: int) -> RowPacking:
 
     Args:
         lengths: (n,) tokens of each document, 0 or more.
-        capacity: Tokens that a row can hold.
     """
     num_whole, rest = np.divmod(np.asarray(lengths, np.int64), capacity)
     documents = np.repeat(np.arange(num_whole.size), num_whole)
@@ -101,11 +99,10 @@ def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
 
 
 def best_fit_rows(counts: Counts, capacity: int) -> int:
-    """Rows that `best_fit` fills, from the number of pieces of each length; its time does not depend on their number.
+    """Rows that `best_fit` fills, from the number of pieces of each length; the time is independent of that number.
 
     Args:
         counts: (capacity,) number of rests of each length below `capacity`. Whole rows are not counted.
-        capacity: Tokens that a row can hold.
     """
     with_room = [0] * capacity
     mask, num_rows = 0, 0

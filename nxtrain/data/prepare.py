@@ -1,4 +1,4 @@
-"""Result of the preparation by one rank before training, and the check of token files, which need no further one."""
+"""Result of the preparation by one rank before training, and the check of token files, which need no preparation."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ class Prepared(BaseModel):
         train: Path or address of the corpus or the token file.
         validation: Stream of tokens; None if no text is held out.
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
-        tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
-        end_of_text: The tokenizer's token that ends a document; empty if unknown.
-        end_id: Id of that token; None if unknown.
-        trained: The tokenizer was trained on this data.
+        tokenizer_origin, end_of_text, end_id, trained, skipped: As in `nxtrain.data.dataset.Data`.
         fingerprint: Identity of the files' content.
         probe: Identities of the checked files: digests of samples of ids, or those of corpora.
         skipped: Skipped files, with the reason.

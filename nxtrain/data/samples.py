@@ -165,13 +165,9 @@ class FileSamples(Samples):
 
 
 class EndedSamples(Samples):
-    """Rows of a token file that somebody else has made, in which an id ends each document.
+    """Rows of a token file that nxtrain did not write, in which an id ends each document.
 
     Such a file has nothing else that tells its documents apart.
-
-    Args:
-        samples: The rows, without marks.
-        end_id: Id that ends a document.
     """
 
     def __init__(self, samples: Samples, end_id: int) -> None:
@@ -197,7 +193,7 @@ def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...]
     """Type and shape of the ids in an open .npy file, and the offset of the first id.
 
     Raises:
-        DataError: The file is no .npy array of numbers, or is stored column by column.
+        DataError: The file is not a .npy array of numbers, or is stored column by column.
     """
     path = opened.name
     try:
@@ -230,12 +226,10 @@ def _probe(num_rows: int, rows: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[str, str]:
-    """Identity of a table of ids in S3, and the digest of a sample; other rows are checked when they are read.
+    """Identity of a table of ids in S3, and a sample's digest. Other rows are checked at their read.
 
     Args:
-        file: The open object.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
-        vocab_size: Size of the vocabulary; every id must be below it.
 
     Raises:
         DataError: As for `check_table`, of the sample.
@@ -264,10 +258,7 @@ def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, voc
     """Read a table of ids from end to end and return the digest of its content.
 
     Args:
-        table: The ids of the file.
-        path: The file, for messages.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
-        vocab_size: Size of the vocabulary; every id must be below it.
 
     Raises:
         DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;
@@ -297,7 +288,7 @@ def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, se
 
 
 def _check_ids(ids: Tokens, numbers: Sequence[int] | NDArray[np.int64], path: Location, vocab_size: int) -> None:
-    """Refuse rows with an id outside of the vocabulary; names the first of them by its number in the file."""
+    """Refuse rows with an id outside of the vocabulary; the message names the first such row by its number."""
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         row, column = np.argwhere((ids < 0) | (ids >= vocab_size))[0]
         raise DataError(

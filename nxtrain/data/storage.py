@@ -1,4 +1,4 @@
-"""Files of corpora on disks and in S3, opened once and read at any offset; a read looks up no name.
+"""Files of corpora on disks and in S3, opened once and read at any offset. A read looks up no name.
 
 Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message.
 """
@@ -49,14 +49,11 @@ class DataFile(Protocol):
         """Value that differs after a change of the content in place."""
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads, in another thread if the storage is far; otherwise not at all."""
+        """Call a function that reads ahead, in another thread, if the storage is S3; do nothing for a disk."""
 
 
 class LocalFile:
     """A file of a disk.
-
-    Args:
-        path: The file.
 
     Raises:
         OSError: The file is absent, not a regular file, or cannot be opened.
@@ -69,11 +66,11 @@ class LocalFile:
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `DataFile`."""
+        """Read bytes into a view; see `DataFile.read`."""
         return os.preadv(self._file, [view], start)
 
     def version(self) -> object:
-        """See `DataFile`."""
+        """Value that differs after a change of the content in place."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
@@ -85,8 +82,7 @@ class RemoteFile:
     """An object of S3, whose bytes come to this node when they are read.
 
     Args:
-        address: Address of the object.
-        cache: Folder of this node that keeps blocks; None: nothing is kept, and each read is a request.
+        cache: Folder of this node for blocks; None: blocks are not stored, and each read is a request.
 
     Raises:
         DataError: The object is absent, or the folder cannot be written.
@@ -110,7 +106,7 @@ class RemoteFile:
         return self._object.tag
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `DataFile`."""
+        """Read bytes into a view; see `DataFile.read`."""
         try:
             return self._object.read(view, start)
         except DamagedError as error:
@@ -123,7 +119,7 @@ class RemoteFile:
         return self.tag
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """See `DataFile`."""
+        """Call a function that reads ahead; see `DataFile.ahead`."""
         if isinstance(self._object, CachedObject):
             self._object.ahead(read, *args)
 
@@ -151,10 +147,9 @@ class _RemoteStream(io.RawIOBase):
 
 
 def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
-    """Open a file that is read once, mostly from its begin to its end; nothing of an object of S3 is kept.
+    """Open a file that is read once, mostly in order. Blocks of S3 are not stored on this node.
 
     Args:
-        path: Path or address.
         buffer_bytes: Least bytes of a request to S3.
 
     Raises:
@@ -170,8 +165,7 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
     """Open a file.
 
     Args:
-        path: Path or address.
-        cache: Folder of this node for blocks of S3; None: they are not kept.
+        cache: Folder of this node for blocks of S3; None: blocks are not stored.
 
     Raises:
         DataError: The file is absent, is not a regular file, or may not be read.
@@ -201,7 +195,7 @@ def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
 
 
 def shards(path: Location) -> list[Location]:
-    """Files of a prepared corpus: the file itself, or those of a folder or a prefix, in order.
+    """Files of a prepared corpus: the file itself, or the files of a folder or a prefix, in order.
 
     Raises:
         StorageError: S3 fails.

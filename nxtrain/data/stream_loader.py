@@ -1,4 +1,4 @@
-"""Loader of batches from lanes of rows that are packed while they are consumed; its state is the place of each lane."""
+"""Loader of batches from lanes of rows that are packed while consumed; its state is the position of each lane."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from nxtrain.common.errors import CheckpointError
 from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
 
 Place = tuple[int, ...]
-"""Place of a lane: an ordinal of its documents, and a token or a row.
+"""Position of a lane: an ordinal of its documents, and a token or a row.
 
-In a mixture the rows that the lane has given, and then those two numbers for each corpus.
+In a mixture: the rows that the lane has given, and then those two numbers for each corpus.
 """
 BEGIN: Place = (0, 0)
 MAX_LANES = 32
@@ -29,7 +29,7 @@ class Lane(Protocol):
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
+        """Position of the next row."""
         ...
 
     def row(self) -> NDArray[np.int32]:
@@ -39,13 +39,7 @@ class Lane(Protocol):
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """Order of the documents of every lane.
-
-    Args:
-        lanes: Number of lanes.
-        seed: Seed of the orders.
-        shuffle: True for a new random order of the documents in each epoch; False for the order of the corpus.
-    """
+    """Order of the documents of every lane."""
 
     lanes: int
     seed: int
@@ -65,22 +59,22 @@ class LaneSource(Protocol):
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
-"""Rows of lanes for a step, (rows_per_lane, S + 1) each, and the place after them, in the order of the lanes."""
+"""Rows (rows_per_lane, S + 1) of each lane for a step, and the position after them, in lane order."""
 
 
 class Lanes(Protocol):
     """Lanes of a rank, which give rows step by step."""
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places after them."""
+        """Rows of each lane for the next step, and the positions after the rows."""
         ...
 
     def stop(self) -> None:
-        """Interrupt a call of `rows` in another thread, where that may last."""
+        """Interrupt a call of `rows` in another thread, if the call may take long."""
         ...
 
     def close(self) -> None:
-        """Free what the lanes hold, once no thread calls `rows`."""
+        """Free the resources of the lanes, once no thread calls `rows`."""
         ...
 
 
@@ -88,8 +82,7 @@ class LocalLanes:
     """Lanes in this process.
 
     Args:
-        open_lane: Opens a lane, by its number, at a place.
-        places: Place of each lane.
+        open_lane: Opens a lane by its number, at a position.
         rows_per_lane: Rows of a lane in each step.
     """
 
@@ -100,7 +93,7 @@ class LocalLanes:
         self._rows_per_lane = rows_per_lane
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places after them."""
+        """Rows of each lane for the next step, and the positions after the rows."""
         del step  # the lanes know their places
         by_lane: dict[int, tuple[NDArray[np.int32], Place]] = {}
         for number, lane in self._lanes.items():
@@ -127,13 +120,10 @@ class StreamLoader:
     rows, and no others. Neither micro_batch nor dp_size changes the rows of a step.
 
     Args:
-        open_lanes: Opens lanes at their places, with the rows of a lane in each step.
+        open_lanes: Opens lanes at their positions, with the number of rows of a lane in each step.
         lanes: Number of lanes; divides the global batch.
-        share: This rank's share of each global batch.
-        end_id: Input after the last document of a row.
-        doc_mask: Batches have masks between documents.
-        places: Place of every lane of the first batch; empty for the begin of the corpus.
-        progress: Values for the record of a step, from the places of this rank's lanes.
+        places: Position of every lane at the first batch; empty for the begin of the corpus.
+        progress: Values for the record of a step, from the positions of this rank's lanes.
         skips: Batches that are left out, from the first batch on.
     """
 
@@ -162,13 +152,12 @@ class StreamLoader:
             self._places = {lane: places[lane] for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-        """Endless batches from the place of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
-
-        Args:
-            start_step: Step of the first batch; the places already are those of this step.
-            depth: Batches ahead of the consumer.
+        """Endless batches from the position of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
 
         A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
+
+        Args:
+            start_step: Step of the first batch; the positions are already those of this step.
         """
         lanes = self._open_lanes(self._places, self._rows_per_lane)
         pool = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-data")
@@ -185,12 +174,12 @@ class StreamLoader:
             lanes.close()
 
     def cursor(self) -> dict[int, Place]:
-        """Places after the last batch that was consumed, of the lanes of this rank."""
+        """Position of each lane of this rank after the last batch that was consumed."""
         return dict(self._places)
 
     def progress(self, step: int) -> dict[str, float]:
         """Values for the record of the step whose batch was consumed last."""
-        del step  # the places are those after it
+        del step  # the positions are those after the last batch
         return self._progress(self._places)
 
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
@@ -205,7 +194,7 @@ class StreamLoader:
 
 
 def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
-    """Cursor of a run, for its checkpoint: the place of every lane, from those that the ranks know."""
+    """Cursor of a run for its checkpoint: the position of every lane, joined from all ranks."""
     places: dict[int, Place] = {}
     for cursor in cursors:
         places.update(cursor)
@@ -215,11 +204,9 @@ def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
 
 
 def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[Place]:
-    """Places of a checkpoint's cursor; empty if the checkpoint has none.
+    """Positions in a checkpoint's cursor; empty if the checkpoint has none.
 
     Args:
-        cursor: The cursor.
-        lanes: Number of lanes.
         corpora: Corpora of the mixture; 0 without a mixture.
 
     Raises:

@@ -42,10 +42,6 @@ class TextTokenizer:
     """A tokenizer that fits the model.
 
     Attributes:
-        path: The `tokenizer.json`.
-        tokenizer: The loaded file.
-        end: Token that ends every document.
-        end_id: Id of `end`.
         dtype: Smallest type that holds all ids.
         digest: Identity of the file's content.
     """
@@ -69,7 +65,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes. Short texts may yield fewer than `vocab_size` entries.
 
     Args:
-        texts: Texts from which merges are learned.
         vocab_size: Most entries.
         path: The `tokenizer.json` to write.
 
@@ -94,11 +89,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
-    """Load a `tokenizer.json`, or the one in a folder.
+    """Load a `tokenizer.json`, or the file of that name in a folder.
 
     Args:
-        path: The file or its folder.
-        vocab_size: Entries of the model's vocabulary.
         end: Token that ends a document; empty: take it from the tokenizer's configuration, or guess it by name.
 
     Raises:
@@ -129,7 +122,7 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens whose names are known to end a text."""
+    """Ids of the tokens whose names usually mark the end of a text."""
     ids = map(tokenizer.token_to_id, _END_NAMES)
     return frozenset(number for number in ids if number is not None)
 

@@ -31,7 +31,7 @@ class WalkedFiles:
     failed: list[tuple[Path, OSError]] = field(default_factory=list)
 
     def add(self, path: Path) -> bool:
-        """Add an entry; returns True if it is a folder to walk."""
+        """Add an entry; return True if the entry is a folder to walk."""
         try:
             mode = path.stat().st_mode
             if stat.S_ISDIR(mode):
@@ -115,7 +115,7 @@ def matches(pattern: str) -> WalkedFiles:
 
 
 def _folders(above: tuple[str, ...], part: str) -> set[Path]:
-    """Folders in which a glob matches a part of its pattern: the folders above it, and for `**` all below them."""
+    """Folders that a part of a glob's pattern is matched in: the folders above, and for `**` all folders below."""
     start = Path(*above)
     if not above:
         names = ["."]

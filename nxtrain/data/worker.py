@@ -23,10 +23,10 @@ from nxtrain.common.process.signals import STOPPING
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, LocalLanes, Place
 
 LENGTH = struct.Struct("<Q")
-"""Head of an answer: bytes that follow."""
+"""Head of an answer: the number of bytes that follow."""
 
 MARK_BYTES = 4096
-"""Bytes of the file in which a worker notes the document that it reads."""
+"""Bytes of the file in which a worker notes the document under way."""
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -36,10 +36,6 @@ class WorkerTask:
     """Rows that a worker makes.
 
     Args:
-        source: Opens the lanes.
-        order: Order of the documents of all lanes.
-        places: Place of each lane of the worker.
-        rows_per_lane: Rows of a lane in each step.
         mark: Descriptor of the file for the document that is read.
     """
 
@@ -96,7 +92,7 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
 
 
 def _read(source: Any, size: int) -> bytes:
-    """Next bytes of standard input; their lack is the end of the rank."""
+    """Next bytes of standard input; the end of standard input ends the process, because the rank has ended."""
     content: bytes = source.read(size)
     if len(content) < size:
         os._exit(0)

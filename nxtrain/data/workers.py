@@ -1,7 +1,7 @@
-"""Worker processes of a rank that tokenize and pack, and the replacement of those that die or hang.
+"""Worker processes of a rank that tokenize and pack, and the replacement of dead or hung workers.
 
-The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the places
-after them. A new worker begins at the places of the last answer that was taken. The rows therefore do not depend on
+The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the positions
+after them. A new worker begins at the positions of the last answer that was taken. The rows therefore do not depend on
 the number of workers, nor on their deaths.
 """
 
@@ -34,19 +34,18 @@ _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 
 _START_S, _ENDING_S = 60.0, 5.0
-"""Further seconds for a worker that still starts, and seconds to be gone once it is killed."""
+"""Extra seconds for a worker that still starts, and seconds to wait for the end of a killed worker."""
 
 
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """Number of workers, and the treatment of those that fail.
+    """Number of workers, and the treatment of failed workers.
 
     Args:
         number: Processes; no more than lanes are started.
-        restarts: Times in a row that a worker is replaced without an answer of the new one.
+        restarts: Allowed replacements in a row without an answer of the new worker.
         timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung. A
             worker that still starts has a minute more.
-        rank: Rank of this process, for messages.
     """
 
     number: int
@@ -56,18 +55,11 @@ class WorkerPolicy:
 
 
 class _SilentError(Exception):
-    """Worker that gives no answer; the text says why."""
+    """Error of a worker that gives no answer; the text says why."""
 
 
 class DataWorker:
-    """A worker process, seen from its rank.
-
-    Args:
-        source: Opens the lanes.
-        order: Order of the documents of all lanes.
-        places: Place of each lane of the worker.
-        rows_per_lane: Rows of a lane in each step.
-    """
+    """A worker process, seen from its rank."""
 
     def __init__(self, source: LaneSource, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
         self._mark = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
@@ -106,7 +98,7 @@ class DataWorker:
         return os.pread(self._mark.fileno(), MARK_BYTES, 0).partition(b"\0")[0].decode(errors="replace")
 
     def answer(self, timeout_s: float) -> Answer:
-        """Next answer; another step is ordered.
+        """Take the next answer, and request another step.
 
         Raises:
             _SilentError: The worker has died, or hangs.
@@ -123,7 +115,7 @@ class DataWorker:
         return answer
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it is still there."""
+        """Send a signal to the process, if the process still runs."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
@@ -144,7 +136,7 @@ class DataWorker:
             self._requests.write(content)
 
     def _receive(self, timeout_s: float) -> None:
-        """Take the next bytes; a worker that reads another document does not hang."""
+        """Receive the next bytes; a worker that reads another document does not count as hung."""
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
         mark = self.mark
@@ -166,15 +158,7 @@ class DataWorker:
 
 
 class Workers:
-    """Workers of a rank; the rows of a step are those of `LocalLanes`.
-
-    Args:
-        source: Opens the lanes.
-        order: Order of the documents of all lanes.
-        policy: Number of workers, and the treatment of those that fail.
-        places: Place of each lane of this rank.
-        rows_per_lane: Rows of a lane in each step.
-    """
+    """Workers of a rank, which make the same rows as `LocalLanes`."""
 
     def __init__(
         self,
@@ -196,7 +180,7 @@ class Workers:
         self.members = [self._start(worker) for worker in range(number)]
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the places after them.
+        """Rows of each lane for the next step, and the positions after the rows.
 
         Raises:
             DataError, StorageError: The error of a worker.
@@ -240,10 +224,10 @@ class Workers:
             return answer
 
     def _replace(self, number: int, step: int, why: str, failures: int) -> None:
-        """Start a new worker at the places of the last answer.
+        """Start a new worker at the positions of the last answer.
 
         Raises:
-            WorkerError: The new one has failed as often as allowed.
+            WorkerError: The worker has failed more often than allowed.
         """
         old, policy = self.members[number], self._policy
         state = "it had read no document"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from nxtrain.common.process.clock import Instant
 
 MOST_POINTS, EXACT_POINTS = 48, 16
-"""Most points (step, training time) that a start keeps, and the number of its newest points that are never thinned."""
+"""Most points (step, training time) that a start stores, and the number of its newest points that are never thinned."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class TimeSpent:
         step: Last finished step.
         start_s: Time until the first finished step: imports, data, checkpoint, compilation.
         train_s: Time in the steps after the first.
-        eval_s: Time in evaluations.
         stall_s: Time in which training waited for checkpoints.
         saves: Number of committed checkpoints.
         save_stall_s: Time in which training waited for the committed checkpoints, except the wait for the last write.
@@ -48,13 +47,12 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run.
+    """One start of a run, from its launch to its last record.
 
     Args:
         resumed: Step of the checkpoint from which the start resumed.
         began: Start of the process.
         seen: Time of the last record.
-        spent: Time spent up to the last record.
         outcome: End of the start: `done`, `stopped`, `failed`, `killed`; empty while it runs.
         course: Finished steps at which the start saved, each with `train_s` up to the step; older ones are thinned.
         config: Fingerprint of the configuration.
@@ -73,7 +71,7 @@ class RunStart:
     stop: str = ""
 
     def train_s(self, step: int) -> float:
-        """Seconds of training up to a finished step; interpolated linearly between known steps."""
+        """Seconds of training up to a finished step; interpolated linearly between recorded steps."""
         # The first step counts as start.
         by_step = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
         points = sorted(by_step.items())
@@ -96,16 +94,13 @@ class Goodput:
     """Division of the time since a run's first start, in seconds. The parts add up to `wall_s`.
 
     Args:
-        starts: Number of starts.
         wall_s: Time since the first start, without the time between the end of a finished run and its next start.
         productive_s: Time in steps that no later start repeats; the first step of a start counts as start or restart.
         start_s: Time from the first start to its first finished step.
         lost_steps: Number of steps that a later start had to repeat.
         lost_s: Time in the lost steps.
-        detect_s: Time from the last progress of a failed start to its end, as far as known.
+        detect_s: Time from the last progress of a failed start to its end, as far as recorded.
         restart_s: Time from the end of a failed start to the first finished step of the next start.
-        checkpoint_stall_s: Time in which training waited for checkpoints.
-        eval_s: Time in evaluations.
         other_s: Time of a start after its last progress, without a failure: the last save, and the end.
     """
 
@@ -127,12 +122,12 @@ class Goodput:
         return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     def record(self) -> dict[str, float]:
-        """Keys by which fault drills are compared."""
+        """Goodput under the keys by which fault drills are compared."""
         keys = ("lost_steps", "lost_s", "detect_s", "restart_s", "goodput")
         return {key: round(getattr(self, key), 6) for key in keys}
 
     def __str__(self) -> str:
-        """One line for people; short parts are omitted unless they concern failures."""
+        """Goodput in one line for people; short parts are omitted unless they concern failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
             f"lost {steps} ({_time(self.lost_s)})": self.starts > 1,
@@ -193,7 +188,7 @@ def standing(starts: Sequence[RunStart]) -> list[int]:
 
 
 _SHOWN_S = 0.05
-"""Shortest part, in seconds, that the line shows: shorter ones round to 0.0 s."""
+"""Shortest part, in seconds, that the line shows: shorter parts round to 0.0 s."""
 
 
 def _time(seconds: float) -> str:

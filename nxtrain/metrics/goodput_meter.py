@@ -22,19 +22,16 @@ PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `TimeSpent` that counts their time."""
 
 RESTART_LINE_S = 60.0
-"""Seconds after the first step of a restart until the line about it; a run that ends sooner has its last line only."""
+"""Seconds from the first step of a restart to the line about it. A shorter run has its last line only."""
 
 
 @dataclass
 class GoodputMeter(RunObserver):
-    """Counts the time of a start, and writes it to the log of starts; only the leader of a run has a meter.
+    """Counts the time of a start for the log of starts; only the leader of a run has a meter.
 
     Args:
-        logs: Folder of the log.
-        print_line: Prints a line for people.
         began: Start of this process; None: the begin of training.
-        clock: Returns the current instant.
-        config: Fingerprint of the configuration, by which a crash loop is known.
+        config: Fingerprint of the configuration, by which a crash loop is recognised.
     """
 
     logs: Path
@@ -107,7 +104,6 @@ class GoodputMeter(RunObserver):
         """Record a committed checkpoint.
 
         Args:
-            stall_s: Seconds that training waited for the checkpoint.
             write_s: Seconds of the write after the wait.
         """
         if self._start is not None:
@@ -137,7 +133,7 @@ class GoodputMeter(RunObserver):
         goodput = self.read()
         self._log.add("end", self._start, goodput.record())
         self._log.replace(lambda: self._start)
-        if outcome != "failed":  # after a failure the next start prints the line, once it has gone on for a while
+        if outcome != "failed":  # after a failure the next start prints the line, once it has run for a while
             self.print_line(str(goodput))
 
     def read(self) -> Goodput:
@@ -159,7 +155,7 @@ class GoodputMeter(RunObserver):
             self._section = "start_s"
         self._spend(step=step)
         self._settle()
-        # The start before has printed its own line unless it failed.
+        # The previous start has printed its own line unless it failed.
         if first and self._past and self._past[-1].outcome in {"failed", "killed"}:
             self._line_due_s = self._settled + RESTART_LINE_S
         if self._settled >= self._line_due_s:

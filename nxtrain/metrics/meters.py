@@ -21,7 +21,8 @@ class Throughput:
     """Speed over one window of steps.
 
     Args:
-        tokens: Positions of all rows since the first step of the run, also those without a target, and resumed parts.
+        tokens: Positions of all rows since the first step of the run, including positions without a target and resumed
+            parts.
         tokens_per_s: Positions of the global batches of the window, per second.
         step_time_s: Mean seconds of a step.
         mfu: Model FLOPs per second over the peak of all devices; None when the peak is unknown.
@@ -44,7 +45,6 @@ class StepRecord:
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
-        lr: Learning rate of the update.
         throughput: Speed since the previous record.
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
@@ -90,7 +90,6 @@ class ThroughputMeter:
         flops_per_token: FLOPs of forward and backward for one token.
         peak_flops: FLOPs per second of all devices together; None when unknown.
         tokens: Positions of the rows before this process began.
-        clock: Seconds, monotonic.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the context from the window, such as that of evaluation and checkpoints.
+        """Exclude the time inside the context from the window, such as the time of evaluations and checkpoints.
 
         Pause only while the device's queue is empty, such as after a fetch; the queue's time is otherwise excluded too.
         """
@@ -139,10 +138,6 @@ class Pace:
     """Elapsed and remaining time of a run, pauses included.
 
     The first step only starts the measurement: its compilation and warm-up do not recur.
-
-    Args:
-        total_steps: Last step of the run.
-        clock: Seconds, monotonic.
     """
 
     def __init__(self, total_steps: int, *, clock: Clock = time.monotonic) -> None:

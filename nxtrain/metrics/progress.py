@@ -24,7 +24,7 @@ LINE_COLUMNS = 100
 _WIDEST_BAR, _NARROWEST_BAR = 20, 5
 
 _VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
-"""Texts of usual length."""
+"""Sample texts of usual length, for the width of the bar."""
 
 
 def open_progress(
@@ -36,7 +36,6 @@ def open_progress(
         total_steps: Last step of the run.
         resume_step: Steps finished before this process began.
         console: Console to draw on; None: standard error, because standard output is for results.
-        clock: Seconds, monotonic.
     """
     console = console or standard_error()
     if console.is_terminal and not console.is_dumb_terminal:

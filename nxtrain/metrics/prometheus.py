@@ -36,11 +36,11 @@ class PrometheusSink:
         replace_text(self._path, text_of(record, self._run), durable=False)
 
     def close(self) -> None:
-        """Leave the last record in the file."""
+        """Do nothing: the last record stays in the file."""
 
 
 def text_of(record: Mapping[str, Any], run: str) -> str:
-    """Text of a record; values that are not numbers are left out."""
+    """Text of a record in Prometheus' format; values that are not numbers are left out."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     lines = []
     for key, value in record.items():

@@ -16,7 +16,7 @@ KEPT = 10_000
 """Most records that wait in memory; the oldest are dropped first."""
 
 REST = 20.0
-"""Pause before a retry, in durations of the failed try: failing writes take at most a twentieth of the time."""
+"""Pause before a retry, in durations of the failed try. Failing writes thus take at most 1/20 of the time."""
 
 
 class Sink(Protocol):
@@ -32,15 +32,13 @@ class Sink(Protocol):
 
 
 class RetryingSink:
-    """Wrapper of a sink that reopens it after a failure, at the last step that was written.
+    """Wrapper that reopens a sink after a failure, at the last step that was written.
 
-    Messages report the begin and the end of a failure, not each step in between.
+    Messages report the begin and the end of a failure, not each step between them.
 
     Args:
-        name: Name of the sink in messages.
         open_after: Opens the sink after a step; the sink drops its records of later steps.
         resume_step: Last step whose record stays.
-        clock: Seconds, monotonic.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Observers of a run: each learns the run's progress on one rank, and none changes what the run computes."""
+"""Observers of a run: an observer follows the progress on one rank, and never changes what the run computes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class RunObserver:
         """Finish a step with its evaluation and its checkpoint."""
 
     def measure(self, step: int) -> Mapping[str, float]:
-        """Values to record with a step, after its numbers were read."""
+        """Values to record with a step, after the step's numbers were read."""
         return {}
 
     def beat(self) -> None:
         """Refresh files and displays; called a few times per second."""
 
     def stopping(self, why: str) -> None:
-        """Learn that the run stops after a step that is still to be agreed on.
+        """Note that the run stops, after a step that the ranks still have to agree on.
 
         Args:
             why: The signal, and the rank that received it.
@@ -66,11 +66,7 @@ class RunObserver:
 
 
 class Observers(RunObserver):
-    """Several observers as one; each call reaches them in their order.
-
-    Args:
-        observers: The observers.
-    """
+    """Several observers as one; each call reaches them in their order."""
 
     def __init__(self, *observers: RunObserver) -> None:
         self._observers = observers

@@ -12,7 +12,7 @@ WINDOW = 20
 
 
 class NormSpikes:
-    """Detector that takes the norm of one step after the other; the result depends on the norms only.
+    """Detector of spikes, which takes one norm per step; the result depends on the norms only.
 
     A step belongs to a spike if its norm is above the mean of the `WINDOW` norms before, by more than a threshold. A
     spike is a run of such steps. Norms that are not finite are ignored: such steps update nothing.
@@ -41,7 +41,7 @@ class NormSpikes:
         return self._lowest if math.isfinite(self._lowest) else None
 
     def see(self, step: int, norm: float) -> None:
-        """Add a step."""
+        """Add the norm of a step."""
         if not math.isfinite(norm):
             return
         mean = self.mean
@@ -72,7 +72,7 @@ class NormSpikes:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; an empty one starts from scratch."""
+        """Restore a result of `state`; an empty state starts from scratch."""
         self._before = deque(state.get("before", ()), maxlen=WINDOW)
         self._first, self._length = state.get("spike", (0, 0))
         self._ended = [(first, length) for first, length in state.get("ended", ())]

@@ -24,7 +24,7 @@ SUSTAINED = 10
 
 
 class Stability:
-    """Detector that takes one step after the other; its alarms depend on the numbers of the steps only.
+    """Detector of spikes and divergence, which takes the numbers of one step after the other.
 
     A spike is a value far above the median of the `WINDOW` values before it; spikes are reported, and normal in
     training. A run diverges when its smoothed gradient norm stays above `GROWTH` times its lowest value.
@@ -40,7 +40,7 @@ class Stability:
         self._grown = 0
 
     def see(self, loss: float, grad_norm: float) -> tuple[Literal["", "spike", "diverging"], str]:
-        """Add a step; returns the kind and the text of its alarm, both empty without an alarm.
+        """Add a step; return the kind and the text of its alarm, both empty without an alarm.
 
         Values that are not finite are ignored: such steps update nothing, and are reported as skipped steps.
         """
@@ -60,7 +60,7 @@ class Stability:
         return {"losses": [*self._losses], "norms": [*self._norms], "lowest": lowest, "grown": self._grown}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; an empty one starts from scratch."""
+        """Restore a result of `state`; an empty state starts from scratch."""
         self._losses = deque(state.get("losses", ()), maxlen=WINDOW)
         self._norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self._lowest = math.inf

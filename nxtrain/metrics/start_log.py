@@ -1,4 +1,4 @@
-"""Log of a run's starts, in the run folder: the end and the use of time of each; its size does not grow with the run.
+"""Log of a run's starts in the run folder, with their ends and use of time. Its size does not grow with the run.
 
 `logs/starts.jsonl` gets a line when a start begins and a line when it ends; the next start writes the end of a killed
 one. `logs/start.json` holds the current start so far, and is replaced as a whole. Each line describes a whole start.
@@ -25,18 +25,14 @@ from nxtrain.metrics.goodput import RunStart, TimeSpent
 from nxtrain.metrics.run_observer import Outcome, RunObserver
 
 REFRESH_S = 1.0
-"""Seconds between replacements of `start.json` while a start gets on."""
+"""Shortest time, in seconds, between replacements of `start.json` by a running start."""
 
 SHOWN_CHARACTERS = 300
 """Most characters of a start's last message that are recorded."""
 
 
 class StartLog:
-    """Writes the starts of a run; a failing disk loses lines of the log, but does not end the run.
-
-    Args:
-        logs: Folder of the files.
-    """
+    """Writes the starts of a run; a failing disk loses lines of the log, but does not end the run."""
 
     def __init__(self, logs: Path) -> None:
         self._current = logs / START_FILE
@@ -44,12 +40,12 @@ class StartLog:
         self._writing = Lock()
 
     def add(self, event: str, start: RunStart, more: Mapping[str, float] | None = None) -> str:
-        """Append the begin or the end of a start; return the error that keeps the line waiting, or an empty string."""
+        """Append the begin or the end of a start. Return the error that keeps the line waiting, or an empty string."""
         with self._writing:
             return self._starts.add({"event": event, **_line(start), **(more or {})})
 
     def replace(self, current: Callable[[], RunStart | None]) -> None:
-        """Replace `start.json` by the current start, if there is one; from any thread.
+        """Replace `start.json` by the current start, if there is one; callable from any thread.
 
         The file still describes the previous start until that start's end is in `starts.jsonl`.
         """
@@ -62,11 +58,7 @@ class StartLog:
 
 
 class StepFile(RunObserver):
-    """Last finished step in `start.json` on a disk without the log: that node's launcher counts restarts by it.
-
-    Args:
-        logs: Folder of the file.
-    """
+    """Writer of the last finished step to `start.json` on a disk without the log, for the launcher of that node."""
 
     def __init__(self, logs: Path) -> None:
         self._file = logs / START_FILE
@@ -96,11 +88,7 @@ class StepFile(RunObserver):
 
 
 def read(logs: Path) -> list[RunStart]:
-    """Read the starts of a folder; a last start without an end is known up to its last record.
-
-    Args:
-        logs: Folder of the files.
-    """
+    """Read the starts of a folder; a last start without an end is described up to its last record."""
     starts: list[RunStart] = []
     moments: set[tuple[str, float]] = set()
     for name in (STARTS_FILE, START_FILE):
@@ -111,7 +99,7 @@ def read(logs: Path) -> list[RunStart]:
 
 
 def last_step(logs: Path) -> int:
-    """Last finished step of the current start by its `start.json`; -1 if it is unknown."""
+    """Last finished step of the current start by its `start.json`; -1 without a readable file."""
     try:
         return int(json.loads(read_text(logs / START_FILE))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -139,7 +127,6 @@ def _take(starts: list[RunStart], moments: set[tuple[str, float]], line: Any) ->
     Args:
         starts: The starts, changed in place.
         moments: Boot and begin of each start, changed in place.
-        line: The line.
     """
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         spent = TimeSpent(**{key: line[key] for key in _SPENT})

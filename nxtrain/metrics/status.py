@@ -18,12 +18,7 @@ SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
 
 
 class Status:
-    """Texts for the newest record of a run.
-
-    Args:
-        total_steps: Last step of the run.
-        clock: Seconds, monotonic.
-    """
+    """Texts for the newest record of a run."""
 
     def __init__(self, total_steps: int, clock: Clock = time.monotonic) -> None:
         self.pace = Pace(total_steps, clock=clock)
@@ -45,7 +40,7 @@ class Status:
 
 
 def details(record: Mapping[str, Any]) -> list[str]:
-    """Further numbers of a record, the most important first; those that the record lacks are left out."""
+    """Texts of a record's other numbers, the most important first; numbers that the record lacks are left out."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     spent_s = sum(numbers.get(key, 0.0) for key in KINDS_S)
     texts = []
@@ -69,7 +64,7 @@ def details(record: Mapping[str, Any]) -> list[str]:
 
 
 def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
-    """Per cent of the time by kind of work; their sum is 100, since each is the difference of two rounded sums."""
+    """Per cent of the time by kind of work, as differences of rounded sums, so that the total is 100."""
     seconds = {"data": numbers.get("data_s", 0.0)}
     seconds |= {key[:-2]: numbers[key] for key in SECTIONS_S if key in numbers}
     seconds["waiting for ranks"] = numbers.get("waiting_s", 0.0)
@@ -84,7 +79,7 @@ def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
 
 
 def fitting(texts: Iterable[str], columns: int) -> str:
-    """The first details that fit into so many columns, each after two blanks."""
+    """Texts that fit into a number of columns, in order, each after two blanks."""
     text = ""
     for detail in texts:
         if len(text) + 2 + len(detail) > columns:

@@ -35,7 +35,6 @@ class TensorBoardSink:
     """Event files with one scalar per number, under the names of the metrics file.
 
     Args:
-        folder: Folder of the event files; made if absent.
         resume_step: Last step whose values stay; TensorBoard drops later values of earlier files.
 
     Raises:

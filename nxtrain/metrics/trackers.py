@@ -1,8 +1,9 @@
 """Records of a run for Weights & Biases and for MLflow, through their own packages.
 
-Both have one run for a run folder, whatever the number of its starts: an identity in the folder names it. A start that
-repeats steps logs them again, with the number of the step as a value. Weights & Biases writes in a process of its own,
-which loses records when the machine or the container is killed. The next start sends them again, from the metrics file.
+Both trackers have one run for a run folder, whatever the number of its starts: an identity in the folder names the
+tracker's run. A start that repeats steps logs them again, with the number of the step as a value. Weights & Biases
+writes in a separate process, which loses records when the machine or the container is killed. The next start sends
+these records again, from the metrics file.
 """
 
 from __future__ import annotations
@@ -30,12 +31,9 @@ class WandbSink:
     """Run of Weights & Biases; without network in mode `offline`, whose files `wandb sync` uploads later.
 
     Args:
-        folder: Folder of its files.
-        name: Name of the run.
-        config: Values of the configuration.
         mode: `offline` or `online`.
         records: Metrics file of the run, without steps after `resume_step`.
-        resume_step: Last step of an earlier start that counts.
+        resume_step: Last step of earlier starts whose record stays.
 
     Raises:
         OSError: The run cannot be opened.
@@ -77,7 +75,7 @@ class WandbSink:
         """Log the numbers of the record.
 
         Raises:
-            OSError: The run takes nothing.
+            OSError: The run accepts no record.
         """
         with _as_os_error("wandb"):
             self._run.log(numbers_of(record))
@@ -94,7 +92,6 @@ class MlflowSink:
 
     Args:
         folder: Folder for the identity of the run.
-        name: Name of the run.
         config: Values of the configuration, logged once as parameters.
         uri: Tracking store, such as `http://HOST:5000`.
 
@@ -141,7 +138,7 @@ class MlflowSink:
 
 
 def _sent_step(file: Path, resume_step: int) -> int:
-    """Last step that Weights & Biases has for certain: that from which the first start that did not end went on."""
+    """Last step that Weights & Biases certainly has: the resume step of the first start without an end."""
     if not file.exists():
         return resume_step
     text = read_text(file).strip()
@@ -155,7 +152,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def identity(folder: Path, begin: Callable[[], str]) -> str:
-    """Identity in a folder; if there is none, that of a new run, which `begin` makes."""
+    """Identity in a folder; without one, the identity of a new run, which `begin` makes."""
     file = folder / IDENTITY
     if file.exists():
         return read_text(file).strip()
@@ -180,7 +177,7 @@ def require(package: str, extra: str, key: str) -> None:
 
 @contextmanager
 def _as_os_error(package: str) -> Iterator[None]:
-    """Turn any failure of a tracker into the error that ends no run."""
+    """Turn any failure of a tracker into an OSError, which does not end the run."""
     try:
         yield
     except OSError:

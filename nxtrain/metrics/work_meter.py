@@ -1,4 +1,4 @@
-"""Meter of a rank's time by kind of work and section of the step, and of its peak memory, for the records of steps.
+"""Meter of a rank's peak memory, and of its time by kind of work and section of the step.
 
 Each moment between two records counts for one kind, so that the kinds add up to the time between the records. Sections
 are parts of `training`. On devices that compute asynchronously, the host's clock sees the device's work as waits while
@@ -14,10 +14,10 @@ from nxtrain.metrics.run_observer import RunObserver, Section, Work
 from nxtrain.metrics.work_timeline import WAITING, HostTimeline, WorkTimeline
 
 KINDS = ("data", "training", "vote", "log", "evaluation", "checkpoint")
-"""Kinds of work of a step; each has a key in the records, with `_s` after."""
+"""Kinds of work of a step; the key of a kind in the records ends in `_s`."""
 
 SECTIONS: tuple[str, ...] = get_args(Section)
-"""Sections of `training`; each has such a key too, where the timeline has them."""
+"""Sections of `training`; a section has a key of the same form, where the timeline measures sections."""
 
 SAME_WORK = ("data", "training", *SECTIONS)
 """Kinds that are equal work on all ranks of a stage, so that their times can be compared."""
@@ -27,7 +27,7 @@ class WorkMeter(RunObserver):
     """Counts seconds by kind of work.
 
     Args:
-        timeline: Timeline of this rank; None: the host's, without waits.
+        timeline: Timeline of this rank; None: the timeline of the host, without waits.
         peak_memory_bytes: Returns the peak memory of this rank; 0 if unknown.
     """
 
@@ -46,7 +46,7 @@ class WorkMeter(RunObserver):
         self._timeline.enter(name)
 
     def spent(self) -> dict[str, float]:
-        """Seconds of each kind so far, without those of the open piece; from any thread."""
+        """Seconds of each kind so far, without those of the open piece; callable from any thread."""
         return dict(self._timeline.spent)
 
     def measure(self, step: int) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Timelines of a rank: seconds by kind of work, by the host's clock or by events in the queue of its device.
+"""Timelines of a rank's kinds of work, by the host's clock or by events in the device's queue.
 
 Each moment belongs to one kind, so that the kinds add up to the time that has passed.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.diagnostics import DeviceEvent
 
 WAITING = "waiting"
-"""Waiting for other ranks, which counts for no other kind."""
+"""Kind of the waits for other ranks, which count for no other kind."""
 
 
 class WorkTimeline(Protocol):
@@ -42,7 +42,6 @@ class HostTimeline:
 
     Args:
         waited_s: Returns the seconds that the host has waited for other ranks so far.
-        clock: Seconds, monotonic.
     """
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0, clock: Clock = time.monotonic) -> None:
@@ -85,7 +84,7 @@ class EventTimeline:
             self._count()
 
     def wait(self, begins: bool) -> None:
-        """Begin or end a wait for other ranks; the piece around it goes on."""
+        """Begin or end a wait for other ranks; the piece of work around the wait goes on."""
         if begins:
             self._around = self._pieces[-1][0]
             self.enter(WAITING)

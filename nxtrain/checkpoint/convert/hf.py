@@ -49,7 +49,7 @@ _EXPORTED_FILES = (
     *COMPANIONS,
 )
 ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
-"""Function that fills a host tensor for each shard, some rows of a weight."""
+"""Function that fills a host tensor for each shard; a shard is some rows of a weight."""
 
 GENERATION_CONFIG = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -143,7 +143,7 @@ def nxtrain_to_hf(
 
 
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
-    """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    """Ids of special tokens by file of a Hugging Face folder: their only source in a folder without a tokenizer."""
     ids = {key: folder.config[key] for key in _IDS if folder.config.get(key) is not None}
     file = folder.path / GENERATION_CONFIG
     if not file.is_file():
@@ -165,9 +165,7 @@ def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_00
     """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder.
 
     Args:
-        folder: The weights.
         dst: Folder to make; an earlier export is replaced.
-        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
 
     Raises:
         ConfigError: `dst` holds files that no export wrote.
@@ -210,7 +208,7 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
-    """Copy a tokenizer, if it exists; return its tokens and ids for the begin and the end of a text, if known."""
+    """Copy an existing tokenizer; return its tokens and ids for the begin and the end of a text, if declared."""
     if not file.is_file():
         return {"bos": None, "eos": None}
     content = content_of(file)
@@ -232,7 +230,7 @@ def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str,
 
 @contextmanager
 def new_folder(dst: Path) -> Iterator[Path]:
-    """Make a draft folder for the caller to fill; it is renamed to `dst` on success, and removed on failure."""
+    """Make a draft folder for the caller to fill; success renames the draft to `dst`, and failure removes the draft."""
     staged: Path | None = None
     try:
         staged = directory.prepare(dst)

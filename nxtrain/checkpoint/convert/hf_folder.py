@@ -39,9 +39,7 @@ class HfFolder:
     """A folder with `config.json` and safetensors, in one file or several with an index.
 
     Attributes:
-        path: The folder.
         config: Content of `config.json`.
-        shapes: Shape of every tensor, by name.
         dtype: The narrowest type that holds all weights exactly.
 
     Raises:
@@ -68,7 +66,7 @@ class HfFolder:
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the tensors of the folder with those of a model.
+        """Compare the tensors of the folder with the tensors of a model.
 
         Args:
             wanted: Whole shape of every tensor of the model, by name.
@@ -93,7 +91,7 @@ class HfFolder:
         return part
 
     def fingerprint(self) -> str:
-        """Identity of the weights: name, shape and middle row of every tensor. A whole read would take minutes."""
+        """Identity of the weights: name, shape and middle row of every tensor. Reading all rows would take minutes."""
         parts = list[bytes]()
         for name, shape in sorted(self.shapes.items()):
             row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
@@ -107,18 +105,14 @@ class HfFolder:
 
 
 class Finiteness:
-    """Collects the tensors with values that are not finite during an import.
-
-    Args:
-        source: Origin of the tensors, for the message.
-    """
+    """Collector of the tensors with values that are not finite during an import."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
         self._found: dict[str, tuple[int, int]] = {}  # NaN and infinite values, by tensor
 
     def note(self, name: str, part: Tensor) -> None:
-        """Check some values of a tensor, and record those that are not finite."""
+        """Check some values of a tensor, and record values that are not finite."""
         # The extremes of a part are finite exactly if all its values are, and cost no memory.
         if not part.numel() or torch.stack(torch.aminmax(part)).isfinite().all():
             return
@@ -156,7 +150,6 @@ class HfWeights:
     Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
 
     Args:
-        table: Sharding of the parameters of this rank's stage.
         wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
 
     Raises:
@@ -183,7 +176,7 @@ class HfWeights:
                 self._finiteness.note(source, view)
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor, in its own type."""
+        """Read a whole tensor, in the type of the folder."""
         tensor = self._folder.read(name)
         self._finiteness.note(name, tensor)
         return tensor
@@ -204,7 +197,7 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
         hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no JSON object.
+        ConfigError: The file cannot be read, or does not hold a JSON object.
     """
     try:
         content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark
@@ -219,7 +212,7 @@ def read_object(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and wait until the disk holds it."""
+    """Write a JSON file, and sync it to the disk."""
     write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 

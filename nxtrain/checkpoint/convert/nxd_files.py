@@ -45,7 +45,7 @@ def rank_file(*, dp: int = 0, tp: int, pp: int) -> str:
 
 
 def find_tag(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the one of a folder of checkpoints that was finished last.
+    """Find the checkpoint of a path: the path itself, or the newest finished checkpoint of the folder.
 
     Raises:
         CheckpointError: There is no checkpoint, or it was not finished.
@@ -65,12 +65,7 @@ def find_tag(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Grid:
-    """The files of all ranks.
-
-    Args:
-        folder: Folder of the files.
-        dp, tp, pp: Parallel degrees.
-    """
+    """Files of all ranks, one for each combination of dp, tp and pp rank."""
 
     folder: Path
     dp: int
@@ -110,7 +105,7 @@ class Grid:
         return grid
 
     def reader(self) -> Callable[[int, int, int], Mapping[str, Any]]:
-        """Function that opens a file by its dp, tp and pp rank; it caches the files of about one stage."""
+        """Make a function that opens files by dp, tp and pp rank, and caches about one stage."""
 
         @lru_cache(maxsize=self.dp * self.tp)
         def opened(dp: int, tp: int, pp: int) -> Mapping[str, Any]:
@@ -120,7 +115,7 @@ class Grid:
 
 
 class TensorReference:
-    """Reference that torch-xla's serialization saves in place of a tensor; `tid` is the tensor's number."""
+    """Reference that torch-xla's serialization saves instead of a tensor; `tid` is the tensor's number."""
 
     tid: int
 

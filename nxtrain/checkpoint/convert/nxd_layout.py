@@ -48,9 +48,8 @@ class Param:
     """A parameter of one rank.
 
     Args:
-        name: Name in NxD's files.
         shape: Local shape.
-        blocks: Tensor's global name and box, for each box of entries that the parameter holds.
+        blocks: Global name of the tensor, and box, for each box of entries that the parameter holds.
     """
 
     name: str
@@ -74,14 +73,11 @@ class Param:
 
 @dataclass(frozen=True)
 class NxdLayout:
-    """Place of every tensor of a model on NxD's ranks.
+    """Sharding of every tensor of a model over NxD's ranks.
 
     Args:
         shapes: Whole shape of every tensor, by global name.
-        config: The family's configuration.
-        tp, pp: Parallel degrees.
         copies: Number of replicas of each K/V head; NxD's name is kv_size_multiplier or kv_shared_group_size.
-        qkv: Form of q, k and v.
         platform: Order of the replicated heads.
 
     Raises:

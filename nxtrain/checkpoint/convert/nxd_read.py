@@ -28,7 +28,7 @@ from nxtrain.config.schema import RunConfig
 
 FAMILY = "llama"
 OURS = "nxtrain"
-"""Key of NxD's user content that holds the metadata without a place in NxD's format."""
+"""Key of NxD's user content for the metadata that NxD's format cannot hold."""
 
 
 def nxd_to_nxtrain(

@@ -25,7 +25,6 @@ class NxdStates:
     Args:
         grid: Files of the state; dp is 1 without ZeRO-1.
         zero1: The state is sharded over dp.
-        step: Number of finished updates.
         dtype: Type of the running means; NxD's scripts for XLA_DOWNCAST_BF16 store float32 as float64.
     """
 
@@ -37,7 +36,7 @@ class NxdStates:
 
     @staticmethod
     def open(source: NxdWeights, folder: Path) -> NxdStates:
-        """Read the form of a folder's state, and compare it with the weights."""
+        """Read the format of a folder's state, and compare it with the weights."""
         grid = Grid.of(folder)
         if (grid.tp, grid.pp) != (source.grid.tp, source.grid.pp):
             degrees = f"tp {grid.tp}, pp {grid.pp} instead of tp {source.grid.tp}, pp {source.grid.pp}"

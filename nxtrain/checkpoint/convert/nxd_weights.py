@@ -22,12 +22,9 @@ from nxtrain.common.sharding import ShardBox
 
 @dataclass(frozen=True)
 class NxdWeights:
-    """The weights of a tag.
+    """Weights of a tag.
 
     Args:
-        grid: Files of the weights.
-        layout: Place of each tensor in the files.
-        dtype: Type of all weights.
         take_first: If replicas differ, take the first, as NxD's own converter does.
     """
 

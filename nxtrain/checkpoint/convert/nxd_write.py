@@ -69,19 +69,14 @@ class NxdTarget:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Settings of the optimizer that NxD saves next to its state.
-
-    Args:
-        optim: The `[optim]` section.
-        lr: Learning rate of the next update.
-    """
+    """Settings of the optimizer that NxD saves next to its state."""
 
     optim: OptimConfig
     lr: float
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """Settings of the next update, from the run's configuration; a checkpoint does not hold them.
+    """Settings of the next update from the run's configuration, since a checkpoint does not hold settings.
 
     Args:
         checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.
@@ -109,7 +104,6 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
     Args:
         src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
         dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
-        target: Layout of the ranks that will read the tag.
         rates: Settings of the optimizer, whose state is written; None: write the weights only.
 
     Returns:
@@ -162,9 +156,7 @@ class _Writer:
     """Writes the files of all ranks.
 
     Args:
-        layout: Place of each tensor on the ranks.
         dp: Number of ranks over which the optimizer's state is sharded.
-        zero1: The optimizer's state is sharded over dp.
     """
 
     src: Location
@@ -292,7 +284,7 @@ def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
 
 
 def _user_content(meta: Meta) -> dict[str, Any]:
-    """User content: the position at which NxD's scripts resume, with the data at its begin, and nxtrain's metadata."""
+    """User content: the position at which NxD's scripts resume, at the begin of the data, and nxtrain's metadata."""
     fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
     ours = meta.model_dump(mode="json", include=fields)
     return {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0, "cli_args": {}, OURS: ours}

@@ -1,4 +1,4 @@
-"""Adapters of fine-tuned models: PEFT's folders, our checkpoints of them, and base weights with the update added.
+"""Adapters of fine-tuned models: PEFT's folders, checkpoints of adapters, and base weights with the update added.
 
 A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors have our names with a prefix and a
 suffix. An update is the product of two matrices, and is added to the base when a weight is read.
@@ -37,7 +37,7 @@ from nxtrain.nn.lora import A, B, scale_of
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of the files of a PEFT folder."""
 _BLOCKS = ".layers."
-"""Part of the names of a block's weights, by which matrices in NF4 are told from embedding and head."""
+"""Part of the names of a block's weights, by which matrices in NF4 are distinguished from embedding and head."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _FINGERPRINT = "base_fingerprint"
 """Key of the weights' metadata, which PEFT does not read."""
@@ -58,7 +58,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "corda_config": (None,),
     "eva_config": (None,),
 }
-"""Values of keys of `adapter_config.json` that are understood; others change what an adapter computes."""
+"""Supported values of keys of `adapter_config.json`; other values change what an adapter computes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class Adapter:
     """Low-rank update of some weights of a model.
 
     Args:
-        config: Rank, scale and layers.
         tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`.
         base: Folder of the weights below; empty if unknown.
         base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
@@ -93,10 +92,7 @@ class Adapter:
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
-        """Check that a folder holds the weights that the adapter was trained next to, as far as that is known.
-
-        Args:
-            origin: The adapter, for messages.
+        """Check that a folder holds the weights that the adapter was trained on, as far as known.
 
         Raises:
             ConfigError: The folder holds other weights.
@@ -115,7 +111,7 @@ class MergedFolder(HfFolder):
     """A Hugging Face folder whose weights are read with the update of an adapter.
 
     Args:
-        dtype: Type of the merged weights, to which the folder's are rounded first; None: their own.
+        dtype: Type of the merged weights, to which the folder's weights are rounded first; None: the folder's type.
 
     Raises:
         ConfigError: The folder is unreadable, or lacks a weight with an update, or has another shape of one.
@@ -143,7 +139,7 @@ class MergedFolder(HfFolder):
         return wide.to(self.dtype)
 
     def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
-        """Read entries of the weights that the adapter was trained next to: those in NF4 restored."""
+        """Read entries of the weights that the adapter was trained on; weights in NF4 are restored."""
         is_quantized = self._adapter.config.method == "qlora" and len(self.shapes[name]) > 1 and _BLOCKS in name
         if not is_quantized:
             return super().read(name, dim, start, length)
@@ -160,10 +156,7 @@ class AdapterWeights:
     """Reader of this rank's adapters from a PEFT folder that fits the run.
 
     Args:
-        config: Rank, scale and layers of the run's adapters.
-        table: Sharding of the parameters of this rank's stage.
         wanted: Whole shape of every adapter matrix of the whole model, by name.
-        base: Folder of the weights below.
 
     Raises:
         ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.
@@ -327,10 +320,10 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     """Base weights of a PEFT folder with the update added.
 
     Args:
-        base: Folder of the base weights; None: that which the adapter names.
+        base: Folder of the base weights; None: the folder that the adapter names.
 
     Raises:
-        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained next to other weights.
+        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained on other weights.
     """
     adapter = read_adapter(folder)
     path = base or Path(adapter.base)

@@ -31,8 +31,6 @@ def write_streamed(
     All batches share one buffer: the allocator could otherwise keep the freed memory of earlier batches.
 
     Args:
-        file: A new file.
-        tensors: Whole tensors.
         read: Fills a host tensor for each shard; a shard is some rows of a tensor.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))

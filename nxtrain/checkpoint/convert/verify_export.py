@@ -31,8 +31,8 @@ EXACT = 1e-4
 """Largest difference of a score between two orders of summation in float32."""
 
 ROUNDING, WORST_ROUNDING = 1.5, 2.0
-"""Largest error of our scores, in units of that of transformers: over all tokens, and at the worst token. Errors are
-differences from transformers in float32 with the same weights."""
+"""Largest error of our scores, in units of the error of transformers: over all tokens, and at the worst token. Errors
+are differences from transformers in float32 with the same weights."""
 
 _TOKENS = 256
 
@@ -41,7 +41,7 @@ _ALONE = Mesh(1, 0)
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two implementations.
+    """Result of a comparison of two implementations.
 
     Args:
         difference: Largest difference of a score.
@@ -58,11 +58,10 @@ def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALO
     Every rank calls this.
 
     Args:
-        path: The checkpoint's folder.
         mesh: The axes of this rank, without a pipeline.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or is an adapter of other weights than those of its base.
+        CheckpointError: The checkpoint is damaged, or is an adapter of other weights than the base.
         ConfigError: The base of an adapter is unreadable.
     """
     meta = read_meta(path)
@@ -97,7 +96,7 @@ def _layers(backend: Backend, mesh: Mesh, dtype: torch.dtype) -> NativeLayers:
 def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
-    # A CPU computes no float16 attention, and float32 holds it exactly.
+    # A CPU computes no float16 attention, and float32 holds float16 exactly.
     dtype = folder.dtype
     if dtype == torch.float16:
         dtype = torch.float32
@@ -111,7 +110,7 @@ def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -
 
 
 def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
-    """Compare our scores with those of transformers on an exported folder.
+    """Compare our scores of an exported folder with the scores of transformers.
 
     Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
     For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
@@ -158,7 +157,7 @@ def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) ->
 
 @contextmanager
 def _without_device_choice() -> Iterator[None]:
-    """Drop torch-xla's line about its device: accelerate, which loads the weights, asks for the device's kind."""
+    """Suppress torch-xla's line about its device: accelerate, which loads the weights, asks for the device's kind."""
     root = logging.getLogger()
     root.addFilter(_is_no_device_choice)
     try:

@@ -1,4 +1,4 @@
-"""Joint actions of ranks on a shared folder: rank 0 or every rank acts, and any failure is raised on all."""
+"""Joint actions of ranks: rank 0 or every rank acts, and any failure is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Ranks:
     """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
 
     Args:
-        mesh: The axes of this rank.
         group: Group of all ranks that carries host objects; None: the default group.
     """
 
@@ -40,11 +39,10 @@ class Ranks:
         return self.mesh.rank == 0
 
     def on_leader(self, action: Callable[[], T], failure: str) -> T:
-        """Run an action on rank 0 while the others wait, and broadcast its result.
+        """Run an action on rank 0 while the other ranks wait, and broadcast its result.
 
         Args:
-            action: The action.
-            failure: Start of the message for an error that is no `NxtrainError`.
+            failure: Start of the message for an error that is not an `NxtrainError`.
 
         Raises:
             CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
@@ -66,8 +64,7 @@ class Ranks:
         """Run an action on every rank, and gather the results by rank.
 
         Args:
-            action: The action.
-            failure: Start of the message for an error that is no `NxtrainError`.
+            failure: Start of the message for an error that is not an `NxtrainError`.
 
         Raises:
             CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
@@ -94,7 +91,7 @@ class Ranks:
 
 
 def _readable(error: Exception, failure: str) -> NxtrainError:
-    """Turn an error into one for people, unless it is one already."""
+    """Turn an error into an `NxtrainError` for people; an `NxtrainError` is unchanged."""
     if isinstance(error, NxtrainError):
         return error
     readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")
@@ -104,12 +101,11 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
 
 @dataclass(frozen=True)
 class StorageScope:
-    """Sight of one path by all ranks: a folder that all nodes share, or a folder of each node.
+    """Ranks and their copies of one folder, which all nodes share or each node has at the same path.
 
     Args:
-        ranks: All ranks of the run.
-        leader: The rank that acts for all ranks that see the same folder as this rank.
-        number: Number of different folders; all ranks see one folder by default, and rank 0 leads.
+        leader: The rank that acts for all ranks with the same folder as this rank.
+        number: Number of different folders; 1: all ranks share one folder, and rank 0 leads.
     """
 
     ranks: Ranks
@@ -118,15 +114,15 @@ class StorageScope:
 
     @property
     def leads(self) -> bool:
-        """True if this rank acts in the folder."""
+        """True if this rank acts in its folder."""
         return self.leader == self.ranks.mesh.rank
 
     def over(self, ranks: Ranks) -> StorageScope:
-        """The same scope with another process group."""
+        """Copy of the scope with another process group."""
         return replace(self, ranks=ranks)
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
-        """Run an action on the leader of each folder while the others wait.
+        """Run an action on the leader of each folder while the other ranks wait.
 
         Returns:
             Results by leader, on every rank.

@@ -1,4 +1,4 @@
-"""Collectives over the process groups of `torch.distributed`, and a clock of the time spent waiting in them."""
+"""Collectives over the process groups of `torch.distributed`, and a clock of the waits in them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class WaitClock:
     """Clock of the time spent within its context.
 
     Attributes:
-        total_s: Seconds so far.
-        note: Called with True as a wait begins, and with False as it ends; None: nobody listens.
+        note: Called with True as a wait begins, and with False as the wait ends; None: no callback.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class WaitClock:
 
 
 WAIT_CLOCK = WaitClock()
-"""Time that the host waits in collectives of `torch.distributed`.
+"""Clock of the time that the host waits in collectives of `torch.distributed`.
 
 On devices with streams, the streams wait, and the host spends no time.
 """
@@ -77,7 +76,7 @@ class _Async:
 
 
 def _others(axis: Axis) -> Peers:
-    """The other ranks of an axis; gloo does not report which of them was lost."""
+    """Make the peers of an axis, which are all other ranks: gloo does not report the lost rank."""
     me = dist.get_rank()
     others = [rank for rank in axis.group_of(me) if rank != me]
     if len(others) == 1:
@@ -103,7 +102,7 @@ class _Traced:
 
 @dataclass(frozen=True)
 class PendingBucket:
-    """A bucket under way, as one flat tensor of tensors with these shapes."""
+    """A bucket under way, as one flat tensor of the tensors with these shapes."""
 
     flat: Pending[Tensor]
     shapes: list[torch.Size]
@@ -115,14 +114,7 @@ class PendingBucket:
 
 @dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
-    """A transfer between two ranks, which keeps its tensors alive.
-
-    Args:
-        works: Works of torch, under way.
-        result: Result of `wait`.
-        held: Tensor that is sent.
-        peer: The other rank.
-    """
+    """A transfer between two ranks, which keeps its tensors alive."""
 
     works: Sequence[dist.Work]
     result: Result_co
@@ -146,12 +138,9 @@ class C10dCollectives(Collectives):
     a rank's transfers in sequence on one stream. A receive that was started early would block a send to another rank,
     and could deadlock.
 
-    Args:
-        world: Number of ranks.
-
     Attributes:
         hang_timeout_s: Seconds that the process groups wait for a rank.
-        limit: The same in messages.
+        limit: The same limit as a text for messages.
 
     Source: torch 2.9, `ProcessGroupNCCL::pointToPoint` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
     """
@@ -174,7 +163,7 @@ class C10dCollectives(Collectives):
         return timedelta(seconds=self.hang_timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
-        """The process group of this rank on an axis."""
+        """Process group of this rank on an axis."""
         if axis.groups not in self._groups:
             if axis.size == self._world:
                 group = dist.group.WORLD
@@ -189,7 +178,7 @@ class C10dCollectives(Collectives):
         return self._groups[axis.groups]
 
     def _ordered(self, axis: Axis) -> dist.ProcessGroup:
-        """The group of an axis whose ranks must be ascending, since torch numbers the ranks of any group ascending."""
+        """Process group of an axis whose ranks must be ascending, since torch sorts the ranks of any group."""
         group = self.group(axis)
         assert axis.groups not in self._disordered, axis
         return group
@@ -229,14 +218,14 @@ class C10dCollectives(Collectives):
         return PendingBucket(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Copies of the tensors one after the other, in a type."""
+        """Flat copy of the tensors, one after the other, in a type."""
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
         return flat
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
-        """Start to sum a bucket in place."""
+        """Start the sum of a bucket over an axis, in place."""
         work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
         return _Async(work, flat, axis, scale)
 
@@ -280,7 +269,7 @@ class C10dCollectives(Collectives):
         return _Transfer(works, out, x, other).wait()
 
     def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:
-        """Global rank at a position of the axis, the peer for messages, and the group for transfers with it."""
+        """Global rank at a position of the axis, the peer for messages, and the process group between both ranks."""
         me = dist.get_rank()
         peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)

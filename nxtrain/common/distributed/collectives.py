@@ -26,7 +26,7 @@ class Pending(Protocol[Result_co]):
 
 @dataclass(frozen=True)
 class Done(Generic[Result_co]):
-    """A collective that needs no waiting."""
+    """Result of a collective that needs no waiting."""
 
     result: Result_co
 
@@ -52,7 +52,7 @@ class Collectives(ABC):
     lazy: bool = False
 
     def part(self) -> None:
-        """Break any hidden dependency between collectives, so that a NaN in one result cannot spread to later ones."""
+        """Break hidden dependencies between collectives, so that a NaN in one result cannot spread to later results."""
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
         """Reduce over the axis; may overwrite `x`."""
@@ -108,8 +108,7 @@ class Collectives(ABC):
         """Receive a tensor from the neighbour at position `source`; see `start_send`.
 
         Args:
-            like: Tensor of the shape and type that is sent. It may take part in the transfer, and keeps its values.
-            axis, source: Axis and position of the sender.
+            like: Tensor of the shape and type that is sent. The transfer may use the tensor, but keeps its values.
         """
 
     @abstractmethod

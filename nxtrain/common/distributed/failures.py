@@ -1,7 +1,7 @@
-"""Failures of a run: the first one, the loss of a peer, and the error that each rank reports.
+"""Failures of a run: the first failure, the loss of a peer, and the error that each rank reports.
 
-The first failure is kept in the store of the rendezvous. torchrun's agent holds that store, so that it outlives the
-ranks. A store that rank 0 holds ends with rank 0; each other rank then knows only the peer that it lost itself.
+The store of the rendezvous holds the first failure. If torchrun's agent holds that store, the store outlives the ranks.
+A store that rank 0 holds ends with rank 0; each other rank then knows only the peer that it lost itself.
 
 Every call is short: the calling rank has lost a peer, and other ranks wait for the caller to end.
 """
@@ -27,7 +27,7 @@ ANSWER_S = 3.0
 """Seconds to wait for the store; a reachable store answers within milliseconds."""
 
 GRACE_S = 2.0
-"""Most seconds between the timeouts of two ranks for their own peers: longer than one pipeline action."""
+"""Most seconds between the timeouts of two ranks for their peers: longer than one pipeline action."""
 
 SOON_S = 0.3
 """Most seconds between the detections of a dead rank by its neighbours, while other ranks wait for this one."""
@@ -37,17 +37,13 @@ LOOK_S = 0.02
 
 
 class FirstFailure:
-    """The first failure of a run, and the graph of waits between ranks when some hang.
-
-    Args:
-        store: Store of the rendezvous of this start.
-    """
+    """The first failure of a run, and the graph of waits between ranks when some hang."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("nxtrain/last_words", store)
 
     def publish(self, text: str) -> str:
-        """Publish a failure unless another rank did before; return the first one."""
+        """Publish a failure unless another rank did before; return the first failure."""
         first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
         return first or text
 
@@ -68,11 +64,11 @@ class FirstFailure:
         return call_with_timeout(seconds, look) or ""
 
     def who_hangs(self, rank: int, peer: int | None) -> int | None:
-        """The rank at the end of the chain of waits, which waits for no other; None if unknown.
+        """Rank at the end of the chain of waits, which waits for no other rank; None if unknown.
 
         Args:
             rank: This rank, which has waited for `peer` up to the time limit.
-            peer: The awaited rank. If it waited itself, it publishes this soon. None: any of several ranks.
+            peer: The awaited rank, which publishes soon if it waits too. None: any of several ranks.
         """
 
         def follow() -> int | None:
@@ -91,7 +87,7 @@ class FirstFailure:
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """Result of work in a thread; None if the work fails, or exceeds the time limit and is abandoned."""
+    """Call a function in a thread, and return its result; None if the call fails or exceeds the time limit."""
     done: list[Result] = []
     ended = Event()
 
@@ -113,9 +109,9 @@ _GONE = re.compile(
     r"|failed to pass monitoredBarrier|successfully reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
-"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone, the last two of a barrier.
+"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone. The last two are of a barrier.
 
-torch has this barrier before each collective under `recovery.debug=dist`. Of a rank that is late, the watchdog tells.
+torch has this barrier before each collective under `recovery.debug=dist`. The watchdog reports a rank that is late.
 """
 
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
@@ -124,12 +120,12 @@ _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that a rank waits for.
+    """Ranks that a rank waits for.
 
     Args:
         words: Name of these ranks in messages.
-        rank: The awaited rank; None: any of several.
-        limit: Time limit of the group in messages.
+        rank: The awaited rank; None: any of several ranks.
+        limit: Key or text of the group's time limit, for messages.
     """
 
     words: str
@@ -142,7 +138,7 @@ ANY = Peers("a rank that this one works with")
 
 @contextmanager
 def blaming(peers: Peers) -> Iterator[None]:
-    """Translate gloo's errors of a connection into the loss or hang of its other end; other errors are unchanged.
+    """Translate gloo's errors of a connection into the loss or hang of the other end; other errors are unchanged.
 
     NCCL raises no error here, since the stream waits: torch's watchdog ends the process after the same time limit.
 
@@ -159,7 +155,7 @@ def blaming(peers: Peers) -> Iterator[None]:
 
 
 def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:
-    """The loss or hang of a peer among the causes of an error; None if there is none."""
+    """Loss or hang of a peer among the causes of an error; None if there is none."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, LostPeerError | HangError):
@@ -173,14 +169,14 @@ def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError 
 
 
 def gone(peers: Peers, why: str) -> LostPeerError:
-    """Error for a peer that has ended; `why` is what this rank saw."""
+    """Error for a peer that has ended; `why` is the observation of this rank."""
     return LostPeerError(
         f"{peers.words} is gone: {why}. It died, or left early; its own last lines say why", peers.rank
     )
 
 
 def late(peers: Peers, why: str) -> HangError:
-    """Error for a peer that did not come within the time limit; `why` is what this rank saw."""
+    """Error for a peer that did not come within the time limit; `why` is the observation of this rank."""
     return HangError(
         f"{peers.words} did not come within {peers.limit}: {why}. "
         "It hangs, or does other work than was agreed; its own last lines say more",
@@ -198,10 +194,7 @@ class FailureReporter:
     """Reporter of the failure of one rank.
 
     Args:
-        store: Store of the rendezvous of this start.
-        rank: This rank.
-        hang_timeout_s: Seconds that ranks wait for each other.
-        words: Function from a rank to its name in messages.
+        words: Returns the name of a rank for messages.
     """
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
@@ -210,13 +203,10 @@ class FailureReporter:
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
-        """Publish why this rank fails; if it only lost a peer, return the peer's own failure. Takes a few seconds.
-
-        Args:
-            error: Exception that ended this rank.
+        """Publish the failure of this rank, or return the failure of the peer that this rank lost. Takes a few seconds.
 
         Returns:
-            The error to report: `error`, or the first failure of another rank. Repeated calls return the same one.
+            The error to report: `error`, or the first failure of another rank. Repeated calls return the same error.
         """
         if self._answer is None or self._answer[0] is not error:
             self._answer = error, self._explain(error)

@@ -1,6 +1,6 @@
 """Heartbeats of all ranks, in the store of the rendezvous and independent of collectives.
 
-The watchdog of each rank reads and writes heartbeats in a thread of its own, while the main thread may hang. A lost
+The watchdog of each rank reads and writes heartbeats in a separate thread, while the main thread may hang. A lost
 connection to the store is opened again.
 """
 
@@ -24,22 +24,19 @@ PATIENCE_S = 10.0
 """Seconds to wait for the store; a reachable store answers within milliseconds."""
 
 ANSWER_S = 1.0
-"""Seconds for ranks to answer after one declares a hang; each watchdog reads the store twice within them."""
+"""Seconds for ranks to answer after a declared hang; each watchdog reads the store twice within this time."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Heartbeat of a rank: the work that it does.
+    """Heartbeat of a rank: its step, its section of work, and its measured times.
 
     Args:
-        step: Present step.
-        section: Section of the step.
         age_s: Seconds since the rank entered the section.
-        waits: The rank waits for other ranks, as far as its stack shows.
-        point: Innermost frame of its main thread.
+        waits: True if the rank waits for other ranks, by its stack.
+        point: Innermost frame of the main thread's stack.
         counted: Number of steps whose work `spent` holds.
-        spent: Seconds of the rank by kind of work in these steps, waits for other ranks apart.
-        host: Name of the machine.
+        spent: Seconds of the rank by kind of work in these steps, without the waits for other ranks.
     """
 
     step: int
@@ -57,11 +54,10 @@ class Beat:
 
 
 class HeartbeatStore:
-    """Heartbeats, stop requests and hang reports of the ranks of one start, kept in the store of the rendezvous.
+    """Heartbeats, stop requests and hang reports of the ranks of one start, in the store of the rendezvous.
 
     Args:
         store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.
-        rank, world: This rank, and the number of ranks.
 
     Raises:
         RuntimeError: From every method, when the store is gone.
@@ -79,7 +75,7 @@ class HeartbeatStore:
         self._rank, self._world = rank, world
 
     def again(self) -> HeartbeatStore:
-        """The same store over a new connection; after a timeout, the old one may pair requests with wrong answers."""
+        """Copy of the store over a new connection; after a timeout, the old one may mix up answers."""
         return HeartbeatStore(self._own, self._rank, self._world)
 
     def beat(self, beat: Beat) -> None:
@@ -98,7 +94,7 @@ class HeartbeatStore:
         return int(self._store.add("received", amount))
 
     def calls(self) -> bool:
-        """True if some rank has asked for a stop or declared a hang."""
+        """True if any rank has asked for a stop or declared a hang."""
         return bool(self._store.check(["call"]))
 
     def ask_stop(self, why: str) -> None:
@@ -107,7 +103,7 @@ class HeartbeatStore:
         self._store.set("call", "")
 
     def stop_asked(self) -> str:
-        """Reason of the requested stop; empty: none is requested."""
+        """Reason of the requested stop; empty without a request."""
         return self._text("stop/why")
 
     def publish_begun(self, step: int) -> None:
@@ -122,22 +118,22 @@ class HeartbeatStore:
             self._store.set("stop/step", str(max(map(int, self._store.multi_get(keys)))))
 
     def stop_step(self) -> int | None:
-        """The step after which all ranks stop; None until it is decided."""
+        """Step after which all ranks stop; None until the step is decided."""
         text = self._text("stop/step")
         return int(text) if text else None
 
     def failure(self) -> str:
-        """The first published failure; empty if there is none."""
+        """First published failure; empty if there is none."""
         return self._first_failure.first()
 
     def declare_hang(self) -> bool:
-        """Declare a hang; True if this rank is the first to do so."""
+        """Declare a hang; return True if this rank is the first to do so."""
         first: str = self._store.compare_set("hang/by", "", str(self._rank)).decode()
         self._store.set("call", "")
         return first == str(self._rank)
 
     def hang_declared(self) -> bool:
-        """True if some rank has declared a hang."""
+        """True if any rank has declared a hang."""
         return bool(self._store.check(["hang/by"]))
 
     def answer(self, beat: Beat) -> None:
@@ -145,7 +141,7 @@ class HeartbeatStore:
         self._store.set(f"hang/{self._rank}", json.dumps(asdict(beat)))
 
     def answers(self) -> dict[int, Beat]:
-        """Answers to a declared hang from all ranks that give one in time."""
+        """Answers to a declared hang, from all ranks that answer in time."""
         missing, found = set(range(self._world)), dict[int, Beat]()
         limit = time.monotonic() + ANSWER_S
         while missing and time.monotonic() < limit:
@@ -162,7 +158,7 @@ class HeartbeatStore:
         return {rank: Beat(**json.loads(text)) for rank, text in texts.items() if text}
 
     def judge(self, verdict: str) -> None:
-        """Publish the verdict: the ranks that hang."""
+        """Publish the verdict on a hang: the ranks that hang."""
         self._store.set("hang/verdict", verdict)
 
     def verdict(self) -> str:
@@ -181,7 +177,7 @@ def _poll(work: Callable[[], str], seconds: float) -> str:
 
 
 class HeartbeatLink:
-    """A heartbeat store, as long as it answers.
+    """Connection to a heartbeat store, which may be lost and opened again.
 
     Args:
         store: The heartbeat store; None: the run has one rank, or no store.
@@ -200,11 +196,11 @@ class HeartbeatLink:
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the connection was lost; 0 while it works."""
+        """Seconds since the connection was lost; 0 while the connection works."""
         return time.monotonic() - self._lost_at if self._lost is not None and self.store is None else 0.0
 
     def lose(self) -> None:
-        """Give up the connection to the store, and open a new one: the store may have been slow only once."""
+        """Close the connection to the store, and open a new one: the store may have been slow only once."""
         if self.store is not None:
             self._lost, self.store, self._lost_at = self.store, None, time.monotonic()
         self.reach()

@@ -1,4 +1,4 @@
-"""Communication between the hosts of ranks, for runs whose own process group carries device tensors only."""
+"""Communication between the hosts of ranks, for runs whose main process group carries device tensors only."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ SHOWN_GRAPHS = 4
 """Most graphs that the message of a disagreement lists."""
 
 SOONER = 0.9
-"""Share of the time limit within which no rank can be late yet: a rank missing so early is gone."""
+"""Share of the time limit within which a missing rank cannot be late, and therefore is gone."""
 
 _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """A gloo process group of all ranks. Every rank makes one, and calls its methods in the same order.
-
-    Args:
-        hang_timeout_s: Seconds that a rank waits for the others.
+    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order.
 
     Attributes:
         group: The process group, which carries host tensors and objects.
@@ -77,7 +74,6 @@ class HostGroup:
         """Check that all ranks with the same program are about to run the same graph.
 
         Args:
-            work: Name of the work that this rank does.
             graph: Hash of the graph.
 
         Raises:
@@ -96,7 +92,7 @@ class HostGroup:
 
 
 def _missing(reason: str) -> list[int]:
-    """Ranks that a message of torch names. Only the first rank of a group knows them; the others lose that rank."""
+    """Ranks that a message of torch names. Only the first rank of a group gets the names; the others lose that rank."""
     found = _MISSING.search(reason)
     return [int(rank) for rank in found[1].split(", ")] if found else []
 
@@ -117,11 +113,10 @@ def _gone(reason: str, work: str) -> LostPeerError:
 
 
 def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Message about differences between ranks; empty if they agree.
+    """Message about differences of graphs between ranks; empty if the ranks agree.
 
     Args:
         found: Work and graph hash of each rank that should run the same graph, ascending.
-        world: Number of all ranks.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, seen in found.items():

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people when it fails."""
+"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people on failure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ SHOWN_RANKS = 8
 def meet(rank: int, world: int, timeout: timedelta) -> Store:
     """Wait for all ranks, and return the store of this start at the address in torchrun's variables.
 
-    An agent of torch keeps one store for all starts, with entries of earlier ones, such as addresses of ranks that are
-    gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may differ,
-    and `nxtrain.launch.torchrun` makes a store for each start.
-
-    Args:
-        rank, world: This rank, and the number of ranks.
-        timeout: Time that a rank waits for the others.
+    An agent of torch keeps one store for all starts, with entries of earlier starts, such as addresses of ranks that
+    are gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may
+    differ, and `nxtrain.launch.torchrun` makes a store for each start.
 
     Raises:
         BackendError: The store cannot be reached, a rank does not come, or ranks differ in the number of ranks.

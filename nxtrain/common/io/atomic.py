@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written as a hidden draft next to its name, and renamed when it is complete.
+"""Atomic writes: a file is written as a hidden draft next to its name, and renamed once complete.
 
 A reader sees the old content or the new content. A process that is killed leaves a draft, which no reader opens.
 """
@@ -22,8 +22,8 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
     Args:
         path: The file; its folder exists.
         durable: Sync the content to the disk before the rename, and the name after the rename.
-        shared: Several processes may write the file at once, so that each draft has a name of its own, which stays if
-            the process is killed. Otherwise the next write replaces the draft of a killed process.
+        shared: Several processes may write the file at once, so that each draft has a unique name, which stays if the
+            process is killed. Otherwise the next write replaces the draft of a killed process.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,9 +1,9 @@
-"""An object of S3 in a sparse file on this node's disk, which gets each block when that block is read first.
+"""An object of S3 in a sparse file on this node's disk, which gets each block at its first read.
 
-An index next to the file has the checksum of every block that is there, and 0 for every other block. A block is written
-before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost
-another request and nothing else. All processes of a node share both files. A lock on a block's place in the index lets
-one of them fetch the block while the others wait.
+An index next to the file has the checksum of every block in the file, and 0 for every other block. A block is written
+before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost only
+another request. All processes of a node share both files. A lock on a block's entry in the index lets one process fetch
+the block while the others wait.
 
 Every request names the version of the object, so that all blocks are of one version. Another version has other files.
 """
@@ -30,13 +30,13 @@ from xxhash import xxh3_64_intdigest
 from nxtrain.common.io.object_store import S3Path, S3Source
 
 BLOCK_BYTES = 1 << 16
-"""Bytes of a block: the least that a request brings for a document that is shorter."""
+"""Bytes of a block, the least that a request brings, also for a shorter document."""
 
 RUN_BLOCKS = 32
 """Most adjacent blocks of one request, which bounds the memory of a reader."""
 
 _AHEAD = 16
-"""Reads ahead that are under way at once; a request takes tens of milliseconds, whatever its size."""
+"""Most concurrent reads ahead; a request takes tens of milliseconds, whatever its size."""
 
 _RESERVE_BYTES = 1 << 30
 """Free bytes that the cache leaves on its disk."""
@@ -48,12 +48,9 @@ class CachedObject:
     """An object of S3, read through a file of this node.
 
     Args:
-        address: Address of the object.
         folder: Folder of the node's files; made if it is absent.
 
     Attributes:
-        name: Address of the object.
-        num_bytes: Length of the object.
         tag: S3's identity of the object's content.
 
     Raises:
@@ -87,7 +84,7 @@ class CachedObject:
         """Read bytes from `start` on into `view`; return their number, 0 at the end.
 
         Raises:
-            DamagedError: The object is gone, or another version has taken its place.
+            DamagedError: The object is gone, or another version has replaced it.
             StorageError: S3 fails.
             OSError: The node's file cannot be read.
         """
@@ -102,7 +99,7 @@ class CachedObject:
         return os.preadv(self._file, [view], start)
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads, in another thread, so that its blocks are there when they are needed."""
+        """Call a function that reads, in another thread, so that its blocks are cached when they are needed."""
         if self._stores:
             self._pool.submit(read, *args)
 
@@ -117,7 +114,7 @@ class CachedObject:
         return pool
 
     def _missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """First and last + 1 of adjacent blocks between two bytes that this process has not yet found."""
+        """Ranges of blocks between two bytes that this process has not seen in the file yet: first, last + 1."""
         first = None
         if start >= stop:
             return
@@ -145,7 +142,7 @@ class CachedObject:
                 self._fetch(begin * BLOCK_BYTES, min(end * BLOCK_BYTES, self.num_bytes))
 
     def _fetch(self, start: int, stop: int) -> None:
-        """Fetch bytes, and keep them on this node."""
+        """Fetch bytes from S3, and write them to this node's file."""
         content, done = memoryview(bytearray(stop - start)), 0
         while done < len(content):
             done += self._source.read(content[done:], start + done)
@@ -158,7 +155,7 @@ class CachedObject:
             self._stores = False
 
     def _find(self, block: int) -> None:
-        """Note that a block is in the file as it was fetched, if so."""
+        """Record a block as cached if its bytes in the file match its checksum."""
         (checksum,) = _ENTRY.unpack(os.pread(self._index, _ENTRY.size, block * _ENTRY.size))
         if not checksum:
             return
@@ -186,7 +183,7 @@ class CachedObject:
             self._underway |= blocks
         length, offset = (last - first) * _ENTRY.size, first * _ENTRY.size
         try:
-            # Locks are of processes: one that waits for two others in a circle is refused, and fetches a block twice.
+            # Locks are of processes: a process in a circle of waits is refused, and fetches a block twice.
             with suppress(OSError):
                 fcntl.lockf(self._index, fcntl.LOCK_EX, length, offset)
             yield
@@ -203,7 +200,7 @@ def _digest(*parts: object) -> str:
 
 
 def _opened(path: Path, num_bytes: int) -> int:
-    """Open a file of a length for reading and writing, whichever process makes it."""
+    """Open a file of a length for reading and writing, and make the file if no other process has."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     os.ftruncate(file, num_bytes)
     return file

@@ -55,9 +55,9 @@ BLOCK_BYTES = 1 << 24
 
 _SECTOR_BYTES = 4096
 _DEPTH = 4
-"""Blocks in memory: one is filled or used, the others are transferred and checked."""
+"""Blocks in memory: one block is filled or used, the others are transferred and checked."""
 _READERS = 2
-"""Reader threads: one computes a checksum while the other reads from the disk."""
+"""Reader threads: one thread computes a checksum while the other reads from the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -67,7 +67,6 @@ class FileDigest:
     """Length and checksums of an undamaged file.
 
     Args:
-        num_bytes: Length of the file.
         block_bytes: Length of each block but the last.
         checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
     """
@@ -103,7 +102,6 @@ class ChecksummedWriter:
         """Append bytes.
 
         Args:
-            data: The bytes.
             stays: The caller keeps `data` unchanged until `close`, so that whole blocks are written without a copy.
         """
         rest = np.frombuffer(data, np.uint8)
@@ -197,9 +195,6 @@ class ByteSource(Protocol):
 class FileSource:
     """A file on a disk.
 
-    Args:
-        path: The file.
-
     Raises:
         DamagedError: The file is absent.
     """
@@ -213,7 +208,7 @@ class FileSource:
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `ByteSource`."""
+        """Read bytes; see `ByteSource.read`."""
         try:
             count = unsteady.read(lambda: self._read(view, start), self.name)
         except OSError as error:
@@ -231,20 +226,19 @@ class FileSource:
         return os.preadv(self._file, [view], start)
 
     def close(self) -> None:
-        """See `ByteSource`."""
+        """Close the file."""
         os.close(self._file)
 
 
 class ChecksummedReader:
-    """Reader of a file's blocks, each verified, with other copies of the file as fallbacks.
+    """Reader of a file's blocks, which verifies each block, with other copies of the file as fallbacks.
 
     Args:
-        copies: The file; or functions that open its copies, the nearest first. A copy is opened only when all before
-            it are damaged.
-        stored: Digest of the file at its writing.
+        copies: The file; or functions that open its copies, the nearest first. A copy is opened only if all copies
+            before are damaged.
 
     Attributes:
-        damage: Damage found in copies, each time replaced by content of a later copy.
+        damage: Damage in copies, which content of a later copy has replaced.
 
     Raises:
         DamagedError: All copies are absent, or of another length.
@@ -262,7 +256,7 @@ class ChecksummedReader:
             raise self.damage[-1]
 
     def blocks(self, wanted: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-        """Iterate over these blocks, in the order given, as pairs of offset in the file and content.
+        """Iterate over some blocks, in the order given, as pairs of offset in the file and content.
 
         A content is valid until the next iteration.
 
@@ -295,7 +289,7 @@ class ChecksummedReader:
             source.close()
 
     def _has(self, number: int) -> bool:
-        """True if there are more than `number` copies of the right length; copies are opened until there are."""
+        """True if more than `number` copies have the right length; copies are opened one by one for the answer."""
         with self._opening:
             while len(self._sources) <= number and self._unopened:
                 with suppress(DamagedError):
@@ -375,7 +369,7 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
-    """Read `length` bytes from `start` on into the begin of `view`, and return that part of it."""
+    """Read `length` bytes from `start` on into the begin of `view`, and return the filled part."""
     received = 0
     while received < length:
         count = source.read(view[received:], start + received)
@@ -405,7 +399,7 @@ def _open_to_read(path: Path) -> tuple[int, bool]:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Descriptor, and True if access bypasses the page cache."""
+    """Descriptor of a file, and True if access bypasses the page cache."""
     try:
         return os.open(path, flags | _DIRECT, 0o644), bool(_DIRECT)
     except OSError as error:

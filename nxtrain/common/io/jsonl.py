@@ -14,11 +14,10 @@ from nxtrain.common.io.regular import open_regular
 
 
 def append(file: Path, line: str) -> None:
-    """Append a line and sync it to the disk; a torn last line of the file is ended first.
+    """Append a line and sync it to the disk. A torn last line of the file gets its line feed first.
 
     Args:
         file: The file; its folder is made.
-        line: JSON.
 
     Raises:
         OSError: The line cannot be written.
@@ -59,7 +58,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def each(file: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file as `read` finds them, one after the other.
+    """Objects of a file as in `read`, one after the other.
 
     Raises:
         OSError: The file exists and cannot be read.
@@ -71,7 +70,7 @@ def each(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_begun(tail: bytes) -> bool:
-    """True if the bytes after a file's last line feed may be the begin of an object that is being written."""
+    """True if the bytes after a file's last line feed may begin an object that is being written."""
     return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
 
 
@@ -82,7 +81,6 @@ def keep_up_to(file: Path, key: str, last: int) -> None:
     that a crash loses no line.
 
     Args:
-        file: The file.
         key: Key of each line's integer, such as `step`.
         last: Last integer whose line stays.
 

@@ -1,7 +1,7 @@
 """Storage other than this node's disk: S3 addresses that are read like paths, and stores of files.
 
-A store holds a file completely or not at all. S3 shows complete objects only; in a folder, a file gets its name after
-it was read back and verified.
+A store holds a file completely or not at all. S3 shows complete objects only. In a folder, a file gets its name after
+the file was read back and verified.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class S3Path(str):
         return inner
 
     def __reduce__(self) -> tuple[type[S3Path], tuple[str]]:
-        """Pickled form, without the client: each rank opens its own."""
+        """Pickled form, without the client, since each rank opens a client."""
         return S3Path, (str(self),)
 
     @property
@@ -125,12 +125,7 @@ def open_source(file: Location) -> ByteSource:
 class S3Source:
     """An object of S3, read by ranges of one version.
 
-    Args:
-        address: Address of the object.
-
     Attributes:
-        name: Address of the object.
-        num_bytes: Length of the object.
         tag: S3's identity of the object's content.
 
     Raises:
@@ -147,10 +142,10 @@ class S3Source:
         self.num_bytes, self.tag = int(head["ContentLength"]), str(head["ETag"])
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `ByteSource`.
+        """Read bytes; see `ByteSource.read`.
 
         Raises:
-            DamagedError: The object is gone, or another version has taken its place.
+            DamagedError: The object is gone, or another version has replaced it.
         """
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
@@ -167,7 +162,7 @@ class S3Source:
         raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
-        """See `ByteSource`."""
+        """Close the connection."""
 
 
 class ObjectStore(Protocol):
@@ -178,13 +173,13 @@ class ObjectStore(Protocol):
         """The folder or prefix."""
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file, or of those below a folder, by name."""
+        """Length of every file of the store or of a folder, by name."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, or replace it."""
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """Upload a file of this node's disk, or replace it; every block is verified as it is read.
+        """Upload a file of this node's disk, or replace it; each read block is verified.
 
         Raises:
             DamagedError: The file, or the uploaded copy, differs from the digest.
@@ -225,7 +220,7 @@ class FolderStore:
         self.root = root
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """See `ObjectStore`."""
+        """Length of every file of the store or of a folder, by name."""
         # Checkpoints lie one folder deep; other folders of a shared disk, which may be large, are not walked.
         pattern = "*/*"
         if folder:
@@ -234,12 +229,12 @@ class FolderStore:
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
-        """See `ObjectStore`."""
+        """Write a small file, or replace it."""
         with self._draft(name) as draft:
             _write(draft, content)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """See `ObjectStore`."""
+        """Upload a file of this node's disk, or replace it; see `ObjectStore.upload`."""
         with self._draft(name) as draft:
             with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
                 for _, content in reader.blocks(range(len(stored.checksums))):
@@ -248,12 +243,12 @@ class FolderStore:
             verify(draft, stored)
 
     def download(self, name: str, target: Path) -> None:
-        """See `ObjectStore`."""
+        """Copy a file to this node's disk; see `ObjectStore.download`."""
         require_regular(self.root / name)
         shutil.copyfile(self.root / name, target)
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `ObjectStore`."""
+        """Delete files."""
         for path in [self.root / name for name in names]:
             path.unlink(missing_ok=True)
             if path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -266,11 +261,7 @@ class FolderStore:
 
 
 class S3Store:
-    """A prefix of an S3 bucket.
-
-    Args:
-        root: Address of the prefix.
-    """
+    """A prefix of an S3 bucket."""
 
     def __init__(self, root: S3Path) -> None:
         self.root = root
@@ -281,7 +272,7 @@ class S3Store:
             self._prefix = f"{prefix}/"
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """See `ObjectStore`."""
+        """Length of every file of the store or of a folder, by name."""
         prefix = self._prefix
         if folder:
             prefix = f"{self._prefix}{folder}/"
@@ -293,12 +284,12 @@ class S3Store:
         return sizes
 
     def put(self, name: str, content: bytes) -> None:
-        """See `ObjectStore`."""
+        """Write a small file, or replace it."""
         with explained(self.root):
             self._client.put_object(**(self.root / name).object, Body=content, **_CHECKSUM)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """See `ObjectStore`."""
+        """Upload a file of this node's disk, or replace it; see `ObjectStore.upload`."""
         from boto3.s3.transfer import TransferConfig
 
         # Each part is one or more blocks, so that only the parts in transfer are in memory.
@@ -316,14 +307,14 @@ class S3Store:
             raise DamagedError(target, f"it has {num_bytes:,} bytes instead of {stored.num_bytes:,}")
 
     def download(self, name: str, target: Path) -> None:
-        """See `ObjectStore`."""
+        """Copy a file to this node's disk; see `ObjectStore.download`."""
         address = self.root / name
         bucket, key = split(address)
         with explained(self.root), _absent_as_such(address):
             self._client.download_file(bucket, key, str(target), Callback=transferred.note)
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `ObjectStore`."""
+        """Delete files."""
         keys = [{"Key": self._prefix + name} for name in names]
         with explained(self.root):
             for first in range(0, len(keys), _DELETE):
@@ -360,7 +351,7 @@ class _UploadStream(io.RawIOBase):
 
 @contextmanager
 def _absent_as_such(address: S3Path) -> Iterator[None]:
-    """Raise FileNotFoundError for the error that the object does not exist."""
+    """Raise FileNotFoundError if S3 answers that the object does not exist."""
     try:
         yield
     except address.client.exceptions.ClientError as error:

@@ -1,7 +1,7 @@
 """Paths of configurations and commands: expansion of the home folder, and the one rule on addresses.
 
-S3 is the only storage that nxtrain reads and writes by address. Another scheme, or a misspelt one, would otherwise be
-the name of a new folder of this machine.
+S3 is the only storage that nxtrain reads and writes by address. Another scheme, or a misspelt address, would otherwise
+become the name of a new folder of this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def at_home(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Expand the home folder in a path; refuse addresses of other machines.
+    """Expand the home folder in a path; refuse addresses.
 
     Raises:
         ValueError: There is no such user, or the path is an address.
@@ -55,7 +55,7 @@ def local(path: str) -> str:
 
 
 def local_or_bucket(path: str) -> str:
-    """Expand the home folder in a path; accept addresses of S3, and refuse those of other services.
+    """Expand the home folder in a path; accept addresses of S3, and refuse addresses of other services.
 
     Raises:
         ValueError: There is no such user, or the path is an address of another service.
@@ -66,7 +66,7 @@ def local_or_bucket(path: str) -> str:
 
 
 def storage(path: str) -> str:
-    """As `local_or_bucket`, for a place that is also written, so that a copy fetched by hand is not a way out.
+    """Expand the home folder in a path, or accept an address of S3, for a location that is also written.
 
     Raises:
         ValueError: There is no such user, or the path is an address of another service.
@@ -83,7 +83,7 @@ def storage(path: str) -> str:
 
 
 def _meant(path: str, scheme: str) -> str:
-    """Hint for a misspelt address of S3 and for a path that is written as an address; empty for others."""
+    """Hint for a misspelt S3 address, or for a path written as an address; empty for other paths."""
     rest = path[len(scheme) :].lstrip(":/")
     if get_close_matches(scheme.lower(), ["s3"]):
         return f"; did you mean s3://{rest}?"
@@ -93,7 +93,7 @@ def _meant(path: str, scheme: str) -> str:
 
 
 def storage_path(text: str) -> Path:
-    """Path of `storage` that is not an address in S3.
+    """Path as `storage` returns, which is not an address in S3.
 
     Raises:
         ConfigError: As `local_path`.

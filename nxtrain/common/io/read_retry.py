@@ -1,4 +1,4 @@
-"""Storage that fails for a while: reads are retried, and unreadable files are not all taken for damaged ones."""
+"""Retries of reads from storage that fails for a while, and the difference between unreadable and damaged files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_S = 12.0
 
 
 class RetryBudget:
-    """Pauses left to retries of reads, and number of unreadable files, since the start of a process."""
+    """Pauses left for retries of reads, and number of unreadable files, since the start of a process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -42,7 +42,7 @@ class RetryBudget:
         """Call a read function, and retry errors of the storage.
 
         Raises:
-            OSError: The last try failed, or the error is not one of the storage.
+            OSError: The last try failed, or the error is not an error of the storage.
         """
         for pause_s in PAUSES_S:
             try:
@@ -57,7 +57,7 @@ class RetryBudget:
         """Refuse to quarantine a second unreadable checkpoint: two in one start mean that the storage fails.
 
         Raises:
-            CheckpointError: The file is unreadable, and so was one of another checkpoint before.
+            CheckpointError: The file is unreadable, and a file of another checkpoint was unreadable before.
         """
         self._unread += damaged.unread
         if damaged.unread and self._unread > 1:

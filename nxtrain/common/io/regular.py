@@ -19,7 +19,7 @@ _KINDS = {
 
 
 class NotRegularError(OSError):
-    """Something other than a regular file under a name that is to be read."""
+    """Error for a FIFO, socket or device under the name of a file to read."""
 
 
 def require_regular(path: Path) -> None:
@@ -27,7 +27,7 @@ def require_regular(path: Path) -> None:
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The path is absent, a folder, or cannot be looked at.
+        OSError: The path is absent, a folder, or cannot be examined.
     """
     _require(path, os.stat(path).st_mode)
 
@@ -40,7 +40,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
         flags: Flags of `os.open`, in addition to read-only.
 
     Returns:
-        A descriptor.
+        File descriptor.
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.

@@ -10,15 +10,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Thread, Generic[T]):
-    """Work in a thread.
-
-    Args:
-        name: Name of the thread.
-        work: The work; returns the result.
-
-    Attributes:
-        done: The work has ended.
-    """
+    """Work in a daemon thread, with a result or an error."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         super().__init__(name=name, daemon=True)
@@ -28,13 +20,13 @@ class BackgroundTask(Thread, Generic[T]):
         self.done = False
 
     def run(self) -> None:
-        """Do the work, in the thread or, without `start`, at once."""
+        """Do the work: in the thread, or at once if called without `start`."""
         try:
             assert self._work is not None
             self._results.append(self._work())
         except BaseException as error:  # `result` raises it
             self._error = error
-        self._work = None  # work that waited for an earlier task must not keep all of them in memory
+        self._work = None  # work that waited for an earlier task must not keep all tasks in memory
         self.done = True
 
     def result(self) -> T:

@@ -13,12 +13,12 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux; counts in sleep too,
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment on some machine.
+    """A moment on some machine, which later moments can be compared with.
 
     Args:
-        boot: Identity of the machine's boot; empty if it has none.
+        boot: Identity of the machine's boot; empty if the machine has none.
         up: Seconds that never run backwards, since the boot or, without an identity, since any time.
-        wall: Seconds since 1970, as people see it; it may jump.
+        wall: Seconds since 1970 by the wall clock, which may jump.
     """
 
     boot: str

@@ -1,4 +1,4 @@
-"""Console of a run, which goes on when its reader closes it."""
+"""Console of a run, which continues without output once its reader closes it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ class PipeSafeConsole(Console):
 
 
 _SHARED: list[tuple[TextIO, PipeSafeConsole]] = []
-"""Standard error and its console; a stream that replaces standard error gets a console of its own."""
+"""Standard error and its console; a stream that replaces standard error gets another console."""
 
 
 def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
     """Console on standard error for messages to people, without wrapping or highlighting.
 
     All callers share one console. A live bar of this console keeps its own line, below the lines that are printed.
-
-    Args:
-        quiet: Show nothing.
     """
     if quiet:
         return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=True)

@@ -21,7 +21,7 @@ LAST_S = 1.0
 """Seconds for printing the message, which needs Python's lock, before the hard exit."""
 
 OPENING_S, MEETINGS = 60.0, 3
-"""Seconds to claim the devices, and number of waits for other ranks meanwhile.
+"""Seconds to claim the devices, and number of waits for other ranks during the claim.
 
 Each of these waits has its own time limit and a more precise message.
 """
@@ -30,7 +30,7 @@ COMPILE_PATIENCE = 4.0
 """Factor of a hang limit for work that may compile: a compiler for an accelerator takes minutes for a graph."""
 
 CLOSING_S = 60.0
-"""Seconds to leave the process groups and to free the devices, when all is saved."""
+"""Seconds to leave the process groups and to free the devices, once all is saved."""
 
 
 def first_use_limit_s(hang_timeout_s: float) -> float:
@@ -39,7 +39,7 @@ def first_use_limit_s(hang_timeout_s: float) -> float:
 
 
 def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
-    """Limit of a process group in messages, with its key; `first_use`: graphs compile while ranks wait."""
+    """Limit of a process group in messages, with its key; with `first_use`, graphs compile while ranks wait."""
     if not first_use:
         return f"recovery.hang_timeout_s={hang_timeout_s:g} seconds"
     seconds = f"{first_use_limit_s(hang_timeout_s):g} seconds"
@@ -47,12 +47,7 @@ def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
 
 
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
-    """Open devices; if opening takes too long, the process ends with the exit code of a hang.
-
-    Args:
-        work: Opens the devices.
-        hang_timeout_s: Seconds that ranks wait for each other.
-    """
+    """Open devices; if opening takes too long, the process ends with the exit code of a hang."""
     seconds = OPENING_S + MEETINGS * hang_timeout_s
     message = f"error: {_me()}: its devices were not open, and the others not met, within {seconds:g} seconds"
     with bounded(seconds, message, HangError.exit_code):
@@ -63,8 +58,6 @@ def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseExc
     """Close devices; if closing takes too long, the process ends with the exit code of the run.
 
     Args:
-        work: Closes the devices.
-        seconds: Time limit.
         ended: Exception that ended the run; None: the run succeeded.
     """
     outcome = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
@@ -77,13 +70,7 @@ def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseExc
 
 @contextmanager
 def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
-    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit.
-
-    Args:
-        seconds: Time limit.
-        message: Printed at the limit.
-        code: Exit code of the process at the limit.
-    """
+    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit."""
     done, alarm = threading.Event(), HardExitTimer(code)
 
     def watch() -> None:

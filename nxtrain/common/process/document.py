@@ -14,13 +14,10 @@ STANDARD_ERROR = 2
 
 
 class DocumentStream:
-    """Standard output of a command that writes a document; all else that is printed goes to standard error.
+    """Standard output of a command that writes a document; all other output goes to standard error.
 
-    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays so until
-    the process ends, since a C library may write its buffer only then.
-
-    Args:
-        stream: Standard output, which gets the document.
+    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays
+    redirected until the process ends, since a C library may write its buffer only then.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -48,7 +45,7 @@ class DocumentStream:
         self._stream.flush()
 
     def give_back(self) -> None:
-        """Restore the file descriptor, for a program that takes the place of this one."""
+        """Restore the file descriptor, for a program that replaces this process."""
         if self._redirected >= 0:
             os.dup2(self._stream.fileno(), self._redirected)
 
@@ -59,17 +56,13 @@ def reserve_output() -> None:
 
 
 def give_output_back() -> None:
-    """Give standard output back before `execve`: the next program reserves its own."""
+    """Restore standard output before `execve`: the next program reserves its own."""
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.give_back()
 
 
 def write_document(content: object) -> None:
-    """Write the result of a command to standard output, as JSON.
-
-    Args:
-        content: Objects of JSON.
-    """
+    """Write the result of a command to standard output, as JSON."""
     text = json.dumps(content, indent=2) + "\n"
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.write_document(text)

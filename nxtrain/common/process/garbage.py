@@ -10,7 +10,7 @@ import atexit
 import gc
 
 STARTING = 1_000_000
-"""New containers after which a process that starts collects for the first time; the imports of a run make a third."""
+"""New containers before a starting process collects first, about three times as many as the imports of a run make."""
 
 _USUAL = gc.get_threshold()
 
@@ -25,9 +25,9 @@ def collect_rarely() -> None:
 
 
 def settle() -> None:
-    """End the start of this process: collect as usual, without visiting what it has imported.
+    """End the start of this process: collect as usual, without visiting the imported objects.
 
-    Nothing changes in a process that has not begun with `collect_rarely`.
+    Nothing changes in a process that did not call `collect_rarely`.
     """
     if gc.get_threshold()[0] == STARTING:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Place of this process in its job: the only code that reads the variables of torchrun's agent and of Slurm."""
+"""Placement of this process in its job: the only code that reads the variables of torchrun's agent and of Slurm."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of this process among the ranks and the starts of a job; a process started alone is rank 0 of 1.
+    """Ranks, machine and start of this process in a job; a process started alone is rank 0 of 1.
 
     Args:
-        rank: Rank of this process.
-        world: Number of ranks.
-        local_rank: Rank among those of this machine.
-        local_world: Number of ranks on this machine.
         restarts: Restarts of the ranks by the agent of this machine.
         is_requeued: True if Slurm started the job before.
         job: Job id of Slurm or run id of the agent, which distinguishes two identical commands; empty if there is none.
-        speaks_for_node: True if errors that all ranks of the node share are this rank's to print.
+        speaks_for_node: True if this rank prints the errors that all ranks of the node share.
         is_launched: True if a launcher set the rank.
         has_agent: True if an agent of torch started this process.
         uses_agents_store: True if the agents keep the store of the rendezvous.
@@ -53,7 +49,7 @@ class Placement:
         """Read the variables of torchrun's agent and of Slurm.
 
         Raises:
-            BackendError: A variable that must be a number is none, or no world has such a rank.
+            BackendError: A variable that must be a number is not a number, or no world has such a rank.
         """
 
         def number(name: str, default: int) -> int:
@@ -81,7 +77,7 @@ class Placement:
         return found
 
     def on_nodes(self, ranks: Iterable[int]) -> str:
-        """Words about the nodes of some ranks, counted from 0 as torchrun counts them; empty if the run has one."""
+        """Text about the nodes of some ranks, counted from 0 as torchrun counts them. Empty if the run has one node."""
         if self.world <= self.local_world:
             return ""
         nodes = sorted({rank // self.local_world for rank in ranks})
@@ -126,7 +122,7 @@ def _contradiction(place: Placement, environ: Mapping[str, str]) -> str:
 
 
 def _unusable(environ: Mapping[str, str]) -> str:
-    """Reason why a variable that other libraries read has no meaning; they would ignore it; empty if all have one."""
+    """Reason why a variable that other libraries read, and would ignore, has no meaning; empty if all have one."""
     port = environ.get("MASTER_PORT", "1")
     if not (port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT)) and 1 <= int(port) <= MAX_PORT):
         return f"MASTER_PORT={port[:SHOWN_CHARS]} is no port, which is a number from 1 to {MAX_PORT}"

@@ -1,4 +1,4 @@
-"""Progress of work that may take more than a few seconds: a live line on a terminal, elsewhere a line at intervals."""
+"""Progress of work that takes more than seconds: a live line on a terminal, elsewhere lines at intervals."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from nxtrain.common.process.console import PipeSafeConsole, standard_error
 from nxtrain.common.text import duration
 
 LINE_EVERY_S = 10.0
-"""Seconds until the first plain line, and between two."""
+"""Seconds until the first plain line, and between two lines."""
 
 REDRAW_S = 1.0
-"""Seconds until a live line appears, and between two states of it; a measurement next to it must not notice."""
+"""Seconds until a live line appears, and between redraws, which must not disturb a measurement."""
 
 
 class Progress:
-    """Progress on standard error from entering the context to leaving it; short work shows nothing.
+    """Progress on standard error within a context; short work shows nothing.
 
     A thread prints, so that the line also goes on while the work waits for one long call.
 
     Args:
-        label: The work in a few words.
         total: Amount of work in any unit; 0: unknown.
         on_terminals_only: Print no lines where standard error is not a terminal.
         console: Console to print on; None: standard error.
         clock: Seconds, monotonic.
-        line_every_s, redraw_s: Intervals of plain lines and of live lines.
 
     Attributes:
         total: Amount of work, which may become known later.
@@ -71,7 +69,7 @@ class Progress:
             self._thread.join()
 
     def show(self, done: float, label: str = "") -> None:
-        """Set the amount of work that is done and, if given, the words for the work under way."""
+        """Set the amount of finished work and, if given, the label of the work under way."""
         self._done, self._label = done, label or self._label
 
     def line(self) -> str:

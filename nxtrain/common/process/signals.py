@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Preemption by a cluster, Slurm's warning before it, an interrupt from the keyboard, a closed terminal."""
+"""Signals of preemption by a cluster, Slurm's warning before it, a keyboard interrupt, and a closed terminal."""
 
 REPEAT_S = 1.0
-"""Seconds after the first signal in which another is the same request by another way, such as through the agent."""
+"""Seconds after the first signal in which another counts as the same request, such as one through the agent."""
 
 
 class Signals:

@@ -20,7 +20,7 @@ _IN_A_THREAD = 2
 
 
 class _Event(ctypes.Structure):
-    """`struct sigevent`: the action when a timer expires."""
+    """C type `struct sigevent`: the action when a timer expires."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -33,7 +33,7 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """`struct itimerspec`: once, after seconds and nanoseconds."""
+    """C type `struct itimerspec`: one expiry, after seconds and nanoseconds."""
 
     _fields_ = (
         ("every_s", ctypes.c_long),
@@ -44,12 +44,9 @@ class _Times(ctypes.Structure):
 
 
 class HardExitTimer:
-    """Timer that ends the process unless it is set again in time; no-op on systems without POSIX timers.
+    """Timer that ends the process unless set again in time; without effect on systems without POSIX timers.
 
     A thread of the system's library calls `_exit`; Python and its locks are not involved.
-
-    Args:
-        code: Exit code of the process.
 
     Source: timer_create(2) and sigevent(7) of https://man7.org/linux/man-pages.
     """
@@ -92,7 +89,7 @@ PRINT_S = 0.5
 
 
 def answer_requests() -> None:
-    """Print the stacks at every `DUMP` signal; those that arrive while the interpreter shuts down are ignored.
+    """Print the stacks at every `DUMP` signal; signals while the interpreter shuts down are ignored.
 
     The stacks of a process whose threads all hang are printed, too, since no lock is taken. For the same reason
     CPython may crash while it walks a frame that is just being made. Of 14,000 signals to a process that ran Python
@@ -126,7 +123,7 @@ def show() -> None:
 
 
 def write(path: Path) -> None:
-    """Write the stacks to a file, making its folder."""
+    """Write the stacks to a file, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -15,7 +15,7 @@ from nxtrain.common.errors import BackendError
 
 
 class OutputError(BackendError, OSError):
-    """Standard output or standard error that cannot be written, such as a file on a full disk."""
+    """Error of standard output or standard error that cannot be written, such as a file on a full disk."""
 
 
 class PipeSafeStream:
@@ -36,7 +36,7 @@ class PipeSafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text; drop it if the reader is gone."""
+        """Write a text, or drop it once the reader is gone."""
         self._refuse()
         try:
             return self._stream.write(text)
@@ -45,7 +45,7 @@ class PipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the buffer; drop it if the reader is gone."""
+        """Flush the buffer, or drop it once the reader is gone."""
         self._refuse()
         try:
             self._stream.flush()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 LONG_S = 10**6
 PAGE_BYTES = 4096
 VALUES = ("nan", "inf", "spike")
-"""Kinds that change numbers of a step and let it go on."""
+"""Kinds that change numbers of a step, after which the step goes on."""
 _WORKER_SIGNALS = {"killworker": signal.SIGKILL, "stopworker": signal.SIGSTOP}
 
 
@@ -61,10 +61,10 @@ def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Requirements of a kind of fault.
+    """Arguments and possible points of a kind of fault.
 
     Args:
-        takes: Description of its arguments.
+        takes: Description of the arguments, for messages.
         check: Raises a ValueError for wrong arguments.
         points: Patterns of the points where the kind is possible; empty: everywhere.
     """
@@ -103,7 +103,6 @@ def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
 
     Args:
         kind: Kind of the fault, none of `VALUES`.
-        arguments: Arguments of the fault.
         args: Arguments of the function at the point.
     """
     if kind == "sleep":
@@ -121,7 +120,7 @@ def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
 
 
 def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tensor:
-    """Copy of a tensor times a factor, with its first entry replaced by `first` unless that is None.
+    """Copy of a tensor times a factor, with its first entry replaced by `first` unless `first` is None.
 
     The numbers are uploaded, so that on a lazy device a step with a fault has the same graph as one without.
     """

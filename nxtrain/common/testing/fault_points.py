@@ -28,7 +28,6 @@ class PatchPoint:
 
     Args:
         owner: `module` or `module:Class`.
-        attribute: Name of the function in its owner.
         when: Time of the fault: before the call, after the return, or in the middle of the written block.
     """
 
@@ -72,13 +71,9 @@ class Fault:
     """One parsed fault.
 
     Args:
-        kind: Name of the kind.
-        rank, step: Rank and step of the fault; None: all of them.
-        point: Name of the point.
-        arguments: Arguments of the kind.
+        rank, step: Rank and step of the fault; None: all ranks, all steps.
         after_bytes: With `ckpt_write`, number of bytes written before the fault.
-        repeats: True for a fault that fires after a restart again.
-        text: Text of the fault in the variable.
+        repeats: The fault fires again after a restart.
     """
 
     kind: str
@@ -96,7 +91,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of the variable.
+    """Parse the value of the variable `NXTRAIN_FAULTS`.
 
     Raises:
         ConfigError: The value is malformed.

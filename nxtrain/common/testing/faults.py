@@ -1,8 +1,8 @@
 """Fault injection for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run at these points.
 
-No other part of a run imports this module. If the variable is set, `nxtrain train` arms the faults: the functions at
-their points are wrapped. A fault fires once at a step and not again after a restart, since a file in run.dir/faults
-records it; `kind!` fires every time.
+No other part of a run imports this module. If the variable is set, `nxtrain train` arms the faults: it wraps the
+functions at their points. A fault fires once at a step and not again after a restart, since a file in run.dir/faults
+records the fault; `kind!` fires every time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
     """Wrap the functions at the points of the faults, for the rest of this process.
 
     Args:
-        text: Value of the variable.
-        run_dir: Folder of the run.
-        rank: Rank of this process.
+        text: Value of the variable `NXTRAIN_FAULTS`.
 
     Raises:
         ConfigError: The variable is malformed.
@@ -51,7 +49,6 @@ class _Armed:
     Args:
         faults: Faults of all ranks.
         folder: Folder with a file for each fault that has fired.
-        rank: Rank of this process.
     """
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
@@ -152,7 +149,7 @@ class _Armed:
                 fault_kinds.act(fault.kind, fault.arguments, args)
 
     def _fires(self, fault: Fault, step: int) -> bool:
-        """True if a due fault fires: it repeats, or it is its first time, which is recorded for the next start."""
+        """True if a due fault fires: a repeating fault always, others once, which is recorded for later starts."""
         if not fault.repeats:
             name = re.sub(r"[^\w!-]+", "-", fault.text.replace("*", "all"))
             self._folder.mkdir(parents=True, exist_ok=True)

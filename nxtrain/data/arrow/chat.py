@@ -58,7 +58,7 @@ class ChatTemplate:
     """Chat template of a tokenizer's folder.
 
     Args:
-        tokenizer: The tokenizer; a `chat_template.jinja` or `tokenizer_config.json` is next to its file.
+        tokenizer: A `chat_template.jinja` or `tokenizer_config.json` is next to its file.
 
     Attributes:
         digest: Identity of the template and of its special tokens.
@@ -79,14 +79,14 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def documents(self, messages: object) -> Iterator[tuple[bytes, int]]:
-        """Documents of a conversation: for each answer, all turns up to that answer, and the bytes before the answer.
+        """Documents of a conversation: all turns up to each answer, with the number of bytes before the answer.
 
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
 
         Raises:
-            BadRowError: The value is no conversation, the template refuses the conversation, or a turn spells a special
-                token.
+            BadRowError: The value is not a conversation, the template refuses the conversation, or a turn spells a
+                special token.
         """
         turns = _checked(messages)
         self._refuse_special(turns)
@@ -124,7 +124,7 @@ class ChatTemplate:
             raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
 
     def _refuse_special(self, turns: Sequence[Message]) -> None:
-        """Refuse text of a turn that would become a special token, such as an end of turn, or the mark of an answer."""
+        """Refuse text of a turn that spells a special token, such as an end of turn, or an answer's mark."""
         for number, turn in enumerate(turns, 1):
             if self._has_blocks and _ANSWER in turn["role"] + turn["content"]:
                 raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
@@ -137,7 +137,7 @@ class ChatTemplate:
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
-    """A copy of a tokenizer that reads special tokens in text."""
+    """Copy of a tokenizer that reads special tokens in text."""
     copy = Tokenizer.from_str(tokenizer.tokenizer.to_str())
     copy.encode_special_tokens = False
     return replace(tokenizer, tokenizer=copy)
@@ -154,7 +154,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
-    """Text of the template; a file of its own goes before the entry of the configuration."""
+    """Text of the template: from its separate file, else from the tokenizer's configuration."""
     file = tokenizer.with_name(TEMPLATE_FILE)
     if file.exists():
         try:

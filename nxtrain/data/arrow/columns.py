@@ -28,15 +28,15 @@ SHARD_KEY = b"nxtrain.shard"
 CHECKSUMS_KEY = b"nxtrain.checksums"
 
 CHECKSUMS = "xxh3-64"
-"""Checksums that a file has by the entry `CHECKSUMS_KEY`; files of earlier releases have neither."""
+"""Value of the entry `CHECKSUMS_KEY`: the kind of a file's checksums. Files of earlier releases lack the entry."""
 
 TEXT = "text"
 IDS = "ids"
 PROMPT = "prompt"
-"""Names of the columns; the last one, if it is there, has the length of each document's prompt, in bytes or tokens."""
+"""Names of the columns; the optional last column has the length of each document's prompt, in bytes or tokens."""
 
 SECTION_CHARS = 1 << 20
-"""Longest text that is encoded as one; a longer document is cut at ends of lines, which bounds the memory."""
+"""Longest text that is encoded in one call. Longer documents are cut at ends of lines, which bounds the memory."""
 
 Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -47,16 +47,14 @@ _ANY_VOCABULARY = 1 << 32
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices that decide the bytes of a prepared corpus, besides its sources.
+    """Settings of a preparation that, with the sources, determine the bytes of a prepared corpus.
 
     Args:
-        field: Field or column that holds the documents.
         lines: Each line of a text file is a document.
         tokenizer: Digest of the tokenizer; empty for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
         prompt: Field or column that holds the prompts; empty: none.
         chat: Digest of the template that writes conversations; empty: documents are text.
-        sections: Text files become a document for each of their sections.
     """
 
     field: str
@@ -68,14 +66,14 @@ class Settings:
     sections: bool = False
 
     def to_json(self) -> str:
-        """Settings as JSON, for the schema's metadata and the journal; the later ones are named where they are set."""
+        """Settings as JSON for the schema's metadata and the journal; optional settings appear only if they are set."""
         later = ("prompt", "chat", "sections")
         named = {key: value for key, value in asdict(self).items() if value or key not in later}
         return json.dumps(named, sort_keys=True)
 
 
 class Column(Protocol):
-    """A column that documents become."""
+    """Kind of column for the documents of a corpus."""
 
     @property
     def field(self) -> pa.Field:
@@ -91,7 +89,6 @@ class Column(Protocol):
         """Column of documents in UTF-8, and the lengths of their prompts in the unit of the column.
 
         Args:
-            texts: The documents.
             prompts: Bytes of each document's prompt.
         """
         ...
@@ -119,11 +116,7 @@ class TextColumn:
 
 
 class IdsColumn:
-    """Documents as token ids of the smallest of uint16 and uint32 that holds the vocabulary.
-
-    Args:
-        tokenizer: The tokenizer.
-    """
+    """Documents as token ids of the smallest of uint16 and uint32 that holds the vocabulary."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -166,7 +159,6 @@ def encode_prompted(
     A prompt is encoded apart from its answer, so that no token is of both.
 
     Args:
-        tokenizer: The tokenizer.
         texts: Documents in UTF-8.
         prompts: Bytes of each document's prompt.
     """

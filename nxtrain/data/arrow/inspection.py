@@ -1,4 +1,4 @@
-"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each way to pack it."""
+"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each kind of packing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
 
 _EXACT = 1 << 20
-"""Lengths below this are counted one by one, longer ones with 11 significant bits."""
+"""Lengths below this number are counted exactly, longer lengths with 11 significant bits."""
 
 _BITS = 11
 
@@ -39,7 +39,7 @@ _BATCH_DOCUMENTS = 1 << 16
 
 
 class Lengths:
-    """Distribution of lengths in memory that does not depend on their number."""
+    """Distribution of lengths, in memory of constant size."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(_EXACT, np.int64)
@@ -112,7 +112,7 @@ class PackingWaste:
         self._total += int(lengths.sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Waste as a share, rows, and number of cut documents of each way."""
+        """Waste as a share, rows and number of cut documents, by way of packing."""
         rows = max(0, self._total - 1) // self._seq_len
         wasted = float(self._total)
         if self._total > 1:
@@ -146,10 +146,7 @@ def inspect_corpus(
         path: The file, folder, object or prefix.
         seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
-        field: Field or column that holds the documents; of sources.
-        lines: Each line of a text file is a document; of sources.
-        only: Pattern that the names of a folder's files must match; of sources.
-        mixed: A folder may hold text next to other formats; of sources.
+        field, lines, only, mixed: As in `PreparationRequest`, for files that `prepare_corpus` reads.
         cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
@@ -186,9 +183,7 @@ def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], No
     """Compare every byte of a prepared corpus with its checksums.
 
     Args:
-        path: The file, folder, object or prefix.
-        cache: Folder of this node for blocks of S3.
-        progress: Gets the verified bytes, and those of all files.
+        progress: Called with the number of verified bytes, and the number of all bytes.
 
     Raises:
         ConfigError: There is no such path.

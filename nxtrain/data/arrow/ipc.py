@@ -1,7 +1,8 @@
 """Arrow IPC files that grow batch by batch, so that a killed writer goes on after the last whole batch.
 
-pyarrow writes a file from its begin to its end only: the footer holds the place of every batch. Messages are therefore
-appended one by one, and the footer is pyarrow's own for a file without a batch, with the list of batches replaced.
+pyarrow writes a file from its begin to its end only: the footer holds the location of every batch. Messages are
+therefore appended one by one, and the footer is pyarrow's own for a file without a batch, with the list of batches
+replaced.
 
 Reference: Arrow columnar format, "IPC File Format"; format/File.fbs for the footer.
 """
@@ -24,16 +25,15 @@ _BATCHES_FIELD = 3
 """Number of the footer's field `recordBatches`."""
 
 _BLOCK = struct.Struct("<qi4xq")
-"""Place of a batch, as the footer has it: offset, bytes of the metadata, bytes of the body."""
+"""Location of a batch in the format of the footer: offset, bytes of the metadata, bytes of the body."""
 
 
 class Block(NamedTuple):
-    """Place of a batch in a file.
+    """Location of a batch in a file.
 
     Args:
         offset: First byte of the message.
         metadata: Bytes of the message before its body.
-        body: Bytes of the body.
     """
 
     offset: int
@@ -47,7 +47,7 @@ def begin(schema: pa.Schema) -> bytes:
 
 
 def message(batch: pa.RecordBatch, offset: int) -> tuple[pa.Buffer, Block]:
-    """Bytes of a batch, and its place if they are written at an offset."""
+    """Bytes of a batch, and its location if the bytes are written at an offset."""
     content = batch.serialize()
     _, size = struct.unpack_from("<ii", content)
     metadata = 8 + size
@@ -74,7 +74,7 @@ def blocks_of(footer: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _batches_at(footer: bytes | bytearray) -> int:
-    """Place of the footer's reference to the list of batches."""
+    """Offset of the footer's reference to the list of batches."""
     (root,) = struct.unpack_from("<I", footer)
     (to_vtable,) = struct.unpack_from("<i", footer, root)
     (field,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * _BATCHES_FIELD)
@@ -82,7 +82,7 @@ def _batches_at(footer: bytes | bytearray) -> int:
 
 
 def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
-    """Flatbuffer of the footer: that of an empty file, whose reference to the batches is set to a vector at its end."""
+    """Footer of an empty file as a flatbuffer, whose reference is set to a list of batches at its end."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_file(sink, schema).close()
     empty = sink.getvalue().to_pybytes()

@@ -1,4 +1,4 @@
-"""Lanes of prepared corpora, opened in a rank or in a worker: of one corpus, or of a mixture of several."""
+"""Lanes of one prepared corpus or of a mixture of several, opened in a rank or in a worker."""
 
 from __future__ import annotations
 
@@ -29,11 +29,8 @@ class MixedLane:
     gets rows of every corpus, whatever the period of the mixture.
 
     Args:
-        mixture: Corpus of each row of the endless order.
-        open_part: Opens the lane of a corpus at a place, by the number of the corpus.
-        order: Number of lanes, and seed.
-        lane: Number of the lane.
-        place: Rows that the lane has given, and the place of each corpus; those that are absent begin.
+        open_part: Opens the lane of a corpus by the number of the corpus and the position in the corpus.
+        place: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class MixedLane:
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
+        """Position of the next row."""
         return self._given, *chain.from_iterable(part.place for part in self._parts)
 
     def row(self) -> NDArray[np.int32]:
@@ -78,16 +75,9 @@ class CorpusLanes:
     """Source of the lanes of prepared corpora.
 
     Args:
-        paths: The corpora.
         identities: Identities of the corpora that were checked.
         mixture: Shares of several corpora; None for one.
         tokenizer: The `tokenizer.json` of text; None for ids only.
-        end_of_text: Token that ends a document.
-        vocab_size: Entries of the model's vocabulary.
-        held_out: Share of the documents that are held out.
-        packing: Way to pack.
-        seq_len: Targets in a row.
-        cache: Folder of this node for blocks of S3.
     """
 
     paths: tuple[Location, ...]
@@ -105,7 +95,7 @@ class CorpusLanes:
         """Open the documents of each corpus.
 
         Raises:
-            DataError: A corpus differs from that which was checked.
+            DataError: A corpus differs from the checked one.
         """
         corpora = [PreparedCorpus(path, self.cache) for path in self.paths]
         for corpus, identity in zip(corpora, self.identities, strict=True):

@@ -37,12 +37,12 @@ BATCH_BYTES = 8 << 20
 """Bytes of text after which a batch ends."""
 
 BATCH_ROWS = 1 << 17
-"""Documents after which a batch ends, since short ones take more memory than their text."""
+"""Documents after which a batch ends, since short documents take more memory than their text."""
 
 MIN_SHARD_BYTES = 1 << 16
 
 SHOWN_BAD = 5
-"""Skipped rows that are shown; all of them are in the file of bad rows."""
+"""Most skipped rows that are shown; the file of bad rows has all skipped rows."""
 
 OnBad = Literal["stop", "skip", "skip binary"]
 
@@ -59,13 +59,11 @@ class PreparationRequest:
     Args:
         sources: Files and folders, objects and prefixes of S3.
         out: File to write, or folder of shards; its name ends in `.arrow`.
-        field: Field or column that holds the documents.
         lines: Each line of a text file is a document.
         only: Pattern that the names of a folder's files must match; empty: all.
         tokenizer: Tokenizer that makes ids of the text; None for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
-        on_bad: Treatment of a row without a document.
-        restart: Delete what is there under the name of `out`.
+        restart: Delete an earlier result or unfinished work under the name of `out`.
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
         mixed: A folder may hold text next to other formats.
@@ -88,16 +86,16 @@ class PreparationRequest:
 
 
 class Watcher:
-    """Observer of a preparation; each method does nothing."""
+    """Observer of a preparation; a method that a subclass does not override does nothing."""
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """The sources are known: their number by format, and the bytes of all."""
+        """Begin, once the sources are known: their number by format, and the bytes of all sources."""
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
-        """A batch is written; `num_bytes` of the sources are read."""
+        """Advance after a written batch; `num_bytes` of the sources are read."""
 
     def bad(self, text: str) -> None:
-        """A row is skipped."""
+        """Report a skipped row."""
 
     def asked_to_stop(self) -> str:
         """Name of the signal that asks for a stop; empty: none."""
@@ -109,8 +107,6 @@ class PreparationOutcome:
     """Result of a preparation.
 
     Args:
-        outputs: Names of the results.
-        summary: Content of the summary.
         is_new: False if an earlier call finished the same preparation.
     """
 
@@ -123,7 +119,7 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
     """Prepare a corpus; a killed preparation of the same request goes on and gives the same bytes.
 
     Raises:
-        ConfigError: Arguments that cannot be.
+        ConfigError: The arguments contradict each other or the sources.
         DataError: A bad row under the policy `stop`, an unknown format, no document at all, or results of other input.
         StorageError: The storage fails.
         StoppedBySignal: The watcher was asked to stop.
@@ -184,10 +180,7 @@ def source_rows(
     """Rows of all sources after a position, each with the number of its source.
 
     Args:
-        sources: The files.
-        fields: Fields or columns that make the documents.
-        lines: Each line of a text file is a document.
-        position: Place after the last row that is not wanted again.
+        position: Position after the last row to skip.
         progress: Gets the bytes of the sources that are read.
 
     Raises:
@@ -261,7 +254,7 @@ def _copy(
         texts.append(row.text)
         prompts.append(row.prompt)
         num_bytes += len(row.text)
-        # A place is after a whole row: all documents of a conversation go into one batch.
+        # A position is after a whole row: all documents of a conversation go into one batch.
         if row.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
             position = Position(number, row.row, row.offset)
             write()
@@ -305,7 +298,7 @@ def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: Pre
 
 
 def _check(request: PreparationRequest) -> None:
-    """Refuse arguments that cannot be.
+    """Refuse arguments that contradict each other or the sources.
 
     Raises:
         ConfigError: The output has another suffix, lies in a source, or is a source; or shards are too small.
@@ -351,10 +344,10 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
 
 
 def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
-    """Accept results of the same input; a work folder that a kill left behind them is deleted.
+    """Accept results of the same input, and delete a work folder that a kill left.
 
     Raises:
-        DataError: The file is of other sources or settings, or is none of ours.
+        DataError: The file is of other sources or settings, or was not written by a preparation.
     """
     first = outputs.out / shard_name(0) if outputs.out.is_dir() else outputs.out
     try:

@@ -35,16 +35,13 @@ class PreparedCorpus:
     """Documents of a prepared file, or of a folder of shards, on a disk or in S3.
 
     Args:
-        path: The file or the folder.
         cache: Folder of this node for blocks of S3.
 
     Attributes:
-        path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
         dtype: Type of the ids; bytes for text.
-        metadata: Entries of the schema's metadata.
 
     Raises:
         DataError: The path is not a prepared corpus, is damaged, or lacks shards.
@@ -111,10 +108,6 @@ class PreparedCorpus:
     def prompt(self, document: int, content: bytes) -> int:
         """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
 
-        Args:
-            document: Number of the document.
-            content: Bytes of the document.
-
         Raises:
             DataError: The document is shorter, or its prompt ends inside of a letter.
         """
@@ -148,7 +141,7 @@ class PreparedCorpus:
         return digest.hexdigest()
 
     def expect(self, documents: Iterable[int]) -> None:
-        """Begin to fetch documents that are read soon; those of a disk come fast enough."""
+        """Begin to fetch documents of S3 that are read soon; documents of a disk need no such call."""
         for document in documents:
             self._file_of(document).ahead(self._read, document)
 

@@ -22,11 +22,7 @@ _LINE_SECONDS = 10.0
 
 
 class ConsoleWatcher(Watcher):
-    """Progress on standard error: a bar on a terminal, else a line every ten seconds; leaving the context ends it.
-
-    Args:
-        signals: Stop requests of this process.
-    """
+    """Progress on standard error: a bar on a terminal, else a line every ten seconds, until the context ends."""
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
@@ -54,7 +50,7 @@ class ConsoleWatcher(Watcher):
             self._bar.start()
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
-        """Move the bar, or print a line if the last one is old."""
+        """Move the bar, or print a line if the last line is ten seconds old."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=num_bytes, description=f"{counts.documents:,} documents")
         elif time.monotonic() - self._shown >= _LINE_SECONDS:
@@ -96,7 +92,7 @@ class VerificationLines:
         self._console, self._shown = standard_error(), time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Print a line if the last one is old."""
+        """Print a line if the last line is ten seconds old."""
         if time.monotonic() - self._shown >= _LINE_SECONDS:
             self._shown = time.monotonic()
             self._console.print(f"verified {size(done)} of {size(total)} ({done / total:.0%})", markup=False)

@@ -1,4 +1,4 @@
-"""Rows of a corpus: the documents of its files, and rows that hold none, each with the place after it."""
+"""Rows of a corpus's files, with or without a document, each with the position after the row."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ DAMAGED = "truncated or damaged"
 
 
 class SourceRow(NamedTuple):
-    """A document.
+    """Document of a row, and its position in the file.
 
     Args:
-        text: The document in UTF-8.
         row: Number of the row in its file, from 1.
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
         prompt: Bytes of the prompt, with which the text begins.
@@ -52,14 +51,12 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """Rows without a document.
+    """Adjacent rows without a document.
 
     Args:
-        row: Number of the last of them in the file, from 1.
-        offset: Bytes of the uncompressed file up to their end; 0 for tables.
-        reason: Kind of the defect.
+        row: Number of the last row in the file, from 1.
+        offset: Bytes of the uncompressed file up to the end of the last row; 0 for tables.
         detail: The defect, with the values and the way out.
-        num_rows: Number of rows.
     """
 
     row: int
@@ -71,7 +68,7 @@ class BadRow(NamedTuple):
 
 @dataclass
 class FileProgress:
-    """Position of a reader in a file as it lies on the disk.
+    """Position of a reader in a file, in bytes of the file on the disk.
 
     Attributes:
         num_bytes: Bytes that the reader has passed, at most the size of the file.
@@ -81,7 +78,7 @@ class FileProgress:
 
 
 class BadRowError(Exception):
-    """Row without a document: reason and detail."""
+    """Error of a row without a document: reason and detail."""
 
 
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
@@ -114,7 +111,7 @@ class Fields:
 
         Args:
             values: Values of the fields: texts in UTF-8, or a conversation.
-            row, offset: Place of the row.
+            row, offset: See `SourceRow`.
 
         Raises:
             BadRowError: The values are not a conversation.
@@ -131,7 +128,7 @@ class Fields:
 
 
 DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
-"""Errors of pyarrow for a file that it cannot read; the last ones for names of columns and for negative lengths."""
+"""Errors of pyarrow for unreadable files; the last two for names of columns and for negative lengths."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -142,17 +139,13 @@ def is_damage(error: Exception) -> bool:
 def text_rows(
     source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
 ) -> Iterator[SourceRow | BadRow]:
-    """Rows of a text file or of JSON lines, compressed or not, after a place.
+    """Rows of a text file or of JSON lines, compressed or not, after a position.
 
     A text file is one row. With `lines` each of its lines that is not blank is a row, with `fields.sections` each
     section. Blank lines of JSON lines are not rows.
 
     Args:
-        source: The file.
-        fields: Fields of a JSON object.
-        lines: Each line of a text file is a document.
-        start: Row and offset of the last row that is not wanted again.
-        progress: Gets the position of the reader.
+        start: Row and offset of the last row to skip.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -214,10 +207,10 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
 
 
 def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """Lines after an offset, as of `split_lines`: a plain file is entered there, a compressed one is read up to there.
+    """Lines after an offset, in the form of `split_lines`; a compressed file is read from its begin.
 
     Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
-    place of a kill, since the piece with that end is lost.
+    moment of a kill, since the piece with that end is lost.
     """
     if not source.compression:
         file.seek(offset)
@@ -237,10 +230,8 @@ def split_lines(
     """Lines of a binary stream, each with the offset after it; None stands for a line above the limit.
 
     Args:
-        file: The stream.
         offset: Bytes before the stream's position.
         limit: Longest line in bytes.
-        chunk_bytes: Bytes that are read at once.
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False
@@ -269,10 +260,9 @@ def split_lines(
 
 
 def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
-    """Sections of a binary stream, each of which ends at the end of a line where it can.
+    """Sections of a binary stream; a section ends at the end of a line if it contains one.
 
     Args:
-        file: The stream.
         limit: Longest section in bytes.
     """
     held = b""
@@ -296,7 +286,7 @@ def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
 
 
 def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
-    """Rows of the sections of a text file after a row; the file ends for us with its first NUL byte."""
+    """Rows of the sections of a text file after a row; the first NUL byte ends the file."""
     position = 0
     for number, section in enumerate(split_sections(file), 1):
         begin = position
@@ -337,7 +327,7 @@ def _whole(file: Any) -> SourceRow | BadRow:
 
 
 def is_blank(text: bytes) -> bool:
-    """True for a document without any character but white space, which is that of `str.strip`."""
+    """True for a document of nothing but the white space that `str.strip` removes."""
     rest = text.lstrip()
     # The first character decides nearly every text, and takes at most four bytes.
     return not rest or (rest[:4].decode(errors="ignore")[:1].isspace() and rest.decode(errors="replace").isspace())

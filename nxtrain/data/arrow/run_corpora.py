@@ -1,4 +1,4 @@
-"""Corpora of a run: prepared ones, or one that the run makes of text or of the standard library."""
+"""Corpora of a run: prepared corpora, or a corpus that the run makes of text or of the standard library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
 
 _SKIPPED: dict[str, OnBad] = {"stdlib": "skip", "text": "skip binary"}
-"""Files that are left out: folders of text hold pictures too, and some modules of the library are not UTF-8."""
+"""Treatment of unusable files: folders of text hold pictures too, and some modules of the library are not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,9 @@ class RunCorpora:
     """Corpora of a run.
 
     Args:
-        corpora: The corpora, open.
         mixture: Their shares of the rows; None for one corpus.
         fraction: `data.validation_fraction`.
         is_text: The run has made the corpus of text or of the standard library.
-        name: Text in words, for lines.
-        skipped: Skipped files, with the reason.
     """
 
     corpora: Sequence[PreparedCorpus]
@@ -64,7 +61,7 @@ class RunCorpora:
 
     @cached_property
     def held_out(self) -> float:
-        """Share of all hashes below which documents are held out.
+        """Bound of the hashes below which documents are held out, as a share of all hashes.
 
         Few documents may have no hash below the fraction itself. Those of text are therefore held out in ascending
         order of their hashes until they hold the fraction of the text.
@@ -88,7 +85,7 @@ class RunCorpora:
         return (float(ascending[last]) + float(ascending[following])) / 2.0**65
 
     def parts(self, total: float) -> list[float]:
-        """Parts of a number by the shares of the corpora; their sum is not less."""
+        """Parts of a number in proportion to the shares of the corpora; their sum is at least the number."""
         if self.mixture is None:
             return [total]
         return [-(-total * share // self.mixture.period) for share in self.mixture.shares]
@@ -98,7 +95,6 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
     """Open the corpora of a run; text becomes a corpus in a folder first.
 
     Args:
-        config: The `[data]` section.
         workdir: Folder of the corpus of text.
 
     Raises:
@@ -156,7 +152,7 @@ class _TextWatcher(Watcher):
 
 
 def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Make the corpus of text or of the standard library, unless it is there; an unfinished one is continued.
+    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued.
 
     Raises:
         DataError: The text is missing, not UTF-8, empty, or changes while it is read.

@@ -29,19 +29,14 @@ _MAGIC = b"NXTSEAL1"
 
 
 class Damage(NamedTuple):
-    """Bytes of a block that differ from the written ones.
-
-    Args:
-        start: Offset of the first byte.
-        stop: Offset after the last byte.
-    """
+    """Range of bytes of a block that differs from the written bytes: `start` to `stop`, without `stop`."""
 
     start: int
     stop: int
 
 
 class DamagedBlockError(Exception):
-    """Block whose content differs from the written bytes, as its one argument `Damage`."""
+    """Error of a block that differs from the written bytes; the argument is the `Damage`."""
 
 
 class Sealing:
@@ -106,7 +101,6 @@ class CheckedFile:
     """A prepared file with checksums; each block is verified when one of its bytes is read first.
 
     Args:
-        file: The file.
         num_bytes: Bytes before the table of checksums.
     """
 
@@ -117,7 +111,7 @@ class CheckedFile:
         self.name, self.num_bytes = file.name, file.num_bytes
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `DataFile`.
+        """Read verified bytes; see `DataFile.read`.
 
         Raises:
             DamagedBlockError: A block's content differs from the written bytes.
@@ -152,15 +146,15 @@ class CheckedFile:
             self._version = version
 
     def table(self) -> bytes:
-        """Checksums of all blocks, which differ for every other content."""
+        """Checksums of all blocks, an identity of the content."""
         return bytes(read_exactly(self._file, ENTRY_BYTES * len(self._is_verified), self._covered))
 
     def version(self) -> object:
-        """See `DataFile`."""
+        """Value that differs after a change of the content in place."""
         return self._file.version()
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """See `DataFile`."""
+        """Call a function that reads ahead; see `DataFile.ahead`."""
         self._file.ahead(read, *args)
 
     def _verify(self, block: int) -> None:
@@ -175,10 +169,6 @@ class CheckedFile:
 
 def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
     """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
-
-    Args:
-        file: The file.
-        footer_start: Offset of the footer.
 
     Raises:
         DataError: The footer, the metadata of a batch or the seal differs from the written bytes.

@@ -65,11 +65,8 @@ class Source:
     """A file of a corpus.
 
     Args:
-        path: Path or address of the file.
         name: Name that does not depend on the folder of the corpus, for the fingerprint.
-        kind: Format.
         compression: Codec of pyarrow; empty for a plain file.
-        size: Bytes of the file.
         version: Size and time of the last change of a file, tag of an object.
         sample: Hash of parts of the content.
     """
@@ -86,7 +83,7 @@ class Source:
 def find_sources(
     arguments: Sequence[Location], only: str = "", mixed: bool = False, any_text: bool = False
 ) -> list[Source]:
-    """Find and recognise the files of a corpus, in the order of the arguments, those of a folder sorted by path.
+    """Find and recognise a corpus's files, in the order of the arguments, and sorted by path inside of a folder.
 
     Args:
         arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
@@ -120,7 +117,7 @@ def fingerprint(sources: Sequence[Source]) -> str:
 
 
 def versions(sources: Sequence[Source]) -> str:
-    """Identity of the files where they are: the times of their last changes, and the tags of objects."""
+    """Identity of this copy of the files: the times of their last changes, or the tags of objects."""
     return hashlib.blake2b(repr([source.version for source in sources]).encode(), digest_size=16).hexdigest()
 
 
@@ -170,7 +167,7 @@ def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> li
 
 
 def _is_dataset(state: Location, folder: Location) -> bool:
-    """True for the state of a folder of save_to_disk.
+    """True if a file is the state file of a folder of save_to_disk.
 
     Raises:
         DataError: The dataset selects rows by indices, which its files do not show.
@@ -187,7 +184,7 @@ def _is_dataset(state: Location, folder: Location) -> bool:
 
 
 def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
-    """Refuse text next to tables and JSON lines, which is mostly a README and no document."""
+    """Refuse text next to tables and JSON lines, because such text is mostly a README and not a document."""
     texts = [source for source in sources if source.kind == "text"]
     if texts and len(texts) < len(sources):
         other = next(source for source in sources if source.kind != "text")
@@ -199,7 +196,7 @@ def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
 
 
 def _recognise(path: Location, name: str, any_text: bool) -> Source:
-    """Read a file's begin and sample.
+    """Recognise a file's format, and read its sample.
 
     Raises:
         DataError: The format is unknown, or the file cannot be read.
@@ -233,7 +230,7 @@ def _recognise(path: Location, name: str, any_text: bool) -> Source:
 
 
 def _uncompressed(path: Location, compression: str) -> bytes:
-    """First bytes of a compressed file; empty if it is damaged, which reading reports."""
+    """First bytes of a compressed file; empty for a damaged file, which a later read reports."""
     try:
         with open_stream(path, _LOOK_BYTES) as raw:
             file = pa.PythonFile(raw, mode="r")
@@ -244,7 +241,7 @@ def _uncompressed(path: Location, compression: str) -> bytes:
 
 
 def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
-    """Format of a file by its first bytes, and by its suffix where these fit several."""
+    """Format of a file by its first bytes, or by its suffix if the bytes fit several formats."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(MAGIC):
@@ -252,7 +249,7 @@ def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
     if head.startswith(b"\xff\xff\xff\xff"):
         return "arrow stream"
     by_name = _NAMES.get(suffix)
-    if by_name in {"parquet", "arrow", "jsonl"}:  # an empty or damaged one is reported when it is read
+    if by_name in {"parquet", "arrow", "jsonl"}:  # a later read reports an empty or damaged file
         assert by_name is not None
         return by_name
     if _looks_like_json_lines(head):

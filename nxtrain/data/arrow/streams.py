@@ -1,11 +1,11 @@
-"""Rows of a prepared corpus, tokenized and packed while they are consumed, in lanes that do not depend on the ranks.
+"""Rows of a prepared corpus, tokenized and packed while consumed, in lanes that are independent of the ranks.
 
 The endless order of documents is dealt to a fixed number of lanes: lane l takes positions l, l + L, l + 2L and so on.
-Each lane packs its own documents into rows. A lane's place is two numbers, from which its rows go on exactly.
+Each lane packs its own documents into rows. A lane's position is two numbers, from which its rows go on exactly.
 
-A place of `concat` is a document and a token in it, with which the next row begins. A place of `best_fit` is the first
-document of a window, and the rows that the window has given. A window has the tokens of `WINDOW_ROWS` rows or slightly
-more, and is packed as one. Its documents are tokenized again after a resume.
+A position of `concat` is a document and a token in it, with which the next row begins. A position of `best_fit` is the
+first document of a window, and the rows that the window has given. A window has the tokens of `WINDOW_ROWS` rows or
+slightly more, and is packed as one. Its documents are tokenized again after a resume.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Documents:
     Args:
         corpus: Text, or ids that end with the end of text.
         tokenizer: Tokenizer of text; None for ids.
-        vocab_size: Size of the vocabulary; every id is below it.
         held_out: Share of the documents that are held out, by a hash of their content.
         mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
@@ -60,7 +59,7 @@ class Documents:
     mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
-        """Documents of a lane from an ordinal on, without end, each with its ordinal.
+        """Endless documents of a lane from an ordinal on, each with its ordinal.
 
         Raises:
             DataError: A document is damaged, has an id outside of the vocabulary, or all are held out.
@@ -95,7 +94,7 @@ class Documents:
             yield from zip(ordinals, self.ids(contents, prompts), strict=True)
 
     def _places(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
-        """Ordinals of a lane from `start` on, without end, each with the number of its document."""
+        """Endless ordinals of a lane from `start` on, each with the number of its document."""
         total = len(self.corpus)
         for begin in count(start, _PERMUTED):
             ordinals = np.arange(begin, begin + _PERMUTED)
@@ -107,7 +106,7 @@ class Documents:
             yield from zip(ordinals.tolist(), documents.tolist(), strict=True)
 
     def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
-        """Ids of documents, each with the end of text after it; those of prompts with `PROMPT_BIT`.
+        """Ids of documents, each with the end of text after it; ids of prompts have `PROMPT_BIT`.
 
         Args:
             contents: Documents as they are stored.
@@ -130,7 +129,7 @@ class Documents:
             yield _marked(ids, num_tokens)
 
     def is_held_out(self, content: bytes) -> bool:
-        """True for a document of the held-out share; equal documents are on one side, in every order."""
+        """True for a document of the held-out share; equal documents are always on the same side."""
         if not self.held_out:
             return False
         return content_hash(content) < self.held_out * 2.0**64
@@ -153,7 +152,7 @@ class ConcatLane:
     """Documents end to end; a row begins with the last token of the row before.
 
     Args:
-        documents: Documents from that of the place on, each with its ordinal.
+        documents: Documents from the document of `place` on, each with its ordinal.
         seq_len: S, targets in a row.
         place: Document and token with which the next row begins.
     """
@@ -165,7 +164,7 @@ class ConcatLane:
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
+        """Position of the next row."""
         return self._place
 
     def row(self) -> NDArray[np.int32]:
@@ -192,10 +191,10 @@ class ConcatLane:
 
 
 class BestFitLane:
-    """Documents fitted whole into rows; only documents above a row are cut.
+    """Documents fitted whole into rows; only documents longer than a row are cut.
 
     Args:
-        documents: Documents from that of the place on, each with its ordinal.
+        documents: Documents from the document of `place` on, each with its ordinal.
         seq_len: S, targets in a row.
         place: First document of the window, and rows that the window has given.
         seed: Seed of the order of the rows in a window; None: the order of packing.
@@ -210,7 +209,7 @@ class BestFitLane:
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
+        """Position of the next row."""
         return self._begin, self._given
 
     def row(self) -> NDArray[np.int32]:
@@ -257,16 +256,7 @@ def open_lane(
     lane: int,
     place: Place = (0, 0),
 ) -> Lane:
-    """Open a lane at a place.
-
-    Args:
-        documents: Documents of the corpus.
-        packing: Way to pack.
-        seq_len: Targets in a row.
-        order: Order of the documents, and number of lanes.
-        lane: Number of the lane.
-        place: Place of the first row.
-    """
+    """Open a lane at a position."""
     of_lane = documents.lane(order, lane, place[0])
     if packing == "concat":
         return ConcatLane(of_lane, seq_len, place)

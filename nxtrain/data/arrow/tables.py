@@ -36,7 +36,7 @@ _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""
 
 _PARQUET_BYTES = 1 << 16
-"""Least bytes of a request for a part of a Parquet file; its columns come in requests of 1 MiB in any case."""
+"""Least bytes of a request for a part of a Parquet file. Its columns come in requests of 1 MiB anyway."""
 
 _READ_AGAIN = "fetch or write the file again"
 
@@ -45,10 +45,7 @@ def table_rows(source: Source, fields: Fields, start: int, progress: FileProgres
     """Rows of a Parquet or Arrow file after a row.
 
     Args:
-        source: The file.
-        fields: Columns that make the documents.
-        start: Number of the last row that is not wanted again.
-        progress: Gets the position of the reader.
+        start: Number of the last row to skip.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -145,7 +142,7 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
 
 
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: a column is absent or holds no text or no conversations."""
+    """Reason and detail that make every row bad: a column is absent, or has an unsuitable type."""
     is_chat = fields.chat is not None
     for field in fields.names:
         defect = _column_defect(schema, field, is_chat)
@@ -171,7 +168,7 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of a part of the columns that begins after row `begin`; those up to `start` are left out."""
+    """Rows of a part of the columns that begins after row `begin`; rows up to `start` are left out."""
     if fields.chat is not None:
         yield from _conversations(columns[0], begin, start, fields)
         return
@@ -188,7 +185,7 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
 
 def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of a column of conversations, as in `_documents`."""
-    column.validate(full=True)  # pyarrow believes a file's offsets when it makes Python objects
+    column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
     for row, messages in enumerate(column, begin + 1):
         if row <= start:
             continue

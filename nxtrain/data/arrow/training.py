@@ -57,11 +57,6 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
     Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
 
     Args:
-        config: The `[data]` section.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
-        workdir: Folder for prepared files.
-        of_weights: Returns the tokenizer of the initial weights.
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
 
     Raises:
@@ -113,7 +108,7 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
     """Open the streams of prepared corpora.
 
     Raises:
-        DataError: A corpus differs from that which was checked.
+        DataError: A corpus differs from the checked one.
     """
     run = open_corpora(config, Path())
     tokenizer = prepared.tokenizer
@@ -137,7 +132,7 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
 
 
 def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
-    """Train a tokenizer on some of the documents to train on, drawn from all, unless it is there."""
+    """Train a tokenizer on a sample of the documents to train on, unless an earlier start has trained it."""
     path = workdir / f"tokenizer-{digest(run.contents, run.fraction, vocab_size)}.json"
     if path.exists():
         return path
@@ -173,10 +168,10 @@ def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
 
 
 def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
-    """Refuse corpora whose ids are those of another tokenizer.
+    """Refuse corpora whose ids were made by another tokenizer.
 
     Raises:
-        DataError: As the sentence says.
+        DataError: The ids of a corpus are those of another tokenizer.
     """
     if tokenizer is None and len({corpus.tokenizer for corpus in run.corpora}) > 1:
         raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
@@ -190,13 +185,10 @@ def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Way from documents to token files.
+    """Encoding of documents for token files.
 
     Args:
         tokenizer: Tokenizer of text; None for ids.
-        identity: Identity of the tokenizer.
-        vocab_size: Entries of the model's vocabulary.
-        workdir: Folder of the token files.
     """
 
     tokenizer: TextTokenizer | None
@@ -206,7 +198,7 @@ class _Encoding:
 
 
 def _validation(config: DataConfig, run: RunCorpora, encoding: _Encoding, num_tokens: int) -> Path | None:
-    """Write the tokens that an evaluation reads, unless they are there; None without an evaluation."""
+    """Write the tokens that an evaluation reads, unless their file exists; None without an evaluation."""
     if config.validation_path:
         evaluated = open_corpus(config, config.validation_path, "data.validation_path")
         if evaluated.tokenizer not in {"", encoding.identity}:

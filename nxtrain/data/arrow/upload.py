@@ -13,13 +13,12 @@ from nxtrain.data.arrow.work import Outputs
 
 
 def upload(outputs: Outputs, root: S3Path) -> bool:
-    """Copy a finished preparation below an address, under the names that it has on the disk.
+    """Copy a finished preparation below an address, under its names on the disk.
 
     The summary goes last: an equal one in the bucket means that the whole corpus is there. Each block is verified as it
     is read, and S3 verifies what arrives.
 
     Args:
-        outputs: The finished preparation.
         root: Prefix for the corpus, its summary and its bad rows.
 
     Returns:

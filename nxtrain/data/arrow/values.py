@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _VIEW_BYTES = 16
 _INLINE_BYTES = 12
-"""Longest text that a view holds itself."""
+"""Longest text that is stored inside of a view, in bytes."""
 
 
 def is_string(kind: Any) -> bool:
@@ -33,7 +33,7 @@ def is_binary(kind: Any) -> bool:
 
 
 def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]:
-    """Copies of the documents of a column, one by one: None for null, the length alone of a document above a limit.
+    """Copies of the documents of a column: None for null, and the length alone for a document above the limit.
 
     Args:
         column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
@@ -97,7 +97,7 @@ def _of_views(buffers: Sequence[Any], start: int, valid: Sequence[bool], limit: 
 
 
 def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[Any]:
-    """View of numbers of a buffer that has them all."""
+    """View of a range of numbers in a buffer, after a check that the buffer has the range."""
     dtype = np.dtype(dtype)
     size = buffer.size if buffer is not None else 0
     if (start + number) * dtype.itemsize > size:

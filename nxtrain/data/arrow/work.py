@@ -1,7 +1,8 @@
 """Work folder of a preparation: shards, bad rows and a journal, from which a killed preparation goes on.
 
-The journal has a line for each batch that is whole on the disk. A start cuts every file to the place that the last line
-names, and reads the sources after that place. The same sources therefore give the same bytes, whatever the kills.
+The journal has a line for each batch that is whole on the disk. A start cuts every file to the length in the last line,
+and reads the sources after the position in that line. The same sources therefore give the same bytes, whatever the
+kills.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ class Counts:
     """Rows of a preparation.
 
     Attributes:
-        rows: Rows read.
-        documents: Rows written.
         empty: Rows without any character but white space, which are left out.
         skipped: Bad rows by reason.
         num_bytes: Bytes of the written documents' text.
@@ -58,11 +57,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Position:
-    """Place after the last row that is written.
+    """Position after the last written row.
 
     Args:
-        source: Number of its file.
-        row: Number of the row in the file.
+        source: Number of the row's file.
         offset: Bytes of the uncompressed file up to the row's end.
     """
 
@@ -73,7 +71,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Names of everything that a preparation writes.
+    """Paths of all files and folders that a preparation writes.
 
     Args:
         out: The file, or the folder of shards.
@@ -88,16 +86,16 @@ class Outputs:
 
     @property
     def bad(self) -> Path:
-        """Bad rows that were skipped."""
+        """File of the bad rows that were skipped."""
         return self.out.with_suffix(".bad.jsonl")
 
     @property
     def summary(self) -> Path:
-        """Counts of rows, and the settings."""
+        """File of the counts of rows, and of the settings."""
         return self.out.with_suffix(".summary.json")
 
     def clear(self) -> None:
-        """Delete all of them."""
+        """Delete the results and the unfinished preparation."""
         self.clear_work()
         if self.out.is_dir():
             shutil.rmtree(self.out)
@@ -119,10 +117,7 @@ class PreparationWork:
     """Files of an unfinished preparation, open for writing.
 
     Args:
-        outputs: Names of the results.
         identity: Values that must be equal when a preparation goes on.
-        column: Column of the results.
-        settings: Settings of the results.
 
     Raises:
         DataError: Another process works on the same results, or the folder belongs to other sources or settings.
@@ -161,7 +156,7 @@ class PreparationWork:
 
     @property
     def is_complete(self) -> bool:
-        """True if only the names of the results are missing."""
+        """True if all content is written and only the final names are missing."""
         return (self._outputs.work / _SUMMARY).exists()
 
     @property
@@ -179,12 +174,7 @@ class PreparationWork:
         self._bad.write(f"{json.dumps(line)}\n".encode())
 
     def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
-        """Write documents as one batch, and record the position after them.
-
-        Args:
-            arrays: The columns.
-            position: Place after the last of them.
-        """
+        """Write documents as one batch, and record the position after them."""
         schema = self._schema()
         content, block = ipc.message(pa.record_batch(arrays, schema=schema), self._size)
         limit = self._settings.shard_bytes
@@ -225,7 +215,7 @@ class PreparationWork:
         self.publish()
 
     def publish(self) -> None:
-        """Move the results to their names, the data last; a repeated call goes on where a kill ended the first."""
+        """Move the results to their final names, the data last; a repeated call completes an interrupted call."""
         folder, outputs = self._outputs.work, self._outputs
         bad = folder / _BAD
         if bad.exists() and bad.stat().st_size:
@@ -250,7 +240,7 @@ class PreparationWork:
         return schema_of(self._column, self._sources, self._settings, self._shard)
 
     def _restore(self, lines: list[dict[str, Any]]) -> None:
-        """Take the state of the last line."""
+        """Restore the state of the journal's last line."""
         if not lines:
             return
         last = lines[-1]
@@ -264,10 +254,10 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard after its last whole batch; shards after it, which a kill left, are deleted.
+        """Open the current shard after its last whole batch, and delete later shards, which a kill left.
 
         Raises:
-            DataError: The shard's last bytes are not those that were written.
+            DataError: The shard's last bytes differ from the written bytes.
         """
         folder = self._outputs.work / _SHARDS
         for path in folder.iterdir():
@@ -310,7 +300,7 @@ class PreparationWork:
 
 
 def _cut(path: Path, size: int) -> BinaryIO:
-    """Open a file for appending after its first bytes.
+    """Cut a file after its first bytes, and open the file for appending.
 
     Raises:
         DataError: The file is shorter, so that bytes that were on the disk are lost.
