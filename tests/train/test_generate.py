@@ -406,7 +406,7 @@ def test_what_takes_long_before_the_first_token_is_printed_before_it(
 
 
 def test_an_evaluation_prints_what_it_reads(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxtrain.common.process.progress.Progress", partial(Progress, line_every_s=0.05))
+    monkeypatch.setattr("nxtrain.tools.eval.command.Progress", partial(Progress, line_every_s=0.05))
     slowly(monkeypatch, Trained, "open")
     slowly(monkeypatch, command, "choose_tasks")
     code, _, err = in_process("eval", hf, "--tasks", "copying", "--limit", 2)

@@ -18,6 +18,8 @@ from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.show import dump
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.token_stream import MARKED
 from nxtrain.tools.eval.generate import Sampling
 from tests.support.corpora import continued
 from tests.support.models import hf_model, plan
@@ -76,9 +78,11 @@ class Runs:
         return int(ended.value.code or 0), told
 
     def ids(self, name: str = "run") -> list[int]:
-        """Those that a run has prepared."""
-        (file,) = (self.folder / name / "data").glob("train-*.npy")
-        return [int(number) & ID_MASK for number in np.load(file)]
+        """Token ids that a run has prepared."""
+        (file,) = (self.folder / name / "data").glob("train-*.arrow")
+        corpus = PreparedCorpus(file)
+        ids = np.frombuffer(corpus.values(0, corpus.value_bytes), MARKED)
+        return [int(number) & ID_MASK for number in ids]
 
     def checkpoint(self, step: int, name: str = "run") -> Path:
         return directory.step_path(self.folder / name / CHECKPOINTS_DIR, step)
