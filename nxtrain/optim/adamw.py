@@ -78,11 +78,11 @@ class AdamW:
         if precision.update == "bf16_stochastic":
             rounded = ("param", *_MEANS) if precision.state == torch.bfloat16 else ("param",)
             self._keys = {kind: rounding_keys(layout, shards, kind, seed, put) for kind in rounded}
-        self._groups = [
-            ([self._tile(rows) for rows in call], decay)
-            for decays, decay in ((True, optim.weight_decay), (False, 0.0))
-            for call in kernels.tiles({n: s.shape for n, s in shards.items() if layout.table[n].decay == decays})
-        ]
+        self._groups = []
+        for decays, weight_decay in ((True, optim.weight_decay), (False, 0.0)):
+            shapes = {name: shard.shape for name, shard in shards.items() if layout.table[name].decay == decays}
+            for call in kernels.tiles(shapes):
+                self._groups.append(([self._tile(rows) for rows in call], weight_decay))
         in_graph = not apart and not (self._keys and kernels.rounds_on_host)
         self._update = kernels.fuse(self._update_tiles) if in_graph else self._update_tiles
         self.reset()
@@ -126,12 +126,13 @@ class AdamW:
     def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep) -> None:
         """Update tiles by their gradients."""
         noise = step_hash(how.step)
-        stores = [[getattr(tile, part) for tile in tiles] for part in ("param", *_MEANS)]
-        params, exp_avgs, exp_avg_sqs = ([store.open() for store in part] for part in stores)
+        params = [tile.param.open() for tile in tiles]
+        exp_avgs = [tile.exp_avg.open() for tile in tiles]
+        exp_avg_sqs = [tile.exp_avg_sq.open() for tile in tiles]
         self._kernels.adamw(params, [grad.float() for grad in grads], exp_avgs, exp_avg_sqs, how)
-        for part, wides in zip(stores, (params, exp_avgs, exp_avg_sqs), strict=True):
-            for store, wide in zip(part, wides, strict=True):
-                store.close(wide, noise, how.skip)
+        for part, tensors in (("param", params), ("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)):
+            for tile, wide in zip(tiles, tensors, strict=True):
+                getattr(tile, part).close(wide, noise, how.skip)
 
     @torch.no_grad()
     def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, cast
 
 import torch
@@ -114,8 +115,9 @@ class Sharding:
             fill: Gives storage and values to the parameters of a module that are still on the meta device.
         """
         blocks = iter(cast(CausalLM, model).blocks)
-        chunks = [[next(blocks) for _ in range(number)] for number in self.chunks]
-        units = [unit for chunk in chunks for unit in self._units(chunk)]
+        units: list[list[nn.Module]] = []
+        for number in self.chunks:
+            units += self._units(list(islice(blocks, number)))
         for unit in units:
             self._shard(unit, fill, self.keep_gathered)
         self._shard([model], fill, keep_gathered=True)  # the backward pass begins with the last layers of the forward
@@ -124,8 +126,13 @@ class Sharding:
         self.prefetch.apply([cast(FSDPModule, unit[0]) for unit in units])
 
     def _units(self, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-        return [[blocks[index] for index in unit] for unit in units_of(sizes, self.unit_params)]
+        sizes = []
+        for block in blocks:
+            sizes.append(sum(parameter.numel() for parameter in block.parameters()))
+        units = []
+        for indices in units_of(sizes, self.unit_params):
+            units.append([blocks[index] for index in indices])
+        return units
 
     def _shard(self, modules: list[nn.Module], fill: Callable[[nn.Module], None], keep_gathered: bool) -> None:
         for module in modules:

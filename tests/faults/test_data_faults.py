@@ -24,8 +24,8 @@ from nxtrain.data import dataset
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import at_batch, command, train, write_config
+from tests.support.run_folders import SPECIAL_KINDS, put
 from tests.support.runs import course
-from tests.support.special_files import KINDS, put
 
 STEPS = 12
 
@@ -326,7 +326,7 @@ def _shut(folder: Path) -> None:
     vars(os)["listdir"] = refuse
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
     tmp_path: Path, straight: list[dict[str, Any]], kind: str
 ) -> None:
@@ -341,7 +341,7 @@ def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
     assert course(tmp_path / "run") == straight
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "tokenizer.json", "meta.json"])
 def test_generation_waits_for_no_file_that_is_none(tmp_path: Path, name: str, kind: str) -> None:
     overrides = write_text(tmp_path)

@@ -17,8 +17,8 @@ from nxtrain.common.errors import CheckpointError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
+from tests.support.run_folders import small_disk
 from tests.support.runs import course
-from tests.support.special_files import small_disk
 
 ROOM_BYTES = 1 << 20
 BAD_STEP = 6

@@ -16,7 +16,7 @@ from nxtrain.common.errors import CheckpointError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks
 from tests.support.recovery import PACE, Golden, History, assert_recovered, configure, last_step, start, supervise
-from tests.support.special_files import small_disk
+from tests.support.run_folders import small_disk
 
 OFTEN = ("checkpoint.every=2", "checkpoint.keep=2")
 ROOM_BYTES = 5 << 20

@@ -21,10 +21,52 @@ from nxtrain.checkpoint.manifest import DTYPES, StoredShard, read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.process.clock import now
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.config.check import Resolved
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.launch.torchrun import STOPPED, blame
 from tests.support.command_ranks import WORLD, Ranks, write_config
-from tests.support.runs import course
+from tests.support.models import changed
+from tests.support.runs import course, run_plan
+
+SAVED, RESHARDED_STEPS = 3, 8
+"""The step of the checkpoint, and the last; five follow it."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2, "dp": 1, "sequence_parallel": True},
+    "pp2": {"tp": 1, "pp": 2, "dp": 1},
+    "dp2-zero1": {"tp": 1, "dp": 2, "shard": "zero1"},
+    "full": {"tp": 1, "dp": 2, "shard": "full"},
+    "tp2-dp2": {"tp": 2, "dp": 2},
+}
+KEPT = ("step", "loss", "grad_norm", "param_norm", "lr", "tokens")
+
+
+def plan(folder: Path, layout: dict[str, Any], rows: Path, **checkpoint: Any) -> Resolved:
+    """A run of eight steps with one checkpoint after the third."""
+    return run_plan(
+        folder,
+        {"source": "tokens", "path": str(rows)},
+        steps=RESHARDED_STEPS,
+        parallel=layout,
+        optim={"lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 2, "decay_steps": RESHARDED_STEPS},
+        checkpoint={"every": SAVED, "keep": 5, "async": True, **checkpoint},
+    )
+
+
+def world_of(layout: dict[str, Any]) -> int:
+    """Ranks that a layout takes."""
+    return int(layout["tp"] * layout.get("pp", 1) * layout["dp"])
+
+
+def continued(folder: Path, layout: dict[str, Any], rows: Path, saved: Path) -> Resolved:
+    """The same run from another's checkpoint on; another number of ranks is another sum order and nothing else."""
+    return changed(plan(folder, layout, rows), checkpoint={"resume": str(saved)})
+
+
+def after(folder: Path) -> list[dict[str, Any]]:
+    """The records after the checkpoint."""
+    return [{key: record[key] for key in KEPT} for record in course(folder) if record["step"] > SAVED]
+
 
 SEQ_LEN, GLOBAL_BATCH = 16, 4
 """As in the configuration of `command_ranks`."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import in_process, write_config
-from tests.support.special_files import as_nobody
+from tests.support.run_folders import as_nobody
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
 from tests.support.commands import in_process
 from tests.support.corpora import continued
-from tests.support.markdown import ROOT, blocks
+from tests.support.generated_docs import ROOT, blocks
 from tests.support.models import hf_model, plan
 
 VOCAB = 300

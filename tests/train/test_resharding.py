@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import RankPool
-from tests.support.resharding import LAYOUTS, SAVED, after, continued, plan, world_of
+from tests.support.recovery import LAYOUTS, SAVED, after, continued, plan, world_of
 from tests.support.runs import token_file, train_rank
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from nxtrain.common.errors import BackendError, CheckpointError
 from tests.support.commands import in_process, write_config
-from tests.support.special_files import small_disk
+from tests.support.run_folders import small_disk
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from nxtrain.parallel.schedule import Action, Kind
 from nxtrain.parallel.simulate import Span
 from nxtrain.tools.bench.overlap import Interval, Profile
 from tests.support import generated_docs
-from tests.support.markdown import (
+from tests.support.generated_docs import (
     FENCE,
     GENERATED,
     ROOT,
@@ -34,9 +34,9 @@ from tests.support.markdown import (
     cell_sentences,
     inline_code,
     links,
+    markdown_pages,
     name,
     num_words,
-    pages,
     sentences,
 )
 
@@ -45,7 +45,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PAGES = pages()
+PAGES = markdown_pages()
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 DOCS = [page for page in PAGES if page.parent == ROOT / "docs"]
 

@@ -25,8 +25,8 @@ from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.plan.command import Question, find_layouts, length_of, predict
-from tests.support import markdown
-from tests.support.markdown import GENERATED, ROOT, blocks, inline_code, pages
+from tests.support import generated_docs
+from tests.support.generated_docs import GENERATED, ROOT, blocks, inline_code, markdown_pages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -190,8 +190,8 @@ def parse(words: Sequence[str]) -> Any:
         raise AssertionError(repr(error)) from error
 
 
-PAGES = {page: page.read_text(encoding="utf-8") for page in pages()}
-COMMANDS = sorted({(markdown.name(page), command) for page, text in PAGES.items() for command in commands(text)})
+PAGES = {page: page.read_text(encoding="utf-8") for page in markdown_pages()}
+COMMANDS = sorted({(generated_docs.name(page), command) for page, text in PAGES.items() for command in commands(text)})
 
 
 @pytest.fixture(autouse=True)

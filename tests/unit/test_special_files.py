@@ -33,12 +33,12 @@ from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import open_file as open_data_file
 from nxtrain.data.tokenization import declared_end, load_tokenizer
 from nxtrain.tools.compile.manifest import read_manifest as read_graphs
-from tests.support.special_files import KINDS, in_time, put
+from tests.support.run_folders import SPECIAL_KINDS, in_time, put
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("read", [open_regular, read_bytes, read_text, require_regular])
 def test_only_regular_files_are_read(tmp_path: Path, kind: str, read: Callable[[Path], object]) -> None:
     put(tmp_path / "file", kind)
@@ -131,7 +131,7 @@ READERS: list[tuple[str, Callable[[Path], object], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize(
     ("name", "read", "error"), READERS, ids=[f"{name}-{n}" for n, (name, *_) in enumerate(READERS)]
 )
@@ -156,7 +156,7 @@ def test_a_weight_file_of_hugging_face_that_becomes_a_fifo_is_refused_as_it_is_r
         in_time(lambda: folder.read("w"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("name", ["b.txt", "deep/b", "deep/deeper/b.jsonl"])
 @pytest.mark.parametrize("pattern", ["", "/**", "/**/b*"])
 @pytest.mark.parametrize("read", [_text, _arrow])

@@ -11,7 +11,7 @@ from nxtrain.backends import open_backend
 from nxtrain.common.process.placement import Placement
 from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
-from tests.support.resharding import LAYOUTS, SAVED, after, continued, plan, world_of
+from tests.support.recovery import LAYOUTS, SAVED, after, continued, plan, world_of
 from tests.support.runs import token_file, train_rank
 from tests.support.xla_engine import ONE_DEVICE, TIMEOUT_S, run_ranks
 from tests.support.xla_processes import start

@@ -148,7 +148,7 @@ def _listed(argument: Location) -> list[PurePosixPath] | None:
     if not keys:
         raise ConfigError(f"{argument} does not exist; check it with: aws s3 ls {argument}")
     names = sorted(map(PurePosixPath, keys))
-    return [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [name for name in names if "/." not in f"/{name}"]
 
 
 def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data.corpora import text_files
 from nxtrain.data.walk import walk
-from tests.support.special_files import as_nobody
+from tests.support.run_folders import as_nobody
 
 
 def tree(root: Path, *names: str) -> Path:
