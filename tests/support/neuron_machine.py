@@ -11,7 +11,7 @@ replacement. The fakes are:
   plain cast of XLA:CPU, to the nearest number.
 - The world: XLA:CPU joins no processes. Of several ranks in processes, torch-xla gets rank and world from torchrun's
   variables, and none of their graphs runs, as under extraction. Or, with `LINK`, each collective is handed over to the
-  hosts, and the graphs between them run (see `tests.support.xla_link`).
+  hosts, and the graphs between them run (see `tests.support.xla_processes`).
 - With `NXD`, what NeuronX Distributed imports of AWS's, and the NKI kernels that its flash attention calls (see
   `tests.support.nxd_cpu` and `nki_kernels`). Its layers and functions are its own.
 - The compiler, its cache and `neuron_parallel_compile` (see `tests.support.neuron_machine` and `parallel_compile`).
@@ -279,7 +279,7 @@ def _start_runtime() -> None:
     if place.world > 1:
         xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
     if place.world > 1 and linked:
-        from tests.support.xla_link import carry
+        from tests.support.xla_processes import carry
 
         carry(place)
     if NXD in os.environ:

@@ -29,7 +29,7 @@ MODULES = (
     "tests.support.xla_bodies",
     "tests.support.xla_engine",
     "tests.xla.test_guard",
-    "tests.support.xla_link",
+    "tests.support.xla_processes",
     "tests.xla.test_pipeline",
     "tests.xla.test_ranks",
     "tests.xla.test_resharding",

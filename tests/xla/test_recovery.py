@@ -2,7 +2,7 @@
 
 The reference is the run that nothing befell, bit for bit (`tests.support.recovery.assert_recovered`). No run may
 compile anything twice (`compile.max_recompiles=0`), and one with bad numbers compiles as many graphs as one without.
-Several ranks have a link that is a fake (see `tests.support.xla_link`).
+Several ranks have a link that is a fake (see `tests.support.xla_processes`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.common.errors import HangError, LostPeerError, RestartError, StoppedBySignal
 from tests.support.recovery import Golden, History, assert_recovered, configure, supervise, tensors
 from tests.support.runs import course
-from tests.support.xla_link import compiled, link
-from tests.support.xla_processes import context
+from tests.support.xla_processes import compiled, context, link
 
 PATIENCE_S = 2.0
 

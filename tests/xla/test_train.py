@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.xla_link import compiled
-from tests.support.xla_processes import FAST, nxtrain
+from tests.support.xla_processes import FAST, compiled, nxtrain
 
 ROOT = Path(__file__).parents[2]
 COUNTED = "counted.txt"
