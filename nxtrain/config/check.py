@@ -20,14 +20,11 @@ from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_sh
 from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
 from nxtrain.config.finetune import finetune
-from nxtrain.config.load import Loaded, origin_of, values
+from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
-
-# Key, available values, and the missing feature that other values need. A new feature deletes its line.
-AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
 MOST_PROFILED = 100
 """Most steps of a profile, which holds every operation of each."""
@@ -84,7 +81,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     given = loaded.config
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
-    problems = [*_unavailable(config), *_model_choice(config), *layout(config, world, has_weights=has_weights)]
+    problems = [*_model_choice(config), *layout(config, world, has_weights=has_weights)]
     problems += [*_name(config), *duration(config, loaded.origins), *_profile(config), *_tracker(config)]
     problems += [*_data(loaded), *_mirror(config)]
     try:
@@ -186,13 +183,6 @@ def _hf_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError([Problem("model.hf", f"{path} holds no JSON object")])
     return config
-
-
-def _unavailable(config: RunConfig) -> Iterator[Problem]:
-    given = values(config)
-    for key, available, instead in AVAILABLE:
-        if given[key] not in available:
-            yield Problem(key, f"{toml_value(given[key])} is not available in this release, which lacks {instead}")
 
 
 def _profile(config: RunConfig) -> Iterator[Problem]:

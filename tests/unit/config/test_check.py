@@ -9,8 +9,8 @@ import pytest
 
 from nxtrain.checkpoint.convert.hf_folder import read_object
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.config.check import AVAILABLE, Resolved, resolve_config, resolve_model
-from nxtrain.config.load import load, values
+from nxtrain.config.check import Resolved, resolve_config, resolve_model
+from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 
 HF_CONFIG = {
@@ -289,11 +289,6 @@ def test_layers_of_nxd_are_refused_where_they_cannot_run(tmp_path: Path, overrid
     assert "use backend.layers=native" in found.hint
     for name in ("auto", "neuron", "cpu"):
         checked(tmp_path, "backend.layers=nxd", f"backend.name={name}", "parallel.shard=zero1")
-
-
-def test_every_default_is_available() -> None:
-    given = values(RunConfig())
-    assert [key for key, available, _ in AVAILABLE if given[key] not in available] == []
 
 
 def test_model_config_changes_the_preset(tmp_path: Path) -> None:
