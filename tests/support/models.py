@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -13,16 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import directory
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
+from nxtrain.data.tokenization import train_bpe
 from nxtrain.nn.quantized import filling
 from nxtrain.train.build import build_meta, fill_model
 
 if TYPE_CHECKING:
     import transformers
+
+    from nxtrain.tools.eval.generate import Sampling
 from typing import TypeVar, cast
 
 from nxtrain.backends.torch_kernels import FusedKernels
@@ -165,3 +171,47 @@ def tokens(resolved: Resolved, batch: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     length = resolved.config.train.seq_len + 1
     return torch.randint(0, resolved.model.vocab_size, (batch, length), generator=generator)
+
+
+LENGTH = 64
+"""Longest sequence of the models."""
+
+TEXT = "na\xefve caf\xe9 \u4f60\u597d, \u4e16\u754c \U0001f642 the quick brown fox "
+
+
+DRAWN_FAMILIES = ("drawn-llama", "drawn-mistral", "drawn-qwen2", "drawn-qwen3")
+"""Shapes of `text_model` whose sizes are drawn, one of each family."""
+
+
+def text_model(folder: Path, shape: str = "gqa2") -> Path:
+    """Write a model with 300 entries of vocabulary; a shape of `SHAPES` or `DRAWN_FAMILIES`."""
+    config: dict[str, Any] = {"vocab_size": 300}
+    family = shape.removeprefix("drawn-")
+    drawn = shape in DRAWN_FAMILIES
+    if drawn:
+        config |= _sizes(Random(shape))
+    model = {"family": family if drawn else "llama", "config": config}
+    hf_model(plan("gqa2" if drawn else shape, model=model), std=0.3).save_pretrained(folder)
+    train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)
+    return folder
+
+
+def _sizes(rng: Random) -> dict[str, Any]:
+    heads = rng.choice((2, 3, 4, 6))
+    return {
+        "hidden_size": heads * rng.randint(8, 20),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "head_dim": 2 * rng.randint(4, 12),
+        "intermediate_size": rng.randint(20, 120),
+        "num_hidden_layers": rng.randint(1, 3),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
+def continued(place: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
+    """A prompt and its continuation by the model of a place."""
+    from nxtrain.tools.eval.generate import GenerateRequest, generate
+
+    _, (text,) = generate(str(place), GenerateRequest((prompt,), count, seed), sampling)
+    return text.prompt + text.text

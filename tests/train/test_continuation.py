@@ -9,7 +9,7 @@ import pytest
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.tools.eval.generate import Sampling
-from tests.support import corpora
+from tests.support import models
 from tests.support.runs import run_plan, train_rank
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(run: Path, temperature: float = 0.0, top_k: int = 0, seed: int = 0, tokens: int = NUM_TOKENS) -> str:
-    text = corpora.continued(run, PROMPT, tokens, Sampling(temperature, top_k), seed)
+    text = models.continued(run, PROMPT, tokens, Sampling(temperature, top_k), seed)
     assert text.startswith(PROMPT)
     return text.removeprefix(PROMPT)
 

@@ -16,7 +16,7 @@ from nxtrain.metrics.progress import LINE_EVERY_S
 from nxtrain.tools.eval.generate import Sampling
 from nxtrain.tools.report.loss_chart import ASCII, BRAILLE, loss_chart
 from tests.support.commands import in_process
-from tests.support.corpora import continued
+from tests.support.models import continued
 from tests.train.test_screen import EXPORT, NUMBER, RUN, assert_all_ours
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from nxtrain.tools.eval.task import Task
 from nxtrain.tools.eval.trained import Trained
 from tests.support import commands
 from tests.support.commands import in_process
-from tests.support.corpora import DRAWN_FAMILIES, LENGTH, TEXT, text_model
+from tests.support.models import DRAWN_FAMILIES, LENGTH, TEXT, text_model
 from tests.support.ranks import RankPool
 from tests.support.runs import run_plan, train_rank
 

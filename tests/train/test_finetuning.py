@@ -24,9 +24,8 @@ from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
 from tests.support.commands import in_process
-from tests.support.corpora import continued
 from tests.support.generated_docs import ROOT, blocks
-from tests.support.models import hf_model, plan
+from tests.support.models import continued, hf_model, plan
 
 VOCAB = 300
 STEPS = 8

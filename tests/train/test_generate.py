@@ -35,7 +35,7 @@ from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate, gen
 from nxtrain.tools.eval.model_shape import local_shape
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
-from tests.support.corpora import DRAWN_FAMILIES, LENGTH, continued, text_model
+from tests.support.models import DRAWN_FAMILIES, LENGTH, continued, text_model
 from tests.support.ranks import RankPool
 
 GREEDY = Sampling(temperature=0.0)

@@ -29,7 +29,7 @@ from nxtrain.tools.eval.scorer import Scorer, windows
 from nxtrain.tools.eval.suites import RECIPE
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
-from tests.support.corpora import LENGTH, TEXT, text_model
+from tests.support.models import LENGTH, TEXT, text_model
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 

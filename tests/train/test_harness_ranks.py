@@ -28,7 +28,7 @@ from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.task import Metrics
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
-from tests.support.corpora import LENGTH, TEXT, text_model
+from tests.support.models import LENGTH, TEXT, text_model
 from tests.support.ranks import RankPool
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')

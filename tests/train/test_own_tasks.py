@@ -31,7 +31,7 @@ from nxtrain.tools.eval.generate import Sampling
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.tasks import passes, quac
 from nxtrain.tools.eval.trained import Trained
-from tests.support.corpora import text_model
+from tests.support.models import text_model
 
 PROBLEMS: list[dict[str, Any]] = [
     {

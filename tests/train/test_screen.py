@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.eval.generate import Sampling
-from tests.support.corpora import continued
+from tests.support.models import continued
 from tests.support.ports import patient_s
 
 _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n])|(?P<text>[^\x1b\r\n]+)")

@@ -21,8 +21,7 @@ from nxtrain.config.show import dump
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.token_stream import MARKED
 from nxtrain.tools.eval.generate import Sampling
-from tests.support.corpora import continued
-from tests.support.models import hf_model, plan
+from tests.support.models import continued, hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 
 VOCAB = 300

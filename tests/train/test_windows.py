@@ -20,8 +20,7 @@ from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process
-from tests.support.corpora import TEXT
-from tests.support.models import hf_model, plan
+from tests.support.models import TEXT, hf_model, plan
 
 CASES = [(family, seed) for family in ("mistral", "qwen2", "qwen3") for seed in range(3)]
 
