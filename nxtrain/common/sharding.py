@@ -7,6 +7,7 @@ segments. In every checkpoint, each segment is a separate tensor with its own na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -282,7 +283,7 @@ class ParamTable(Mapping[str, ShardSpec]):
 
     def num_params(self) -> int:
         """Number of parameter entries of the model's whole tensors; tied copies are not counted."""
-        return sum(_numel(spec.shape) for spec in self.values() if spec.tied_to is None)
+        return sum(math.prod(spec.shape) for spec in self.values() if spec.tied_to is None)
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global name and whole shape of every tensor of the model, as in checkpoints."""
@@ -342,10 +343,3 @@ def global_name(parameter: str, segment: Segment) -> str:
     module, _, leaf = parameter.rpartition(".")
     parent, _, _ = module.rpartition(".")
     return ".".join(part for part in (parent, segment.name, leaf) if part)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

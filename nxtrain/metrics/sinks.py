@@ -23,7 +23,6 @@ from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
-    from nxtrain.metrics.tensorboard import TensorBoardSink
 
 PROGRESS = "the progress display"
 
@@ -79,7 +78,12 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
     metrics, run_dir = config.metrics, config.run.dir
     event_sink = None
     if metrics.tensorboard:
-        event_sink = _event_sink()  # may raise, so before a file is open
+        try:  # before a file is open
+            from nxtrain.metrics.tensorboard import TensorBoardSink  # slow imports, which only the leader needs
+        except ImportError as error:
+            way_out = "pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
+            raise BackendError(f"tensorboard cannot be imported: {error}; {way_out}") from error
+        event_sink = TensorBoardSink
     trackers = _trackers(config)
     sinks = [RetryingSink(METRICS_FILE, partial(JsonlSink, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
@@ -112,13 +116,3 @@ def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
         require("mlflow", "mlflow", "metrics.mlflow")
         trackers["MLflow"] = lambda resumed: MlflowSink(run_dir / MLFLOW_DIR, name, shown, uri)
     return trackers
-
-
-def _event_sink() -> type[TensorBoardSink]:
-    try:
-        from nxtrain.metrics.tensorboard import TensorBoardSink  # slow imports, which only the leader needs
-    except ImportError as error:
-        raise BackendError(
-            f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
-        ) from error
-    return TensorBoardSink

@@ -43,7 +43,10 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"{_PREFIX}{_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}"
+        # Seconds since the epoch, or more to follow every file of the folder: TensorBoard reads files in name order.
+        stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
+        stamp = max([int(time.time()), *(int(earlier) + 1 for earlier in stamps if earlier.isdigit())])
+        name = f"{_PREFIX}{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name
         self._file = self._path.open("xb")
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -84,9 +87,3 @@ def _masked_crc32c(content: bytes) -> int:
         crc = _CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _stamp(folder: Path) -> int:
-    """Seconds since the epoch, or more to follow every file of the folder: TensorBoard reads files in name order."""
-    stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
-    return max([int(time.time()), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])

@@ -91,7 +91,10 @@ class Attention(nn.Module):
                 layers.column(hidden_size, (s,), init, bias=heads.bias) for s in segments
             )
         if heads.norm_eps is not None:
-            self.q_norm, self.k_norm = (_head_norm(width, heads.norm_eps, context) for _ in range(2))
+            # A rank sees its own heads only, and of a K/V head that adjacent ranks hold, its own queries only.
+            norm = partial(RMSNorm, width, heads.norm_eps, kernels=context.kernels, partial_gradient=True)
+            self.q_norm = norm(dtype=context.dtype, decay=context.decay_norms)
+            self.k_norm = norm(dtype=context.dtype, decay=context.decay_norms)
         self.core = CausalAttention(context.kernels)
         self.o_proj = layers.row(heads.num * width, hidden_size, init_out)
 
@@ -119,9 +122,3 @@ class Attention(nn.Module):
             q, k = turn(q), turn(k)
         documents = () if starts is None else (starts,)
         return self.o_proj(self.core(q, k, v, *documents).flatten(2))  # type: ignore[no-any-return]
-
-
-def _head_norm(width: int, eps: float, context: BuildContext) -> RMSNorm:
-    # A rank sees its own heads only, and of a K/V head that adjacent ranks hold, its own queries only.
-    kernels, decay = context.kernels, context.decay_norms
-    return RMSNorm(width, eps, kernels=kernels, partial_gradient=True, dtype=context.dtype, decay=decay)

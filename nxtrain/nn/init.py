@@ -65,8 +65,10 @@ def materialize(
                     fill(names[key], host)
                 made[key] = nn.Parameter(put(host.to(stored(parameter))), requires_grad=parameter.requires_grad)
             setattr(module, leaf, made[key])
-        for leaf, value in _host_buffers(module).items():
-            module.register_buffer(leaf, put(value), persistent=False)
+        host_buffers: Callable[[], dict[str, Tensor]] | None = getattr(module, "host_buffers", None)
+        if host_buffers is not None:
+            for leaf, value in host_buffers().items():
+                module.register_buffer(leaf, put(value), persistent=False)
 
 
 def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
@@ -109,10 +111,3 @@ def _draw(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], i
             into.append(slice(low - offset, high - offset))
             outof.append(slice(low - start, high - start))
         view[tuple(into)].copy_(drawn[tuple(outof)])
-
-
-def _host_buffers(module: nn.Module) -> dict[str, Tensor]:
-    host_buffers: Callable[[], dict[str, Tensor]] | None = getattr(module, "host_buffers", None)
-    if host_buffers is None:
-        return {}
-    return host_buffers()

@@ -8,7 +8,7 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -89,23 +89,20 @@ def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill
         read: Reads a whole tensor by its global name.
         fill: Fills the other parameters.
     """
-    found = dict(_quantized_layers(model))
+    quantized: dict[str, tuple[ShardSpec, Packing]] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, ColumnLinear | RowLinear) and isinstance(layer.restored, Restored):
+            quantized[f"{path}.weight"] = layer.specs["weight"], layer.restored.packing
 
     def fill_one(name: str, local: Tensor) -> None:
-        if name not in found:
+        if name not in quantized:
             return fill(name, local)
-        spec, packing = found[name]
+        spec, packing = quantized[name]
         wholes = [read(spec.global_name(name, segment)) for segment in spec.segments]
         local.copy_(packing.pack(wholes))
         return None
 
     return fill_one
-
-
-def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, Packing]]]:
-    for path, layer in model.named_modules():
-        if isinstance(layer, ColumnLinear | RowLinear) and isinstance(layer.restored, Restored):
-            yield f"{path}.weight", (layer.specs["weight"], layer.restored.packing)
 
 
 def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:

@@ -82,7 +82,11 @@ class AdamW:
         for decays, weight_decay in ((True, optim.weight_decay), (False, 0.0)):
             shapes = {name: shard.shape for name, shard in shards.items() if layout.table[name].decay == decays}
             for call in kernels.tiles(shapes):
-                self._groups.append(([self._tile(rows) for rows in call], weight_decay))
+                tiles = [
+                    _Tile(rows, self._param(rows), self._mean("exp_avg", rows), self._mean("exp_avg_sq", rows))
+                    for rows in call
+                ]
+                self._groups.append((tiles, weight_decay))
         in_graph = not apart and not (self._keys and kernels.rounds_on_host)
         self._update = kernels.fuse(self._update_tiles) if in_graph else self._update_tiles
         self.reset()
@@ -162,9 +166,6 @@ class AdamW:
 
     def _zeros(self, dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in self._shards.items()}
-
-    def _tile(self, rows: Rows) -> _Tile:
-        return _Tile(rows, self._param(rows), *(self._mean(kind, rows) for kind in _MEANS))
 
     def _param(self, rows: Rows) -> ParamStorage:
         value = rows.of(self._shards[rows.name])

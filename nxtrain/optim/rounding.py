@@ -34,7 +34,9 @@ def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callabl
     for block in layout[name]:
         start, number = block.local_offsets[0], block.sizes[0]
         numbers = torch.arange(block.offsets[0], block.offsets[0] + number, dtype=torch.int32)
-        rows[start : start + number] = mix_(mix_(numbers) ^ _hash(f"{stream}/{spec.global_name(name, block.segment)}"))
+        label = f"{stream}/{spec.global_name(name, block.segment)}"
+        digest = blake2b(label.encode(), digest_size=4).digest()
+        rows[start : start + number] = mix_(mix_(numbers) ^ int.from_bytes(digest, "little", signed=True))
         if len(shape) > 1:
             first = block.offsets[1] * shape[2:].numel()
     numbers = torch.arange(first, first + shape[1:].numel(), dtype=torch.int32)
@@ -44,7 +46,3 @@ def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callabl
     pairs = torch.cat([columns[:1], columns[1::2]]) if begins_odd else columns[::2]
     shared = layout.is_shared(name)
     return RoundingKey(put(rows | 1), put(pairs.contiguous()), put(columns), put(odd), begins_odd, shared)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)

@@ -193,7 +193,12 @@ class Zero1(Bucketed):
     ) -> None:
         super().__init__(parameters, layout, comm, how, put)
         self._shard = layout.mesh.shard
-        self.shards = {name: put(self._own_rows(name, p.detach().cpu())) for name, p in parameters.items()}
+        shards: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            # Rows of zeros at the end, so that all ranks have equally many.
+            padded = _pad_rows(parameter.detach().cpu(), self._shard.size)
+            shards[name] = put(padded.chunk(self._shard.size)[self._shard.rank].clone())
+        self.shards = shards
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -214,11 +219,6 @@ class Zero1(Bucketed):
         packed = torch.cat([grad.reshape(self._shard.size, -1) for grad in padded], dim=1)
         scattering = self._comm.start_reduce_scatter(packed, self._shard, scale=1.0 / self._dp.size)
         return _Unpack(scattering, [self.shards[name].shape for name in names])
-
-    def _own_rows(self, name: str, host: Tensor) -> Tensor:
-        """This rank's rows of a parameter, padded with rows of zeros, so that all ranks have equally many."""
-        padded = _pad_rows(host, self._shard.size)
-        return padded.chunk(self._shard.size)[self._shard.rank].clone()
 
 
 class _Unpack:

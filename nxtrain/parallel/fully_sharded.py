@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -66,23 +67,19 @@ class Prefetch:
             unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
             if self.backward == "after" and before:
                 # Behind the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
-                cast(nn.Module, unit).register_forward_pre_hook(_Ahead(before))
+                cast(nn.Module, unit).register_forward_pre_hook(partial(_gather_ahead, before))
 
 
-class _Ahead:
-    """Hook that gathers units once the gradients of another are computed, and before these are reduced."""
+def _gather_ahead(units: Sequence[FSDPModule], module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Hook that gathers units once the gradients of a module are computed, and before these are reduced."""
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
-        self._units = units
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        entering = inputs[0]
-        if entering.requires_grad:
-            entering.register_hook(self._gather)
-
-    def _gather(self, grad: Tensor) -> None:
-        for unit in self._units:
+    def gather(grad: Tensor) -> None:
+        for unit in units:
             unit.unshard(async_op=True)
+
+    entering = inputs[0]
+    if entering.requires_grad:
+        entering.register_hook(gather)
 
 
 @dataclass(frozen=True)

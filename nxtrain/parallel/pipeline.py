@@ -21,8 +21,8 @@ Shapes: S sequence, B batch, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,7 +167,7 @@ class Pipeline:
         # Recorded transfers run in sequence, so a send and a receive are joined; eager ones overlap anyway.
         steps = with_exchanges(actions)[rank] if self._comm.lazy else ((action,) for action in actions[rank])
         for action, *more in steps:
-            with self._naming_stage(action):
+            try:
                 received = self._await(action, underway)
                 with self.watch(action):
                     if action.kind == "forward":
@@ -182,6 +182,10 @@ class Pipeline:
                         self._exchange(action, more[0], underway)
                     else:
                         self._transfer(action, underway)
+            except NxtrainError:
+                raise
+            except Exception as error:
+                raise StageError(f"{self._place} failed in {action}: {type(error).__name__}: {error}") from error
         for pending in underway.sent.values():
             pending.wait()
 
@@ -203,7 +207,10 @@ class Pipeline:
             entered.requires_grad_(torch.is_grad_enabled())
         x = tokens if entered is None else entered
         exit_ = _Exit()
-        with self._keeping():
+        saving: AbstractContextManager[None] = nullcontext()
+        if self._comm.lazy:  # eager views need no memory
+            saving = save_copies_of_views()
+        with saving:
             out = self._model.run(part, x, targets if part.last else None, *documents)
         if part.last:
             end = out
@@ -215,12 +222,6 @@ class Pipeline:
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
-
-    def _keeping(self) -> AbstractContextManager[None]:
-        """Context for tensors saved by autograd: copies of views on lazy devices; eager views need no memory."""
-        if self._comm.lazy:
-            return save_copies_of_views()
-        return nullcontext()
 
     def _backward(self, action: Action, received: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
@@ -254,16 +255,6 @@ class Pipeline:
     def _peer(self, action: Action) -> int:
         """Position of the other rank of a transfer."""
         return action.other_end(self._pp.rank, self._pp.size)[0]
-
-    @contextmanager
-    def _naming_stage(self, action: Action) -> Iterator[None]:
-        """Turn an exception into a `StageError` that names the stage and the action."""
-        try:
-            yield
-        except NxtrainError:
-            raise
-        except Exception as error:
-            raise StageError(f"{self._place} failed in {action}: {type(error).__name__}: {error}") from error
 
 
 def _item(action: Action) -> Item:

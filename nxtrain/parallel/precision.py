@@ -44,16 +44,6 @@ class Precision:
         )
 
     @property
-    def params_name(self) -> str:
-        """Torch's name of the parameters' type, such as `bfloat16`."""
-        return _name(self.params)
-
-    @property
-    def state_name(self) -> str:
-        """Torch's name of the running means' type."""
-        return _name(self.state)
-
-    @property
     def sharded_params(self) -> torch.dtype:
         """Type in which `fully_shard` stores parameters, which it also gives to reduced gradients."""
         if self.params == torch.float32:
@@ -61,5 +51,6 @@ class Precision:
         return self.reduce
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a type, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

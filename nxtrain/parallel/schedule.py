@@ -104,7 +104,13 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b
         num_micro: Micro-batches of the step; any number.
         order: Order of computations; `zero_bubble` needs `virtual_pp=1`.
     """
-    orders = [_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)]
+    forwards = _in_groups("forward", pp_size, virtual_pp, num_micro)
+    backwards = _in_groups("backward", pp_size, virtual_pp, num_micro)
+    orders = []
+    for rank in range(pp_size):
+        warmup = num_warmup(pp_size, virtual_pp, num_micro, rank)
+        alternating = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+        orders.append(forwards[:warmup] + alternating + backwards[len(forwards) - warmup :])
     if order == "1f1b":
         return _with_transfers(orders)
     assert virtual_pp == 1, f"ZB-H1 has one chunk for each rank, not {virtual_pp}"
@@ -179,14 +185,6 @@ def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> lis
         actions += [Action(kind, chunk, micro) for chunk in chunks for micro in range(start, start + size)]
         start += size
     return actions
-
-
-def _compute_order(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> list[Action]:
-    forwards = _in_groups("forward", pp_size, virtual_pp, num_micro)
-    backwards = _in_groups("backward", pp_size, virtual_pp, num_micro)
-    warmup = num_warmup(pp_size, virtual_pp, num_micro, rank)
-    alternating = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return forwards[:warmup] + alternating + backwards[len(forwards) - warmup :]
 
 
 def _split(actions: Sequence[Action], rank: int) -> list[Action]:

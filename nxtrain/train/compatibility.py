@@ -20,7 +20,7 @@ from nxtrain.common.io.regular import read_bytes
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig, RunConfig
 from nxtrain.config.show import dump
-from nxtrain.parallel.precision import Precision
+from nxtrain.parallel.precision import Precision, dtype_name
 
 DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 
@@ -102,8 +102,8 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         adapter=_adapter(config.finetune),
         base=os.path.abspath(config.model.hf) if inputs.base else "",
         base_fingerprint=inputs.base,
-        dtype=precision.params_name,
-        state_dtype=precision.state_name,
+        dtype=dtype_name(precision.params),
+        state_dtype=dtype_name(precision.state),
         data_fingerprint=inputs.data,
         shuffle=config.data.shuffle,
         settings=_settings(config),

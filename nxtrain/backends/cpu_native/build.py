@@ -41,7 +41,12 @@ def load() -> ctypes.CDLL:
     try:
         library = cache_folder(os.environ) / f"{_key(find_compiler())}.so"
         if not library.exists():
-            _build(library)
+            if Placement.read().local_rank == 0:
+                standard_error().print("compiling the CPU collectives, once on this machine", markup=False)
+            library.parent.mkdir(parents=True, exist_ok=True)
+            # Ranks that start together may each build; the last rename wins, and all results are equal.
+            with replacing(library, durable=False, shared=True) as out:
+                compile_library(SOURCE, out, FLAGS)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise LibraryBuildError(str(error)) from None
@@ -57,23 +62,11 @@ def _key(compiler: str) -> str:
     """Hash of all that the library depends on."""
     binary = Path(compiler).resolve()
     stat = binary.stat()
-    parts = (SOURCE.read_text(), str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, _cpu_flags())
+    # The instruction sets of this CPU, since a shared home may serve machines of several kinds.
+    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu_flags = next((line for line in cpu_lines if line.startswith(("flags", "Features"))), "")
+    parts = (SOURCE.read_text(), str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, cpu_flags)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _cpu_flags() -> str:
-    """Instruction sets of this CPU, since a shared home may serve machines of several kinds."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _build(library: Path) -> None:
-    if Placement.read().local_rank == 0:
-        standard_error().print("compiling the CPU collectives, once on this machine", markup=False)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Ranks that start together may each build; the last rename wins, and all results are equal.
-    with replacing(library, durable=False, shared=True) as out:
-        compile_library(SOURCE, out, FLAGS)
 
 
 def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:

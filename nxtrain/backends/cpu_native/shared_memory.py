@@ -177,15 +177,11 @@ class Exchange:
             # The last chunk of a rank that has ended may have come since: it counts in the next slice.
             if has_ended or time.monotonic() > until:
                 return self._ranks[place], has_ended
-            has_ended = self._has_ended(place)
+            looking = select.poll()  # not `select`, which takes no file descriptor above 1023
+            looking.register(self._processes[self._ranks[place]], select.POLLIN)
+            has_ended = bool(looking.poll(0) or self._library.nx_has_left(self._handle, place))
         del self._held[operation]
         return None
-
-    def _has_ended(self, place: int) -> bool:
-        process = self._processes[self._ranks[place]]
-        looking = select.poll()  # not `select`, which takes no file descriptor above 1023
-        looking.register(process, select.POLLIN)
-        return bool(looking.poll(0) or self._library.nx_has_left(self._handle, place))
 
     def close(self) -> None:
         """Leave, and free the memory."""
@@ -245,7 +241,9 @@ class SharedMemoryCollectives(C10dCollectives):
                 box = exchange.box
         except (OSError, AttributeError) as error:  # AttributeError: a kernel or a Python without memfd
             reason = f"this machine has no memory to share: {error}"
-        boxes = _gather(box, self._world)
+        rows = torch.empty(self._world, 3, dtype=torch.int64)
+        dist.all_gather_into_tensor(rows, torch.tensor([[box.host, box.process, box.file]]))
+        boxes = [Box(*row) for row in rows.tolist()]
         try:
             if exchange and all(box.file >= 0 for box in boxes):
                 exchange.map(boxes)
@@ -355,11 +353,3 @@ class SharedMemoryCollectives(C10dCollectives):
     def forget(self) -> None:
         self.unshare()
         super().forget()
-
-
-def _gather(box: Box, world: int) -> list[Box]:
-    """Boxes of all ranks."""
-    mine = torch.tensor([[box.host, box.process, box.file]])
-    boxes = torch.empty(world, 3, dtype=torch.int64)
-    dist.all_gather_into_tensor(boxes, mine)
-    return [Box(*row) for row in boxes.tolist()]

@@ -37,7 +37,7 @@ def round_in_graph(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> No
 def round_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
     """Round on the host, after a copy there and before one back: slow, and right on any device."""
     host = torch.empty(out.shape, dtype=out.dtype)
-    round_by_pairs(x.detach().cpu(), host, _on_host(key), step.cpu())
+    round_by_pairs(x.detach().cpu(), host, _put(key, Tensor.cpu), step.cpu())
     out.copy_(host)
 
 
@@ -111,10 +111,6 @@ def _key() -> RoundingKey:
 
 def _put(key: RoundingKey, put: Callable[[Tensor], Tensor]) -> RoundingKey:
     return RoundingKey(put(key.rows), put(key.pairs), put(key.columns), put(key.odd), key.begins_odd, key.shared)
-
-
-def _on_host(key: RoundingKey) -> RoundingKey:
-    return _put(key, lambda x: x.cpu())
 
 
 def _rounded(x: Tensor, rows: Tensor, columns: Tensor, odd: Tensor, step: Tensor) -> Tensor:

@@ -155,7 +155,8 @@ def unverified(package: Package) -> str:
     """Message that an installed NeuronX Distributed is unverified; empty for a release of `DISTRIBUTED`."""
     if _is_verified(package.version):
         return ""
-    return f"{package.name} {package.version} is not of {_verified()}, whose source nxtrain is verified with"
+    verified = " to ".join(".".join(map(str, version)) for version in DISTRIBUTED)
+    return f"{package.name} {package.version} is not of {verified}, whose source nxtrain is verified with"
 
 
 def unverified_notes() -> tuple[str, ...]:
@@ -168,10 +169,6 @@ def unverified_notes() -> tuple[str, ...]:
 def _is_verified(version: str) -> bool:
     parts = version.split(".")[:2]
     return all(part.isdigit() for part in parts) and DISTRIBUTED[0] <= tuple(map(int, parts)) <= DISTRIBUTED[1]
-
-
-def _verified() -> str:
-    return " to ".join(".".join(map(str, version)) for version in DISTRIBUTED)
 
 
 def _install_distributed() -> str:

@@ -171,30 +171,26 @@ def _parts() -> list[_Package]:
     """Compiler, kernel package, driver and runtime of this machine."""
     compiler = _version("neuronx-cc")
     hidden = "" if shutil.which("neuronx-cc") else "neuronx-cc is not on PATH; activate the environment that has it"
+    try:
+        driver = DRIVER_FILE.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        driver = ""
+    # The runtime is the system's library, whose name has the version, or a Python package brings one.
+    runtime = _version("nrtpy")
+    libraries = sorted(path.name for path in RUNTIME_FOLDER.glob("libnrt.so.*.*"))
+    if libraries:
+        runtime = libraries[-1].removeprefix("libnrt.so.")
     return [
         _Package("neuronx-cc", compiler, COMPILER, required=True, fault=hidden),
         _Package("nki", _version("nki"), KERNELS, required=True),
-        _Package("driver", _driver(), DRIVER, required=False),
-        _Package("runtime", _runtime(), RUNTIME, required=False),
+        _Package("driver", driver, DRIVER, required=False),
+        _Package("runtime", runtime, RUNTIME, required=False),
     ]
 
 
 def _version(name: str) -> str:
     package = installed(name)
     return package.version if package and not package.placeholder else ""
-
-
-def _driver() -> str:
-    try:
-        return DRIVER_FILE.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _runtime() -> str:
-    """Version of the runtime: in the name of the system's library, or of the Python package that brings one."""
-    names = sorted(path.name for path in RUNTIME_FOLDER.glob("libnrt.so.*.*"))
-    return names[-1].removeprefix("libnrt.so.") if names else _version("nrtpy")
 
 
 def _system(os_release: Path) -> tuple[str, str]:

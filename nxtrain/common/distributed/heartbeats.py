@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -163,17 +163,15 @@ class HeartbeatStore:
 
     def verdict(self) -> str:
         """Wait for the verdict of the rank that declared the hang first; empty after a time limit."""
-        return _poll(lambda: self._text("hang/verdict"), 3 * ANSWER_S)
+        limit = time.monotonic() + 3 * ANSWER_S
+        verdict = self._text("hang/verdict")
+        while not verdict and time.monotonic() < limit:
+            time.sleep(0.02)
+            verdict = self._text("hang/verdict")
+        return verdict
 
     def _text(self, key: str) -> str:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
-
-
-def _poll(work: Callable[[], str], seconds: float) -> str:
-    limit = time.monotonic() + seconds
-    while not (text := work()) and time.monotonic() < limit:
-        time.sleep(0.02)
-    return text
 
 
 class HeartbeatLink:

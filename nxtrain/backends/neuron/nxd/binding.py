@@ -18,7 +18,7 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.process.greetings import without_greetings
-from nxtrain.common.sharding import ParamTable, ShardSpec
+from nxtrain.common.sharding import ParamTable
 
 
 class NxdBinding(Binding):
@@ -38,9 +38,13 @@ class NxdBinding(Binding):
         # Each layer calls a deprecated torch.cuda.amp.
         warnings.filterwarnings("ignore", r"`torch\.cuda\.amp", FutureWarning, r"neuronx_distributed\.")
         try:
-            _unpin_layouts()
+            from neuronx_distributed.parallel_layers import comm, grads, mappings
         except ImportError as error:
             raise BackendError(_import_failure(error)) from error
+        # NxD pins the layouts of all-reduces in its layers and in `bucket_allreduce_gradients`. Those through
+        # torch.distributed are not pinned, and XLA's verifier refuses a graph of both kinds.
+        for module in (grads, mappings):
+            module.all_reduce = partial(comm.all_reduce, pin_layout=False)
         self._is_cpu = device.type == "cpu"
         self._owns_process_group = False
         self._sums_over_dp = False
@@ -72,11 +76,15 @@ class NxdBinding(Binding):
         table = ParamTable.of(model)
         for name, parameter in model.named_parameters():
             spec = table[name]
+            # NxD's stride: the number of segments if they are equally long and each is sharded over all ranks.
+            stride = 1
+            if {(segment.size, segment.replicas) for segment in spec.segments} == {(spec.segments[0].size, 1)}:
+                stride = len(spec.segments)
             set_tensor_model_parallel_attributes(
                 tensor=parameter,
                 is_parallel=spec.dim is not None,
                 dim=-1 if spec.dim is None else spec.dim,
-                stride=_stride(spec),
+                stride=stride,
                 num_partitions=1 if spec.dim is None else tp.size,
             )
             vars(parameter).update(sequence_parallel_enabled=spec.partial_gradient, shared=spec.tied_to is not None)
@@ -123,24 +131,6 @@ def _refuse_descending(mesh: Mesh) -> None:
         for group in axis.groups:
             if list(group) != sorted(group):
                 raise BackendError(f"gloo counts ranks ascending, and {axis.name} goes over {group}; use another tp")
-
-
-def _unpin_layouts() -> None:
-    """Replace NxD's all-reduces by ones that do not pin tensor layouts.
-
-    NxD pins the layouts of all-reduces in its layers and in `bucket_allreduce_gradients`, but not of those through
-    torch.distributed, and XLA's verifier refuses a graph of both kinds.
-    """
-    from neuronx_distributed.parallel_layers import comm, grads, mappings
-
-    for module in (grads, mappings):
-        module.all_reduce = partial(comm.all_reduce, pin_layout=False)
-
-
-def _stride(spec: ShardSpec) -> int:
-    """NxD's stride: the number of segments if they are equally long and each is sharded over all ranks, else 1."""
-    equal = len({(segment.size, segment.replicas) for segment in spec.segments}) == 1
-    return len(spec.segments) if equal and spec.segments[0].replicas == 1 else 1
 
 
 def _import_failure(error: ImportError) -> str:
