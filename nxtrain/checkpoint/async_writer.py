@@ -107,7 +107,10 @@ class CheckpointWriter:
             after_failure: Save even if the previous checkpoint could not be written.
         """
         began = time.monotonic()
-        if not wait and self._is_busy():
+        # The leader ends last: it commits and deletes old checkpoints after all others have written.
+        if not wait and self._ranks.on_leader(
+            lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
+        ):
             problem = "the one before it is still being written"
             self._ended.append(SaveOutcome(meta.step, time.monotonic() - began, problem=problem))
             return
@@ -177,12 +180,6 @@ class CheckpointWriter:
         group = self._destination.scope.ranks.group
         if group is not None:
             dist.destroy_process_group(group)
-
-    def _is_busy(self) -> bool:
-        # The leader ends last: it commits and deletes old checkpoints after all others have written.
-        return self._ranks.on_leader(
-            lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
-        )
 
     def _lack_of_memory(self, state: Shards) -> str:
         """Text about a host without memory for the copies of its ranks, equal on all ranks; empty if all fit."""

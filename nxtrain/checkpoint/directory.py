@@ -207,15 +207,6 @@ def point_to(path: Path) -> None:
     draft.replace(path.with_name(LATEST))
 
 
-def _renew_latest(directory: Path) -> None:
-    """Record the newest remaining checkpoint, if any."""
-    left = newest(directory)
-    if left is None:
-        (directory / LATEST).unlink(missing_ok=True)
-    else:
-        point_to(left)
-
-
 def quarantine(path: Path) -> Path:
     """Quarantine a damaged checkpoint: rename the folder so that no start resumes from it; return the new path."""
     return _add_suffix(path, "corrupt")
@@ -240,7 +231,11 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     for path in later:
         _add_suffix(path, "abandoned")
     if later or damaged:
-        _renew_latest(directory)
+        left = newest(directory)
+        if left is None:
+            (directory / LATEST).unlink(missing_ok=True)
+        else:
+            point_to(left)
     return [step_of(path) for path in later]
 
 

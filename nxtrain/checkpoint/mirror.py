@@ -168,7 +168,13 @@ def choice_of(address: str | Path, checkpoint: Location) -> str:
 def step_in(root: Location, checkpoint: Location) -> int | None:
     """Step of a checkpoint if the `checkpoints` folder or mirror `root` holds it; else None."""
     match = _FOLDER.fullmatch(checkpoint.name)
-    if match and is_same(root, parent_of(checkpoint)):
+    if match is None:
+        return None
+    if isinstance(checkpoint, Path):
+        parent: Location = checkpoint.parent
+    else:
+        parent = place_of(checkpoint.rpartition("/")[0])
+    if is_same(root, parent):
         return int(match[1])
     return None
 
@@ -178,13 +184,6 @@ def is_same(one: Location, other: Location) -> bool:
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
     return one == other
-
-
-def parent_of(location: Location) -> Location:
-    """Parent folder of a location."""
-    if isinstance(location, Path):
-        return location.parent
-    return place_of(location.rpartition("/")[0])
 
 
 TIMEOUT_S = 24 * 3600.0

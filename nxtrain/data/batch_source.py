@@ -145,8 +145,14 @@ class Streams:
         num_corpora = 0
         if self.mixture is not None:
             num_corpora = len(self.sizes)
+        lane_order = LaneOrder(lanes, order.seed, order.shuffle)
+        open_lanes: Callable[[Mapping[int, Place], int], Lanes]
+        if order.workers is None:
+            open_lanes = partial(LocalLanes, partial(self.source.opened(), lane_order))
+        else:
+            open_lanes = partial(Workers, self.source, lane_order, order.workers)
         return StreamLoader(
-            self._open_lanes(LaneOrder(lanes, order.seed, order.shuffle), order.workers),
+            open_lanes,
             lanes,
             order.share,
             end_id=self.end_id,
@@ -163,11 +169,3 @@ class Streams:
         lane, place = min(places.items())
         epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
         return progress(self.mixture, place[0] * lanes, self.seq_len, epochs)
-
-    def _open_lanes(
-        self, order: LaneOrder, workers: WorkerPolicy | None
-    ) -> Callable[[Mapping[int, Place], int], Lanes]:
-        """Make the function that opens lanes, in this process or in workers."""
-        if workers is None:
-            return partial(LocalLanes, partial(self.source.opened(), order))
-        return partial(Workers, self.source, order, workers)

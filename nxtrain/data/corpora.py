@@ -27,7 +27,10 @@ def stdlib_files(limit_bytes: int = 16_000_000) -> list[Path]:
         limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = list(_modules(root))
+    modules = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_PROSE]  # folders of installed packages are not entered
+        modules += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     modules.sort(key=lambda module: (zlib.crc32(module.as_posix().encode()), module))
     files, num_bytes = [], 0
     for module in modules:
@@ -44,13 +47,6 @@ def stdlib_texts(limit_bytes: int = 16_000_000) -> Iterator[str]:
         text = read_bytes(path).decode(errors="ignore")
         if text.strip():
             yield text
-
-
-def _modules(root: Path) -> Iterator[Path]:
-    """Modules of the library, as paths relative to its folder; folders of installed packages are not entered."""
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_PROSE]
-        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
 
 
 def text_files(path: str) -> WalkedFiles:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.common.errors import DataError
@@ -84,13 +83,8 @@ def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int)
     path = place_of(name)
     if isinstance(path, S3Path):
         return check_remote(RemoteFile(path, cache_folder(config)), seq_len=seq_len, vocab_size=vocab_size)
-    table = _token_table(path, seq_len, vocab_size)
-    return check_table(table, path, seq_len=seq_len, vocab_size=vocab_size), probe(table)
-
-
-def _token_table(path: Path, seq_len: int, vocab_size: int) -> NDArray[Any]:
     try:
-        return read_array(path)
+        table = read_array(path)
     except DataError as error:
         if path.exists():
             raise
@@ -99,3 +93,4 @@ def _token_table(path: Path, seq_len: int, vocab_size: int) -> NDArray[Any]:
             f"{error}. data.source=tokens reads rows of train.seq_len + 1 = {seq_len + 1} integer ids below "
             f"{vocab_size} from a .npy file: numpy.save({str(path)!r}, rows){relative}, or set data.path to yours"
         ) from error
+    return check_table(table, path, seq_len=seq_len, vocab_size=vocab_size), probe(table)

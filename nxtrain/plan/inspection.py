@@ -12,11 +12,9 @@ from nxtrain.checkpoint.directory import newest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.regular import read_text
-from nxtrain.common.machines import Machine
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
-from nxtrain.config.schema import RunConfig
 from nxtrain.plan.hardware import find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import layout_json
@@ -143,30 +141,25 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     if not config.parallel.dp and not any(each.startswith("parallel.") for each in overrides):
         parallel = config.parallel.model_copy(update={"dp": int(recorded.get("dp", 0))})
         config = config.model_copy(update={"parallel": parallel})
-    world = _world(config)
+    parallel, cluster = config.parallel, config.cluster
+    # Machines give the number of ranks if the data parallel degree is derived.
+    if parallel.dp or not cluster.instance:
+        world = parallel.tp * parallel.pp * max(1, parallel.dp)
+    else:
+        world = find_machine(cluster.instance).devices * cluster.nodes
     resolved = resolve_config(replace(loaded, config=config), world, has_weights=False)
     dp = world // (config.parallel.tp * config.parallel.pp)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": dp})})
-    machine = _machine(config, world, int(recorded.get("ranks per node", 0)))
+    # The number of devices of the machine groups the ranks of hybrid sharding.
+    ranks_per_node = int(recorded.get("ranks per node", 0))
+    if ranks_per_node:
+        machine = replace(find_machine(_ANY_MACHINE), devices=ranks_per_node)
+    elif cluster.instance:
+        machine = find_machine(cluster.instance)
+    else:
+        machine = replace(find_machine(_ANY_MACHINE), devices=max(1, world // cluster.nodes))
     job = Job(resolved.family.dimensions(resolved.model), machine, config.cluster.nodes, config)
     return Inspection(resolved, job, checkpoint)
-
-
-def _world(config: RunConfig) -> int:
-    """Number of ranks: by the degrees, or those of the named machines if the data parallel degree is derived."""
-    parallel, cluster = config.parallel, config.cluster
-    if parallel.dp or not cluster.instance:
-        return parallel.tp * parallel.pp * max(1, parallel.dp)
-    return find_machine(cluster.instance).devices * cluster.nodes
-
-
-def _machine(config: RunConfig, world: int, ranks_per_node: int) -> Machine:
-    """Machine whose number of devices groups the ranks of hybrid sharding."""
-    if ranks_per_node:
-        return replace(find_machine(_ANY_MACHINE), devices=ranks_per_node)
-    if config.cluster.instance:
-        return find_machine(config.cluster.instance)
-    return replace(find_machine(_ANY_MACHINE), devices=max(1, world // config.cluster.nodes))
 
 
 def _recorded(run: Path) -> dict[str, Any]:

@@ -77,6 +77,9 @@ def stage_bytes(job: Job, stage: int) -> Bytes:
     if job.has_optimizer_on_host:
         optimizer = own_rows_bytes(job, stage)
     most = max(moments_of(job, stage), key=sum)
+    workspace = 0
+    if job.config.backend.name != "cpu":
+        workspace = WORKSPACE_BYTES.get(job.machine.kind, GPU_WORKSPACE_BYTES)
     return Bytes(
         params=params,
         frozen=frozen,
@@ -85,7 +88,7 @@ def stage_bytes(job: Job, stage: int) -> Bytes:
         activations=most.activations,
         logits=most.logits,
         buckets=most.buckets,
-        workspace=workspace_bytes(job),
+        workspace=workspace,
     )
 
 
@@ -98,13 +101,6 @@ def host_bytes(job: Job, stage: int) -> dict[str, int]:
     if job.has_optimizer_on_host:
         kinds["optimizer"] = optimizer_bytes(job, stage) - own_rows_bytes(job, stage)
     return {**kinds, "total": sum(kinds.values())}
-
-
-def workspace_bytes(job: Job) -> int:
-    """Memory that libraries take."""
-    if job.config.backend.name == "cpu":
-        return 0
-    return WORKSPACE_BYTES.get(job.machine.kind, GPU_WORKSPACE_BYTES)
 
 
 def params_bytes(job: Job, stage: int) -> int:

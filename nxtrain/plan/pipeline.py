@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from nxtrain.parallel.schedule import Action, Kind, Order, num_warmup, schedule
+from nxtrain.parallel.schedule import Action, Order, num_warmup, schedule
 from nxtrain.parallel.simulate import Span, simulate
 
 
@@ -152,23 +152,22 @@ def _rank_figures(pipeline: PipelineCosts, rank: int, step_s: float, spans: Sequ
     actions = [span.action for span in own]
     busy_s = sum(span.end_s - span.start_s for span in own if not span.action.is_transfer)
     sent, received = (sum(action.kind.startswith(verb) for action in actions) for verb in ("send", "receive"))
+    end = "weight"
+    if pipeline.order == "1f1b":
+        end = "backward"
+    in_flight = most_in_flight = 0
+    for action in actions:
+        in_flight += (action.kind == "forward") - (action.kind == end)
+        most_in_flight = max(most_in_flight, in_flight)
     return RankFigures(
         busy_s=busy_s,
         bubble=1 - busy_s / step_s,
-        forwards_in_flight=_most_in_flight(actions, "backward" if pipeline.order == "1f1b" else "weight"),
+        forwards_in_flight=most_in_flight,
         forwards_in_flight_formula=pipeline.in_flight(rank),
         activation_bytes=_most_bytes(pipeline, rank, actions),
         sent_bytes=sent * pipeline.boundary_bytes,
         received_bytes=received * pipeline.boundary_bytes,
     )
-
-
-def _most_in_flight(actions: Sequence[Action], end: Kind) -> int:
-    now = most = 0
-    for action in actions:
-        now += (action.kind == "forward") - (action.kind == end)
-        most = max(most, now)
-    return most
 
 
 def _most_bytes(pipeline: PipelineCosts, rank: int, actions: Sequence[Action]) -> int:

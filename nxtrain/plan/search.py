@@ -132,7 +132,13 @@ def impossible(job: Job) -> Iterator[Problem]:
         reason = f"neither of tp={parallel.tp} and {kv_heads} key/value heads divides the other"
         yield Problem("parallel.tp", reason, hint=_degrees_of(dimensions))
     elif job.method == "qlora":
-        yield from _cut_blocks(job)
+        # The first matrix of a block that tensor parallelism cuts inside a quantized block.
+        for name, spec in job.stage(0).block_specs(parallel.tp).items():
+            if is_matrix(spec):
+                problems = list(quantized_cut(name.split(".")[1], spec, axis_of(parallel.tp)))
+                if problems:
+                    yield problems[0]
+                    break
     yield from stages(parallel, dimensions.num_layers)
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
@@ -145,17 +151,6 @@ def _degrees_of(dimensions: Dimensions) -> str:
     kv_heads = dimensions.num_kv_heads
     fitting = [tp for tp in divisors(dimensions.num_heads) if not (kv_heads % tp and tp % kv_heads)]
     return f"use {', '.join(map(str, fitting))}"
-
-
-def _cut_blocks(job: Job) -> Iterator[Problem]:
-    """Problem of the first matrix of a block that tensor parallelism cuts inside a quantized block."""
-    tp = job.config.parallel.tp
-    for name, spec in job.stage(0).block_specs(tp).items():
-        if is_matrix(spec):
-            problems = list(quantized_cut(name.split(".")[1], spec, axis_of(tp)))
-            if problems:
-                yield problems[0]
-                return
 
 
 def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:

@@ -87,11 +87,14 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         rows.append(("time, cost", "unknown", "as is the length of the run"))
     else:
         cost = found.cost_usd
+        with_failures = "failures leave no time for a step and its checkpoint"
+        if run["days_with_failures"] is not None:
+            with_failures = f"{run['days_with_failures']:,.2f} days with failures"
         rows += [
             ("steps", f"{run['steps']:,}", f"of {found.job.tokens_per_step:,} tokens"),
             ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
             *_data_set(run),
-            ("time", f"{found.days:,.2f} days", _with_failures(run["days_with_failures"])),
+            ("time", f"{found.days:,.2f} days", with_failures),
             ("device hours", f"{run['device_hours']:,.4g}", f"of {found.job.world:,} devices, without failures"),
             ("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]),
         ]
@@ -116,12 +119,6 @@ def _attention_cost(job: Job) -> str:
     if job.attention == "masked":
         cost = shape.mask_cost
     return f"data.doc_mask=true. {cost}"
-
-
-def _with_failures(days: float | None) -> str:
-    if days is None:
-        return "failures leave no time for a step and its checkpoint"
-    return f"{days:,.2f} days with failures"
 
 
 def show_found(found: Found, note: str, top: int) -> None:

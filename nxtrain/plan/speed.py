@@ -122,7 +122,10 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     sync_s = _sync_seconds(job, slowest, links)
     # Buckets are reduced during the last backward pass.
     exposed_sync_s = max(sync_s * (1.0 - overlap), sync_s - busy[slowest] * 2 / 3)
-    update_s = _update_seconds(job, slowest)
+    # The memory bounds the update: state is read and written, gradients are read.
+    state_bytes = optimizer_bytes(job, slowest) + params_bytes(job, slowest)
+    moved_bytes = 2 * state_bytes + reduced_bytes(job, slowest)
+    update_s = moved_bytes / (job.machine.memory_bytes_s * MEMORY_SHARE)
     step_s = work_s + exposed_sync_s + update_s
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
     flops = model_flops_per_token(job) * job.tokens_per_step
@@ -259,12 +262,6 @@ def _bubble(job: Job, forward_s: list[float], backward_s: list[float]) -> float:
         boundary_bytes=0,
     )
     return pipeline.ideal_bubble
-
-
-def _update_seconds(job: Job, stage: int) -> float:
-    """Seconds of the update, bound by the memory: state is read and written, gradients are read."""
-    moved = 2 * (optimizer_bytes(job, stage) + params_bytes(job, stage)) + reduced_bytes(job, stage)
-    return moved / (job.machine.memory_bytes_s * MEMORY_SHARE)
 
 
 def _tp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterator[Traffic]:

@@ -39,17 +39,14 @@ def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 1
     if columns < all_columns:
         shown = _time(step_s * columns / all_columns)
         notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
-    return "\n".join([*text, *(_note(pipeline, note, width) for note in notes)])
+    indent = " " * head  # notes are indented like the lines of the ranks
+    for note in notes:
+        text.append(fill(note, width, initial_indent=indent, subsequent_indent=indent))
+    return "\n".join(text)
 
 
 def _head(pipeline: PipelineCosts, rank: int) -> str:
     return f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  "
-
-
-def _note(pipeline: PipelineCosts, text: str, width: int) -> str:
-    """Note below the lines of the ranks, indented like them."""
-    indent = " " * len(_head(pipeline, 0))
-    return fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _label(action: Action, virtual_pp: int) -> str:

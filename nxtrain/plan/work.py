@@ -39,7 +39,9 @@ def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
     moved = num_blocks * _moved_bytes(job)
     head = logits = 0
     if has_head:
-        head, logits = per_token.head, _moved_by_logits(job)
+        head = per_token.head
+        # The loss moves logits in the type of the model and in float32, and their gradient.
+        logits = job.micro_tokens * job.vocab_rows * (3 * job.params_size + 3 * SIZES["fp32"])
     forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved + logits)
     backward = matrices + head + 2 * adapters
     if job.adapters is None:
@@ -64,11 +66,6 @@ def _moved_bytes(job: Job) -> int:
     if not job.dimensions.positions:
         per_token += 2 * (job.query_width + job.key_width)
     return (stream + job.micro_tokens * per_token) * job.params_size
-
-
-def _moved_by_logits(job: Job) -> int:
-    """Bytes that the loss moves: logits in the type of the model and in float32, and their gradient."""
-    return job.micro_tokens * job.vocab_rows * (3 * job.params_size + 3 * SIZES["fp32"])
 
 
 def attention_flops(job: Job) -> int:

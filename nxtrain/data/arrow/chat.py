@@ -74,7 +74,11 @@ class ChatTemplate:
         self._template = _compiled(text, tokenizer.path.parent)
         self._has_blocks = _GENERATION.search(text) is not None
         self._end = tokenizer.end
-        self._special = _special_tokens(tokenizer.tokenizer)
+        tokens = tokenizer.tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in tokens if token.special]
+        self._special: re.Pattern[str] | None = None
+        if special:
+            self._special = re.compile("|".join(map(re.escape, special)))
         content = json.dumps([text, self._names], sort_keys=True)
         self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -199,13 +203,6 @@ def _token(declared: object) -> str:
     if isinstance(declared, dict):
         declared = declared.get("content")
     return declared if isinstance(declared, str) else ""
-
-
-def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    if not names:
-        return None
-    return re.compile("|".join(map(re.escape, names)))
 
 
 def _checked(messages: object) -> list[Message]:

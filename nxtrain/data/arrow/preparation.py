@@ -159,7 +159,16 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
         else:
             work.open()
             _copy(request, sources, fields, column, work, watcher)
-            work.finish({"format": FORMAT_VERSION, **_summary_of(work.counts), **identity})
+            counts = work.counts
+            results = {
+                "rows": counts.rows,
+                "documents": counts.documents,
+                "empty": counts.empty,
+                "skipped": dict(sorted(counts.skipped.items())),
+                "bytes": counts.num_bytes,
+                "tokens": counts.tokens or None,
+            }
+            work.finish({"format": FORMAT_VERSION, **results, **identity})
     except BaseException:
         if work.is_empty:  # nothing to go on from
             with suppress(OSError):
@@ -362,14 +371,3 @@ def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
     if written != identity:
         refuse(f"{outputs.out} is finished, and", written, identity)
     outputs.clear_work()
-
-
-def _summary_of(counts: Counts) -> dict[str, Any]:
-    return {
-        "rows": counts.rows,
-        "documents": counts.documents,
-        "empty": counts.empty,
-        "skipped": dict(sorted(counts.skipped.items())),
-        "bytes": counts.num_bytes,
-        "tokens": counts.tokens or None,
-    }

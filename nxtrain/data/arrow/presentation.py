@@ -106,15 +106,6 @@ def _rows(counts: Counts) -> str:
     return text
 
 
-def _checksums(statistics: dict[str, Any]) -> str:
-    """State of the checksums of a prepared corpus in words."""
-    if not statistics["checksums"]:
-        return "none, since an earlier release prepared it: damage may stay unnoticed; prepare it again with --restart"
-    if statistics["verified"]:
-        return "every byte is as it was written"
-    return "of every block; --verify compares all"
-
-
 def present_inspection(statistics: dict[str, Any], console: Console) -> None:
     """Print statistics as tables."""
     unit = statistics["unit"]
@@ -129,7 +120,13 @@ def present_inspection(statistics: dict[str, Any], console: Console) -> None:
     table.add_row("tokens", tokens)
     table.add_row("bytes", size(statistics["bytes"]))
     if statistics["checksums"] is not None:
-        table.add_row("checksums", _checksums(statistics))
+        checksums = "of every block; --verify compares all"
+        if not statistics["checksums"]:
+            checksums = "none, since an earlier release prepared it: damage may stay unnoticed; "
+            checksums += "prepare it again with --restart"
+        elif statistics["verified"]:
+            checksums = "every byte is as it was written"
+        table.add_row("checksums", checksums)
     lengths = ", ".join(f"{name} {value:,.0f}" for name, value in statistics["lengths"].items())
     table.add_row(f"lengths in {unit}", lengths)
     for reason, number in statistics["skipped"].items():

@@ -102,8 +102,15 @@ def find_sources(
             sources.append(_recognise(argument, argument.name, any_text))
             continue
         of_folder = [_recognise(argument / name, name, any_text) for name in _chosen(argument, names, only)]
-        if not mixed:
-            _refuse_mixture(argument, of_folder)
+        texts = [source for source in of_folder if source.kind == "text"]
+        # Text next to tables and JSON lines is mostly a README and not a document.
+        if not mixed and texts and len(texts) < len(of_folder):
+            other = next(source for source in of_folder if source.kind != "text")
+            raise DataError(
+                f"{argument} holds {summary(of_folder)}: {texts[0].name} would be a document beside the rows of "
+                f"{other.name}; choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', "
+                "give them by name, or take all of them with --mixed"
+            )
         sources += of_folder
     return sources
 
@@ -183,18 +190,6 @@ def _is_dataset(state: Location, folder: Location) -> bool:
     return True
 
 
-def _refuse_mixture(folder: Location, sources: Sequence[Source]) -> None:
-    """Refuse text next to tables and JSON lines, because such text is mostly a README and not a document."""
-    texts = [source for source in sources if source.kind == "text"]
-    if texts and len(texts) < len(sources):
-        other = next(source for source in sources if source.kind != "text")
-        raise DataError(
-            f"{folder} holds {summary(sources)}: {texts[0].name} would be a document beside the rows of {other.name}; "
-            f"choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', give them by name, "
-            "or take all of them with --mixed"
-        )
-
-
 def _recognise(path: Location, name: str, any_text: bool) -> Source:
     """Recognise a file's format, and read its sample.
 
@@ -220,24 +215,19 @@ def _recognise(path: Location, name: str, any_text: bool) -> Source:
         plain = plain.with_suffix("")
         compression = compression or by_name
     if compression:
-        head = _uncompressed(path, compression)
+        try:
+            with open_stream(path, _LOOK_BYTES) as raw:
+                file_of_arrow = pa.PythonFile(raw, mode="r")
+                with pa.CompressedInputStream(file_of_arrow, compression) as stream:
+                    head = bytes(stream.read(_LOOK_BYTES))
+        except (OSError, pa.ArrowException):  # a later read reports the damaged file
+            head = b""
     kind = _kind(path, plain.suffix.lower(), head, any_text)
     if compression and kind not in {"text", "jsonl"}:
         raise DataError(
             f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it has compression inside"
         )
     return Source(path, name, kind, compression, file.num_bytes, file.version(), digest.hexdigest())
-
-
-def _uncompressed(path: Location, compression: str) -> bytes:
-    """First bytes of a compressed file; empty for a damaged file, which a later read reports."""
-    try:
-        with open_stream(path, _LOOK_BYTES) as raw:
-            file = pa.PythonFile(raw, mode="r")
-            with pa.CompressedInputStream(file, compression) as stream:
-                return bytes(stream.read(_LOOK_BYTES))
-    except (OSError, pa.ArrowException):
-        return b""
 
 
 def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:

@@ -189,18 +189,13 @@ def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Itera
     for row, messages in enumerate(column, begin + 1):
         if row <= start:
             continue
+        turns = messages.as_py()
+        if turns is not None:  # a turn has null for the keys that only other turns of the column have
+            turns = [turn and {key: value for key, value in turn.items() if value is not None} for turn in turns]
         try:
-            yield from fields.rows([_turns(messages.as_py())], row, 0)
+            yield from fields.rows([turns], row, 0)
         except BadRowError as error:
             yield BadRow(row, 0, *error.args)
-
-
-def _turns(messages: list[Any] | None) -> list[Any] | None:
-    """Turns without the keys that only other turns of the column have."""
-    if messages is None:
-        return None
-    present = [turn and {key: value for key, value in turn.items() if value is not None} for turn in messages]
-    return present
 
 
 def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:

@@ -174,18 +174,15 @@ def _read(events: Iterable[Any], *, on_device: bool) -> list[Event]:
     """Operations of a profile inside the mark `STEP`, and the mark itself."""
     operations = []
     for event in events:
-        chain = _chain(event)
+        names = []
+        caller = event
+        while caller is not None:
+            names.append(caller.name)
+            caller = caller.cpu_parent
+        chain = tuple(names)
         if on_device:
             # Kernels belong to the operation that launched them, and backward runs on a thread without the mark.
             operations.append(Event((*chain, STEP), event.self_device_time_total / 1e6))
         elif STEP in chain:
             operations.append(Event(chain, event.self_cpu_time_total / 1e6))
     return operations
-
-
-def _chain(event: Any) -> tuple[str, ...]:
-    names = []
-    while event is not None:
-        names.append(event.name)
-        event = event.cpu_parent
-    return tuple(names)

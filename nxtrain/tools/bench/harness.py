@@ -86,9 +86,17 @@ def start_ranks(
     stack: ExitStack, program: str, name: str, job: Mapping[str, Any], world: int = 1, copies: int = 1
 ) -> list[BenchWorker]:
     """Start the ranks of one or several independent worlds; the ranks end with the stack."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # More threads than one would make a rank faster while others wait, and ranks unequal.
+    common = {**environment(1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     workers = []
-    for env in rank_environments(world) * copies:
-        workers.append(stack.enter_context(BenchWorker(program, name, job, env)))
+    for _ in range(copies):
+        for rank in range(world):
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.append(stack.enter_context(BenchWorker(program, name, job, env)))
     return workers
 
 
@@ -116,18 +124,6 @@ def take_turns(
                 measured[name].append(turn())
                 done += 1
     return {name: turns[warm_up:] for name, turns in measured.items()}
-
-
-def rank_environments(world: int) -> list[dict[str, str]]:
-    """Environment of each rank of local processes with one thread each.
-
-    More threads would make a rank faster while others wait, and ranks unequal.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**environment(1), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:

@@ -193,16 +193,12 @@ def _show(
         console.print(f"{picture}\n", markup=False)
     console.print(_table(work, result))
     for other in others:
-        console.print(_comparison(result, other))
-
-
-def _comparison(result: dict[str, Any], other: dict[str, Any]) -> str:
-    """Bubble and step time of 1F1B: expected and, if measured in turn with the other schedule, measured."""
-    names = [name for name in ("expected", "measured") if name in other]
-    bubble = " / ".join(f"{other[name]['bubble']:.1%}" for name in names)
-    step = " / ".join(f"{1e3 * other[name]['step_s']:.1f}" for name in names)
-    saved = " / ".join(f"{1 - result[name]['step_s'] / other[name]['step_s']:.1%}" for name in names)
-    return f"1f1b for comparison: bubble {bubble}, step {step} ms; zero_bubble saves {saved} of that"
+        # Expected and, if measured in turn with the other schedule, measured.
+        names = [name for name in ("expected", "measured") if name in other]
+        bubble = " / ".join(f"{other[name]['bubble']:.1%}" for name in names)
+        step = " / ".join(f"{1e3 * other[name]['step_s']:.1f}" for name in names)
+        saved = " / ".join(f"{1 - result[name]['step_s'] / other[name]['step_s']:.1%}" for name in names)
+        console.print(f"1f1b for comparison: bubble {bubble}, step {step} ms; zero_bubble saves {saved} of that")
 
 
 def _table(work: StageWork, result: dict[str, Any]) -> Table:

@@ -75,7 +75,12 @@ def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
     names: Names = {}
     seconds: dict[CacheKey, float | None] = {}
     for attempt in range(retries + 1):
-        _mend(cache)
+        # The tool would wait for stale locks, and skip failed entries.
+        cache.sweep()
+        for key in cache.break_locks():
+            print_line(f"broke the lock of {key}, whose owner is gone")
+        for key in cache.quarantine_failed():
+            print_line(f"put {key} aside, which failed before")
         folder = job.folder / str(attempt)
         folder.mkdir()
         count = _GraphCount(cache, folder)
@@ -127,15 +132,6 @@ class _GraphCount:
         if done + failed and line != self._printed:
             self._printed = line
             print_line(f"{line}, {time.monotonic() - self._began:.0f} s")
-
-
-def _mend(cache: Cache) -> None:
-    """Remove stale locks and failed entries, which would make the tool wait or skip."""
-    cache.sweep()
-    for key in cache.break_locks():
-        print_line(f"broke the lock of {key}, whose owner is gone")
-    for key in cache.quarantine_failed():
-        print_line(f"put {key} aside, which failed before")
 
 
 def _check_command(status: int, *, has_compiled: bool, has_graphs: bool, log: Path) -> None:

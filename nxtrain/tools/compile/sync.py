@@ -69,7 +69,12 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
         ConfigError: Both are buckets, or the same folder.
         BackendError: S3 refuses.
     """
-    _check(source, target)
+    if isinstance(source, Bucket) and isinstance(target, Bucket):
+        raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
+    if isinstance(source, Cache) and not source.root.is_dir():
+        raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
+    if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
+        raise ConfigError(f"{source} and {target} are the same folder")
     wanted, there = source.done(), target.done()
     report = Report(present=sorted(wanted & there))
     sizes = {key: source.size_bytes(key) for key in sorted(wanted - there)}
@@ -86,15 +91,6 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
         bytes_done += size_bytes
         on_step(Step(key, num_done, len(sizes), bytes_done, bytes_total))
     return report
-
-
-def _check(source: CacheLocation, target: CacheLocation) -> None:
-    if isinstance(source, Bucket) and isinstance(target, Bucket):
-        raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
-    if isinstance(source, Cache) and not source.root.is_dir():
-        raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
-    if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
-        raise ConfigError(f"{source} and {target} are the same folder")
 
 
 def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:

@@ -124,7 +124,12 @@ def _missing(names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
         if name in OFFLINE or name in SUITES:
             yield Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}")
         elif is_installed():
-            yield _unknown(name, known)
+            # All names of the harness would fill many screens.
+            close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
+            hint = nearest(name, close or _NAMES)
+            if not close:
+                hint += "; of the harness: lm_eval ls tasks"
+            yield Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)
         else:
             others.append(name)
     if others:
@@ -151,12 +156,3 @@ def _named_twice(choices: Sequence[Choice]) -> Iterator[Problem]:
         if len(ways[name]) > 1:
             reason = f"{name} is wanted {' and '.join(ways[name])}"
             yield Problem("--tasks", reason, hint="give each in a command of its own")
-
-
-def _unknown(name: str, known: Sequence[str]) -> Problem:
-    # All names of the harness would fill many screens.
-    close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
-    hint = nearest(name, close or _NAMES)
-    if not close:
-        hint += "; of the harness: lm_eval ls tasks"
-    return Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)

@@ -30,23 +30,21 @@ def evaluations(runs: Sequence[RecordedRun]) -> list[Chart]:
     charts = []
     for number, (task, metric) in enumerate(names[:MOST_TASKS]):
         curves: list[Curve] = []
-        for color, (run, tasks) in enumerate(zip(runs, tasks_of_runs, strict=True)):
+        for number_of_run, (run, tasks) in enumerate(zip(runs, tasks_of_runs, strict=True)):
             label = run.name if len(runs) > 1 else metric
-            curves += _curves(label, color % NUM_COLORS, tasks.get((task, metric), []))
+            points = tasks.get((task, metric), [])
+            tokens, values, errors = np.array(points, np.float64).reshape(-1, 3).T
+            color = number_of_run % NUM_COLORS
+            curves.append(Curve(label, color, tokens, values))
+            if errors.any():
+                curves.append(Curve(f"{label} + error", color, tokens, values + errors, "dashed"))
+                curves.append(Curve(f"{label} - error", color, tokens, values - errors, "dashed"))
         title = shortened(f"{task}: {metric}", 60)
         charts.append(draw(f"evaluation-{number}", title, "over tokens", curves, note=_NOTE))
     return [chart for chart in charts if chart is not None]
 
 
 _NOTE = "Dashed lines are one standard error above and below."
-
-
-def _curves(label: str, color: int, points: Sequence[Point]) -> Iterator[Curve]:
-    tokens, values, errors = np.array(points, np.float64).reshape(-1, 3).T
-    yield Curve(label, color, tokens, values)
-    if errors.any():
-        yield Curve(f"{label} + error", color, tokens, values + errors, "dashed")
-        yield Curve(f"{label} - error", color, tokens, values - errors, "dashed")
 
 
 def _tasks(run: RecordedRun) -> Iterator[tuple[tuple[str, str], list[Point]]]:

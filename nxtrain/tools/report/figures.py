@@ -60,8 +60,11 @@ class Breakdown:
 
 def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Charts of some runs; a quantity that no run recorded has none."""
+    loss_note = _mean_note(runs, "loss")
+    if any("val_loss" in run.columns.numbers for run in runs):
+        loss_note = f"Dots are evaluations on held-out text. {loss_note}".strip()
     drawn = [
-        draw("loss", "Loss", "nats per token", list(_losses(runs)), wide=True, note=_loss_note(runs)),
+        draw("loss", "Loss", "nats per token", list(_losses(runs)), wide=True, note=loss_note),
         _difference(runs),
         draw("grad-norm", "Gradient norm", "before clipping", list(_norms(runs)), note=_spike_note(runs)),
         _plain(runs, "param-norm", "Parameter norm", "", "param_norm"),
@@ -132,13 +135,6 @@ def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
         yield from _with_mean(_main(runs, run, "training"), color, *run.columns.series("loss"))
         steps, values = run.columns.series("val_loss")
         yield Curve(_named(runs, run, "held-out"), color, steps, values, "dots")
-
-
-def _loss_note(runs: Sequence[RecordedRun]) -> str:
-    note = _mean_note(runs, "loss")
-    if any("val_loss" in run.columns.numbers for run in runs):
-        note = f"Dots are evaluations on held-out text. {note}".strip()
-    return note
 
 
 def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:

@@ -102,7 +102,13 @@ def read_run(folder: Path) -> RecordedRun:
     notes: list[str] = []
     columns = _columns(folder / METRICS_FILE, notes)
     starts = read_starts(folder / LOGS_DIR)
-    config = _toml(folder / CONFIG_FILE, notes)
+    config: dict[str, Any] = {}
+    try:
+        config = flatten(tomllib.loads(read_text(folder / CONFIG_FILE)))
+    except FileNotFoundError:
+        notes.append(f"there is no {CONFIG_FILE}: the configuration is unknown")
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{CONFIG_FILE} cannot be read: {_reason(error)}")
     if not len(columns.steps) and not starts and not config:
         notes = [_foreign(folder), *notes]
     elif not starts:
@@ -168,16 +174,6 @@ def _foreign(folder: Path) -> str:
         return "the folder is empty: the run has not begun, or wrote elsewhere"
     shown = ", ".join(shortened(name, 30) for name in names[:3])
     return f"this is no run folder of nxtrain: it has neither {CONFIG_FILE} nor records, but {shown}"
-
-
-def _toml(file: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return flatten(tomllib.loads(read_text(file)))
-    except FileNotFoundError:
-        notes.append(f"there is no {CONFIG_FILE}: the configuration is unknown")
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{file.name} cannot be read: {_reason(error)}")
-    return {}
 
 
 def _json(file: Path, notes: list[str]) -> dict[str, Any]:

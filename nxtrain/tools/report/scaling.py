@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,8 +69,9 @@ def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tu
         # Weak and strong scaling alike: a node's share of the throughput, next to that of the smallest run.
         efficiency = (speed / nodes) / smallest.setdefault(instance, speed / nodes)
         price = price_usd_h
-        if price is None:
-            price = _price(instance)
+        if price is None and instance:
+            with suppress(ConfigError):
+                price = find_machine(instance, {}).price_usd_h
         per_usd = None
         if price:
             per_usd = 3600 * speed / (price * nodes)
@@ -77,12 +79,3 @@ def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tu
     if points and all(point.price_usd_h is None for point in points):
         notes.append("tokens per dollar need a price: --price gives that of a machine's hour")
     return points, notes
-
-
-def _price(instance: str) -> float | None:
-    if not instance:
-        return None
-    try:
-        return find_machine(instance, {}).price_usd_h
-    except ConfigError:
-        return None

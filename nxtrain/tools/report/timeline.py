@@ -87,14 +87,18 @@ def timeline(starts: Sequence[RunStart]) -> RunTimeline | None:
         return None
     added_up = len(spans) > MOST_SPANS
     begins = [span.begin_s for before, span in pairwise(spans) if span.start != before.start]
+    boxes: list[UseBox] = []
+    restarts: tuple[float, ...] = ()
     if added_up:
-        boxes = tuple(_columns(spans, total_s))
-        restarts: tuple[float, ...] = ()
+        boxes += _columns(spans, total_s)
     else:
-        boxes = tuple(_boxes(spans, total_s))
+        for span in spans:
+            x, width = WIDTH * span.begin_s / total_s, WIDTH * (span.end_s - span.begin_s) / total_s
+            text = f"start {span.start}: {USES[span.use]}, {duration(span.end_s - span.begin_s)}"
+            boxes.append(UseBox(span.use, round(x, 2), round(width, 2), 0, 100, text))
         restarts = tuple(round(WIDTH * begin / total_s, 2) for begin in begins)
     return RunTimeline(
-        boxes,
+        tuple(boxes),
         restarts,
         duration(total_s),
         tuple((100 * part / 4, duration(total_s * part / 4)) for part in range(5)),
@@ -138,13 +142,6 @@ def _parts(start: RunStart, stood: int) -> list[tuple[str, float]]:
         ("lost", spent.train_s - productive_s),
         ("tail", tail_s),
     ]
-
-
-def _boxes(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
-    for span in spans:
-        x, width = WIDTH * span.begin_s / total_s, WIDTH * (span.end_s - span.begin_s) / total_s
-        text = f"start {span.start}: {USES[span.use]}, {duration(span.end_s - span.begin_s)}"
-        yield UseBox(span.use, round(x, 2), round(width, 2), 0, 100, text)
 
 
 def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:

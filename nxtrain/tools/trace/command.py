@@ -80,21 +80,20 @@ def graphs(
     lacking = report.pop("lacking")
     if lacking:
         chosen = without_nxd(chosen, given.config, lacking)
+    notes = [*map(str, chosen.stand_ins), *chosen.notes]
+    micro_batches = report["micro_batches"]
+    num_traced, num_of_run = micro_batches["traced"], micro_batches["of_run"]
+    if num_traced != num_of_run:
+        notes.append(
+            f"a step is traced with {num_traced} of its {num_of_run:,} micro-batches: each further one repeats a graph"
+        )
     return {
         **report,
         "layers": chosen.layers,
         "attention": TRACED["backend.attention"],
         "replaced": {stand_in.key: stand_in.configured for stand_in in chosen.stand_ins},
-        "notes": [*map(str, chosen.stand_ins), *chosen.notes, *_shortened(report["micro_batches"])],
+        "notes": notes,
     }
-
-
-def _shortened(micro_batches: Mapping[str, int]) -> list[str]:
-    """Note on the number of traced micro-batches, unless a step has no others."""
-    traced, of_run = micro_batches["traced"], micro_batches["of_run"]
-    if traced == of_run:
-        return []
-    return [f"a step is traced with {traced} of its {of_run:,} micro-batches: each further one repeats a graph"]
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:

@@ -117,8 +117,14 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
         yield from _disagreements(recording, ranks)
     yield from _strangers(recording, names)
     yield from _recompilations(recording)
+    axes = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
     for graph in graphs:
-        yield from _wrong_groups(recording, graph)
+        for row in graph["collectives"]:
+            if not row["axis"]:
+                yield (
+                    f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of "
+                    f"{row['group_size']} ranks, which are no axis of this mesh; its axes: {axes}"
+                )
         scale, dp = graph["dp_scale"], recording.dp_size
         if scale is not None and abs(scale * dp - 1) > 2**-8:  # bf16 has 8 significant bits
             yield f"{graph['name']}: sums over dp are multiplied by {scale:g}; the mean of {dp} ranks needs {1 / dp:g}"
@@ -214,13 +220,3 @@ def _recompilations(recording: Recording) -> Iterator[str]:
                     "Backend.scalars, and make tensors before the first step"
                 )
                 break
-
-
-def _wrong_groups(recording: Recording, graph: Mapping[str, Any]) -> Iterator[str]:
-    axes = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
-    for row in graph["collectives"]:
-        if not row["axis"]:
-            yield (
-                f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of {row['group_size']} "
-                f"ranks, which are no axis of this mesh; its axes: {axes}"
-            )
