@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import pytest
 
@@ -17,11 +17,7 @@ from nxtrain.checkpoint.run_locations import MIRROR
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.object_store import Location
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 FILES = ("a", "b")
-State = Literal["whole", "damaged", "unread"]
 FRESH = RunHistory(run="fresh", run_dir="/run")
 RUN, AWAY, OTHER = Path("/run"), Path("/mirror"), Path("/other/step-00000003")
 

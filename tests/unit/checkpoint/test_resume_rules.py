@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from nxtrain.checkpoint.directory import step_path
 from nxtrain.checkpoint.resume_decision import Resume, Upload, decide
 from nxtrain.checkpoint.resume_survey import LocationSurvey, ResumeRequest, ResumeSurvey, Version, read_manifests
 from nxtrain.checkpoint.rewinds import Record, Records, Rewind, RunHistory
 from nxtrain.checkpoint.run_locations import MIRROR
 from nxtrain.common.errors import DamagedError, NxtrainError
+from tests.unit.checkpoint.test_resume_decision import AWAY, FILES, FRESH, OTHER, RUN, in_mirror, on_disk
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-FILES = ("a", "b")
 State = Literal["whole", "damaged", "unread"]
-FRESH = RunHistory(run="fresh", run_dir="/run")
-RUN, AWAY, OTHER = Path("/run"), Path("/mirror"), Path("/other/step-00000003")
-
-
-def on_disk(step: int) -> Path:
-    return step_path(RUN, step)
-
-
-def in_mirror(step: int) -> Path:
-    return step_path(AWAY, step)
 
 
 @dataclass(frozen=True)
@@ -238,8 +226,8 @@ def expected(world: World, request: ResumeRequest, unread: frozenset[int] = froz
         if stored.metadata == "whole" and step <= stays(world, MIRROR)
     }
     found = {(step, 1, seal): {*FILES} for step, seal in copies.items()}  # the disks' version of a step is preferred
-    for leader, on_disk in world.disks.items():
-        for step, stored in on_disk.items():
+    for leader, checkpoints in world.disks.items():
+        for step, stored in checkpoints.items():
             if step > stays(world, leader):
                 continue
             if world.mirror is None:

@@ -15,7 +15,9 @@ from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.module_folders import OURS, ModuleFolders
 from tests.support.caches import key
 
-pytestmark = pytest.mark.skipif(not PROC.exists(), reason="this system has no /proc")
+pytestmark = pytest.mark.skipif(
+    not PROC.exists(), reason="compilers are looked for in /proc, which this system lacks: runs on Linux"
+)
 
 ENTRY = key(42)
 

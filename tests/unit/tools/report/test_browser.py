@@ -36,6 +36,7 @@ def chromium() -> str:
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found
+    # pip brings no browser; .ci/run installs one.
     pytest.skip("no Chromium is installed: apt-get install chromium, or bash scripts/install_chromium.sh")
 
 
