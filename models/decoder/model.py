@@ -55,7 +55,12 @@ class DecoderBody(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
-        self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels)
+        positions = None
+        if context.context_parallel is not None:
+            positions = context.context_parallel.positions
+        self.rope = Rope(
+            context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels, positions
+        )
 
     def forward(self, x: Tensor, part: StagePart, *documents: Tensor) -> Tensor:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""

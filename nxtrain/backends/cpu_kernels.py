@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_attention import blocked_attention, is_short, wide_flash_attention
 from nxtrain.backends.cpu_products import has_products, wide_matmul
+from nxtrain.backends.ranged_attention import Blocks
 from nxtrain.backends.rounding import round_by_pairs_on_host
 from nxtrain.backends.torch_attention import attention_by_document
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, row_tiles
@@ -26,6 +27,7 @@ class CpuKernels(FusedKernels):
     """torch's fused kernels, with blocked attention for short sequences and updates tile by tile."""
 
     host_may_look = True
+    _blocks = Blocks(looks=True, score_type=torch.float32)
 
     def widens(self, dtype: torch.dtype) -> bool:
         """True if this CPU multiplies float32 copies of matrices of a type faster than the matrices."""
@@ -52,8 +54,6 @@ class CpuKernels(FusedKernels):
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return attention_by_document(self.attention, q, k, v, starts)
-        if self.widens(q.dtype):
-            return super().document_attention(q.float(), k.float(), v.float(), starts).to(q.dtype)
         return super().document_attention(q, k, v, starts)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:

@@ -20,6 +20,12 @@ CPU_BLOCK = 128
 CPU_KEPT_BYTES = 16 << 20
 """Most bytes of probabilities that attention on CPU keeps for its backward pass; torch's kernel takes longer rows."""
 
+ATTENTION_BLOCK_BYTES = 64 << 20
+"""Most bytes of the float32 scores of a block of queries, in attention that is computed block by block."""
+
+MIN_ATTENTION_ROWS, MAX_ATTENTION_ROWS = 16, 512
+"""Fewest and most queries of such a block."""
+
 NF4_GROUP = 256
 """Blocks of a group of NF4, whose scales share a factor."""
 

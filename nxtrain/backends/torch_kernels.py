@@ -13,14 +13,17 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
+from nxtrain.backends.ranged_attention import Blocks, RangedAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
-from nxtrain.backends.torch_attention import masked_attention, sdpa
-from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
+from nxtrain.backends.torch_attention import sdpa
+from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, Rows
 from nxtrain.common.vocab import VocabColumns
 
 
 class PlainKernels(Kernels):
     """Elementary operations with every changing number on the device, so that an XLA graph never changes."""
+
+    _blocks = Blocks()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -32,7 +35,16 @@ class PlainKernels(Kernels):
         return sdpa(q, k, v)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        return masked_attention(q, k, v, starts)
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(starts), self)
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        return self._blocks.attend(q, k, v, ranges)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._blocks.attend_backward(grad, q, k, v, out, log_sums, ranges)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nxtrain.common.kernels import Kernels
-    from nxtrain.common.layers import LayerSet
+    from nxtrain.common.layers import ContextAttention, LayerSet
 
 
 class ModelConfig(BaseModel):
@@ -66,6 +66,7 @@ class BuildContext:
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
         decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
+        context_parallel: Ranks that share the positions of a sequence; None: each rank has whole sequences.
     """
 
     layers: LayerSet
@@ -77,6 +78,7 @@ class BuildContext:
     scaled_init: bool = True
     decay_norms: bool = False
     parts: tuple[StagePart, ...] = ()
+    context_parallel: ContextAttention | None = None
 
 
 class CausalLM(Protocol):

@@ -82,6 +82,38 @@ class Rows:
         return x if self.whole else x.narrow(0, self.start, self.number)
 
 
+@dataclass(frozen=True)
+class KeyRanges:
+    """Keys that each query of an attention sees: those whose positions lie in a range.
+
+    Args:
+        first: (B, Q) int64, first position that each query sees.
+        last: (Q,) int64, last position that each query sees, which is its own; ascending.
+        keys: (K,) int64, positions of the keys; ascending.
+        is_whole: Queries and keys are the positions of a whole row, in order, so that query i is key i.
+        window: Most positions that a query sees, its own among them; None: no limit.
+    """
+
+    first: Tensor
+    last: Tensor
+    keys: Tensor
+    is_whole: bool = False
+    window: int | None = None
+
+    @staticmethod
+    def of(starts: Tensor, positions: Tensor, window: int | None = None) -> KeyRanges:
+        """Ranges of queries that see the keys of their document, and at most a window of them.
+
+        Args:
+            starts: (B, Q) int64, first position of each query's document.
+            positions: (Q,) int64, positions of the queries and of the keys.
+        """
+        first = starts
+        if window is not None:
+            first = starts.clamp(min=positions - (window - 1))
+        return KeyRanges(first, positions, positions, window=window)
+
+
 class Kernels(ABC):
     """Operations with an implementation for each kind of device.
 
@@ -126,6 +158,32 @@ class Kernels(ABC):
 
         Returns:
             (S, B, num_heads, head_dim).
+        """
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """Attention of some queries to some keys, without a gradient; memory is linear in queries and in keys.
+
+        Args:
+            q: (Q, B, num_heads, head_dim).
+            k, v: (K, B, num_kv_heads, head_dim).
+            ranges: Keys that each query sees.
+
+        Returns:
+            Output (Q, B, num_heads, head_dim) in float32, zeros for a query that sees none of the keys, and the
+            logarithm of the sum of each query's weights, (B, num_heads, Q) float32, -inf for such a query.
+        """
+
+    @abstractmethod
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients in float32 of queries, keys and values that `attend` got, perhaps with other keys as well.
+
+        Args:
+            grad, out: Gradient and output of the attention to all keys, (Q, B, num_heads, head_dim).
+            log_sums: Logarithms of the sums of the weights of all keys.
+            k, v, ranges: Some of the keys; the gradients are those that come from these keys.
         """
 
     @abstractmethod

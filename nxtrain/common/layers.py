@@ -30,6 +30,29 @@ class Head(Protocol):
         ...
 
 
+class ContextAttention(ABC):
+    """Attention between ranks that share the positions of each sequence.
+
+    Attributes:
+        positions: Positions of this rank on the host, ascending: (S,) int64.
+    """
+
+    positions: Tensor
+
+    @abstractmethod
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        """Attention of this rank's queries to the keys of all ranks: (S, B, N, H), (S, B, K, H) twice to (S, B, N, H).
+
+        Args:
+            q, k, v: Queries, keys and values at the positions of this rank.
+            positions: (S,) int64, the positions on the device: data, so that the graphs of all ranks are equal.
+            starts: (B, S) int64, first position of each position's document; None: a row is one document.
+            window: Most positions that a query sees, its own among them; None: no limit.
+        """
+
+
 class LayerSet(ABC):
     """Maker of the layers that are sharded over tp, for one rank; on plain collectives or on a vendor's layers.
 

@@ -1,8 +1,8 @@
 """Parallel axes of a run, and the replica groups of ranks on each, as pure data.
 
 The module touches no device and no process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are
-laid out as [pp, dp, tp], tensor parallel fastest, so that the ranks that communicate most are the nearest cores. NxD
-and Megatron-LM use the same order. A machine with other wiring gives a different order.
+laid out as [pp, dp, cp, tp], tensor parallel fastest, so that the ranks that communicate most are the nearest cores.
+NxD and Megatron-LM use the same order. A machine with other wiring gives a different order.
 """
 
 from __future__ import annotations
@@ -70,13 +70,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes of one rank: pipeline, data and tensor parallel, and products of them.
+    """Axes of one rank: pipeline, data, context and tensor parallel, and products of them.
+
+    The ranks of dp x cp hold the same parameters, and their gradients are summed. Training state is sharded over them.
 
     Args:
         rank: This rank, 0 <= rank < world.
-        pp_size, dp_size, tp_size: Degrees; their product is `world`.
-        shard_size: Adjacent data parallel ranks that shard training state between them; divides `dp_size`.
-        order: Every rank once, in the order of the mesh [pp, dp, tp]; empty for ascending.
+        pp_size, dp_size, cp_size, tp_size: Degrees; their product is `world`.
+        shard_size: Adjacent ranks of dp x cp that shard training state between them; divides `dp_size * cp_size`.
+        order: Every rank once, in the order of the mesh [pp, dp, cp, tp]; empty for ascending.
     """
 
     world: int
@@ -85,48 +87,74 @@ class Mesh:
     dp_size: int = 1
     tp_size: int = 1
     shard_size: int = 1
+    cp_size: int = 1
     order: tuple[int, ...] = field(default=(), repr=False)
 
+    # 8 arguments: the degrees of a run
     @staticmethod
     def build(
-        world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1, order: tuple[int, ...] = ()
+        world: int,
+        rank: int,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 0,
+        cp: int = 1,
+        shard: int = 1,
+        order: tuple[int, ...] = (),
     ) -> Mesh:
-        """Lay out a world; `dp=0` derives dp from tp and pp, `shard=0` shards state over all of dp.
+        """Lay out a world; `dp=0` derives dp from the other degrees, `shard=0` shards state over all of dp x cp.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
         """
         problems = []
-        if world % (tp * pp):
+        model = tp * cp * pp
+        if world % model:
+            key = "parallel.pp"
+            if tp > 1:
+                key = "parallel.tp"
+            elif cp > 1:
+                key = "parallel.cp"
+            degrees, among = f"tp={tp} x pp={pp}", "tp x pp"
+            if cp > 1:
+                degrees, among = f"tp={tp} x cp={cp} x pp={pp}", "tp x cp x pp"
             problems.append(
                 Problem(
-                    "parallel.tp" if tp > 1 else "parallel.pp",
-                    f"tp={tp} x pp={pp} = {tp * pp} does not divide the world of {world} ranks",
-                    hint=f"start a multiple of {tp * pp} ranks (`nxtrain launch` starts as many as needed), "
-                    f"or choose tp x pp among {divisors(world)}",
+                    key,
+                    f"{degrees} = {model} does not divide the world of {world} ranks",
+                    hint=f"start a multiple of {model} ranks (`nxtrain launch` starts as many as needed), "
+                    f"or choose {among} among {divisors(world)}",
                 )
             )
-        elif dp and dp * tp * pp != world:
+        elif dp and dp * model != world:
+            degrees = f"tp={tp} x pp={pp} x dp={dp}"
+            if cp > 1:
+                degrees = f"tp={tp} x cp={cp} x pp={pp} x dp={dp}"
             problems.append(
                 Problem(
                     "parallel.dp",
-                    f"tp={tp} x pp={pp} x dp={dp} = {tp * pp * dp} ranks, but the world has {world}",
-                    hint=f"use dp={world // (tp * pp)}, or dp=0 to derive it",
+                    f"{degrees} = {model * dp} ranks, but the world has {world}",
+                    hint=f"use dp={world // model}, or dp=0 to derive it",
                 )
             )
         elif shard and world // (tp * pp) % shard:
+            number = world // (tp * pp)
+            replicas = f"dp={number}"
+            if cp > 1:
+                replicas = f"dp x cp={number}"
             problems.append(
                 Problem(
                     "parallel.shard_size",
-                    f"{shard} does not divide dp={world // (tp * pp)}",
-                    hint=f"use one of {divisors(world // (tp * pp))}",
+                    f"{shard} does not divide {replicas}",
+                    hint=f"use one of {divisors(number)}",
                 )
             )
         if problems:
             raise ConfigError(problems)
         assert not order or sorted(order) == list(range(world)), "an order has every rank once"
-        dp = world // (tp * pp)
-        return Mesh(world, rank, pp, dp, tp, shard or dp, order)
+        dp = world // model
+        return Mesh(world, rank, pp, dp, tp, shard or dp * cp, cp, order)
 
     @cached_property
     def pp(self) -> Axis:
@@ -135,17 +163,27 @@ class Mesh:
 
     @cached_property
     def dp(self) -> Axis:
-        """Data parallel axis: the copies of one shard."""
+        """Data parallel axis: the ranks that read different sequences."""
         return self.over("dp")
 
     @cached_property
+    def cp(self) -> Axis:
+        """Context parallel axis: the ranks that share the positions of each sequence."""
+        return self.over("cp")
+
+    @cached_property
+    def dp_cp(self) -> Axis:
+        """Data and context parallel axes together: the ranks that hold copies of one shard and sum its gradients."""
+        return self.over("dp", "cp")
+
+    @cached_property
     def shard(self) -> Axis:
-        """Data parallel ranks that shard training state between them."""
+        """Ranks of dp x cp that shard training state between them."""
         return self.over("shard")
 
     @cached_property
     def replica(self) -> Axis:
-        """Data parallel ranks that hold the same training state."""
+        """Ranks of dp x cp that hold the same training state."""
         return self.over("replica")
 
     @cached_property
@@ -160,8 +198,8 @@ class Mesh:
 
     @cached_property
     def batch(self) -> Axis:
-        """Pipeline and data parallel axes together: the ranks that share the work on a global batch."""
-        return self.over("pp", "dp")
+        """Pipeline, data and context parallel axes together: the ranks that share the work on a global batch."""
+        return self.over("pp", "dp", "cp")
 
     @cached_property
     def state(self) -> Axis:
@@ -171,12 +209,12 @@ class Mesh:
     @cached_property
     def stage(self) -> Axis:
         """Ranks of one pipeline stage, which run the same program."""
-        return self.over("dp", "tp")
+        return self.over("dp", "cp", "tp")
 
     @cached_property
     def all(self) -> Axis:
         """Axis of all ranks."""
-        return self.over("pp", "dp", "tp")
+        return self.over("pp", "dp", "cp", "tp")
 
     def words(self, rank: int) -> str:
         """Name of a rank in messages, with its pipeline stage if there are several."""
@@ -190,28 +228,33 @@ class Mesh:
         held = tuple(stage for stage, group in enumerate(self.stage.groups) if not ranks.isdisjoint(group))
         return held if len(held) < self.pp_size else ()
 
-    @cached_property
-    def _place(self) -> int:
-        """Index of this rank in the mesh [pp, dp, tp]."""
-        return self.order.index(self.rank) if self.order else self.rank
-
     def over(self, *names: str) -> Axis:
         """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
-        replicas = self.dp_size // self.shard_size
-        sizes = {"pp": self.pp_size, "replica": replicas, "shard": self.shard_size, "tp": self.tp_size}
-        parts = [part for name in names for part in (("replica", "shard") if name == "dp" else (name,))]
-        members, starts = [0], [0]
-        own, stride = 0, self.world
-        for part, size in sizes.items():
-            stride //= size
-            grow = members if part in parts else starts
-            grow[:] = [base + i * stride for base in grow for i in range(size)]
-            if part in parts:
-                own += stride * (self._place // stride % size)
-        groups = tuple(tuple(start + member for member in members) for start in starts)
+        tp, cp, shard = self.tp_size, self.cp_size, self.shard_size
+        copies = self.dp_size * cp
+        # Size of each axis, and the distance between its neighbours in the order of the mesh.
+        axes = {
+            "pp": (self.pp_size, copies * tp),
+            "dp": (self.dp_size, cp * tp),
+            "cp": (cp, tp),
+            "replica": (copies // shard, shard * tp),
+            "shard": (shard, tp),
+            "tp": (tp, 1),
+        }
+        spanned = [axes[name] for name in names]
+        members, index = [0], 0
+        own = self.rank
         if self.order:
-            groups = tuple(tuple(self.order[place] for place in group) for group in groups)
-        return Axis("x".join(names), members.index(own), groups, "pp" in names and self.pp_size > 1)
+            own = self.order.index(self.rank)
+        for size, stride in spanned:
+            members = [base + i * stride for base in members for i in range(size)]
+            index = index * size + own // stride % size
+        firsts = [rank for rank in range(self.world) if not any(rank // stride % size for size, stride in spanned)]
+        groups = tuple(tuple(first + member for member in members) for first in firsts)
+        if self.order:
+            groups = tuple(tuple(self.order[position] for position in group) for group in groups)
+        name = "x".join(name for name in names if name != "cp" or cp > 1 or len(names) == 1)
+        return Axis(name, index, groups, "pp" in names and self.pp_size > 1)
 
 
 def divisors(n: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -93,14 +94,14 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel
-    ranks = max(world or 1, parallel.tp * parallel.pp * max(1, parallel.dp))
+    ranks = max(world or 1, parallel.ranks_per_replica * max(1, parallel.dp))
     if ranks > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
         problems.append(Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.pp, parallel.dp or --nproc"))
     elif world is not None:
         try:
             shard = max(1, parallel.shard_size)
-            Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
+            Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -203,7 +204,7 @@ def _model_choice(config: RunConfig) -> Iterator[Problem]:
 
 def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
     parallel, train = config.parallel, config.train
-    dp = parallel.dp or max(1, (world or 1) // (parallel.tp * parallel.pp))
+    dp = parallel.dp or max(1, (world or 1) // parallel.ranks_per_replica)
     batch, micro = train.global_batch, train.micro_batch
     if batch % (micro * dp):
         low = batch // (micro * dp) * micro * dp
@@ -214,14 +215,46 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
             f"{batch} is not a multiple of micro_batch={micro} x dp={dp} = {micro * dp}",
             hint=f"use train.global_batch={works}{other}",
         )
-    if parallel.sequence_parallel and train.seq_len % parallel.tp:
-        low = train.seq_len // parallel.tp * parallel.tp
-        works = " or ".join(str(n) for n in (low, low + parallel.tp) if n)
-        yield Problem(
-            "train.seq_len",
-            f"tp={parallel.tp} does not divide seq_len={train.seq_len}, as sequence_parallel asks",
-            hint=f"use train.seq_len={works}, or parallel.sequence_parallel=false",
-        )
+    yield from _sequence(config)
+
+
+def _sequence(config: RunConfig) -> Iterator[Problem]:
+    """Problems of the division of sequences over cp, and over tp with sequence parallelism."""
+    parallel, train, backend = config.parallel, config.train, config.backend
+    parts, reasons, way_out = 1, [], []
+    if parallel.cp > 1:
+        parts = parallel.cp
+        reasons.append(f"cp={parallel.cp}")
+        way_out.append("another parallel.cp")
+        if parallel.cp_layout == "zigzag":
+            parts *= 2
+            reasons = [f"2 x cp={parts}, as cp_layout=zigzag asks,"]
+            way_out = ["parallel.cp_layout=auto"]
+    if parallel.sequence_parallel:
+        parts = math.lcm(parts, parallel.cp * parallel.tp)
+        if parallel.cp == 1:
+            reasons.append(f"tp={parallel.tp}")
+        else:
+            reasons.append(f"cp x tp={parallel.cp * parallel.tp}, as sequence_parallel asks,")
+        way_out.append("parallel.sequence_parallel=false")
+    if train.seq_len % parts:
+        low = train.seq_len // parts * parts
+        works = " or ".join(str(n) for n in (low, low + parts) if n)
+        reason = f"{' or '.join(reasons)} does not divide seq_len={train.seq_len}"
+        if parallel.cp == 1:
+            reason += ", as sequence_parallel asks"
+        yield Problem("train.seq_len", reason, hint=f"use train.seq_len={works}, or {', or '.join(way_out)}")
+    if parallel.cp == 1:
+        return
+    if parallel.cp_method == "ring" and backend.name in ON_XLA:
+        reason = f"ring orders its work by rank, and backend.name={backend.name} records one graph for all ranks"
+        yield Problem("parallel.cp_method", reason, hint="use auto or gather")
+    if backend.layers == "nxd":
+        reason = f"cp={parallel.cp} divides sequences in layers of our own, and backend.layers=nxd has others"
+        yield Problem("backend.layers", reason, hint="use auto or native")
+    if config.compile.torch_compile:
+        reason = f"cp={parallel.cp} exchanges keys and values inside of the blocks, which torch.compile does not take"
+        yield Problem("compile.torch_compile", reason, hint="use false, or parallel.cp=1")
 
 
 def _sharding(config: RunConfig) -> Iterator[Problem]:
@@ -229,9 +262,12 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard_size and parallel.shard != "hybrid":
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
-    elif parallel.dp and parallel.shard_size and parallel.dp % parallel.shard_size:
-        works = listed(divisors(parallel.dp))
-        reason = f"{parallel.shard_size} does not divide dp={parallel.dp}"
+    elif parallel.dp and parallel.shard_size and parallel.dp * parallel.cp % parallel.shard_size:
+        works = listed(divisors(parallel.dp * parallel.cp))
+        replicas = f"dp={parallel.dp}"
+        if parallel.cp > 1:
+            replicas = f"dp={parallel.dp} x cp={parallel.cp}"
+        reason = f"{parallel.shard_size} does not divide {replicas}"
         yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
     if parallel.shard not in FULLY_SHARDED:
         for key, does in _OF_UNITS.items():
@@ -258,7 +294,7 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
     elif "params" in parallel.offload and backend == "neuron-native":
         reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
         yield Problem(key, reason, hint="use false")
-    elif "params" in parallel.offload and parallel.dp == 1:
+    elif "params" in parallel.offload and parallel.dp == 1 and parallel.cp == 1:
         reason = "needs data parallel ranks that share the parameters, but dp=1"
         yield Problem(key, reason, hint="use false, or parallel.dp=0 and more ranks")
     elif parallel.offload and backend in (*ON_XLA, "neuron-native"):

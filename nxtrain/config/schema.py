@@ -129,11 +129,19 @@ class ParallelConfig(Section):
     pipeline_cuts: tuple[Size, ...] = Field(default=(), strict=False)
     """First block of each chunk but the first, pp x virtual_pp - 1 of them; empty: cut so that all cost alike."""
     dp: DerivedDegree = 0
-    """Data parallel degree: copies of the model; 0: the ranks that tp and pp leave over."""
+    """Data parallel degree: copies of the model; 0: the ranks that tp, pp and cp leave over."""
+    cp: Degree = 1
+    """Context parallel degree: ranks that share the positions of each sequence."""
+    cp_layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
+    """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
+    cp_method: Literal["auto", "gather", "ring"] = "auto"
+    """Exchange of keys and values over cp: gathered, or passed on in a ring, which holds two blocks at a time; auto:
+    ring, and gather where whole steps are recorded."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
-    """State that is sharded over dp: nothing, optimizer state, gradients too, parameters too, or those in a node."""
+    """State that is sharded over dp x cp: nothing, optimizer state, gradients too, parameters too, or those in a
+    node."""
     shard_size: DerivedDegree = 0
     """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
     bucket_mib: Size = 64
@@ -148,6 +156,11 @@ class ParallelConfig(Section):
     """Backward passes gather units ahead: before the gradients of the unit at work, after them, or not at all."""
     offload: Offload = Field(default=(), strict=False)
     """State in host memory: optimizer, activations, and params that are sharded; true: optimizer and params."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that compute one sequence together."""
+        return self.tp * self.cp * self.pp
 
 
 class TrainConfig(Section):

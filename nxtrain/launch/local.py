@@ -232,4 +232,4 @@ def _render(
 
 
 def _ranks(config: RunConfig) -> int:
-    return config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1)
+    return config.parallel.ranks_per_replica * max(config.parallel.dp, 1)

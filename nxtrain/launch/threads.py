@@ -72,7 +72,7 @@ def _busy_threads(config: RunConfig) -> int:
         costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
     except ConfigError:  # the check of the configuration reports it
         return 1
-    tokens = config.train.micro_batch * config.train.seq_len
+    tokens = config.train.micro_batch * config.train.seq_len // config.parallel.cp
     return max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
 
 

@@ -5,6 +5,7 @@ Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from nxtrain.nn.rope import Rope, positions_of
 
 if TYPE_CHECKING:
     from nxtrain.common.family import BuildContext
+    from nxtrain.common.layers import ContextAttention
 
 
 class CausalAttention(nn.Module):
@@ -26,19 +28,26 @@ class CausalAttention(nn.Module):
 
     Args:
         kernels: Kernels of the device.
+        context_parallel: Ranks that share the positions of a sequence; None: this rank has all positions.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, context_parallel: ContextAttention | None = None) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._context_parallel = kernels, context_parallel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
-        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H).
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H); S are the positions of this rank.
 
         Args:
             q, k, v: Queries, keys and values.
             starts: (B, S) first position of each position's document; None: a row is one document.
+            positions: (S,) positions of this rank under context parallelism.
         """
+        if self._context_parallel is not None:
+            assert positions is not None, "a rank of several knows its positions"
+            return self._context_parallel.attention(q, k, v, positions, starts)
         if starts is not None:
             return self._kernels.document_attention(q, k, v, starts)
         return self._kernels.attention(q, k, v)
@@ -95,7 +104,7 @@ class Attention(nn.Module):
             norm = partial(RMSNorm, width, heads.norm_eps, kernels=context.kernels, partial_gradient=True)
             self.q_norm = norm(dtype=context.dtype, decay=context.decay_norms)
             self.k_norm = norm(dtype=context.dtype, decay=context.decay_norms)
-        self.core = CausalAttention(context.kernels)
+        self.core = CausalAttention(context.kernels, context.context_parallel)
         self.o_proj = layers.row(heads.num * width, hidden_size, init_out)
 
     def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:
@@ -106,7 +115,9 @@ class Attention(nn.Module):
             rope: Rotary tables.
             starts: (B, S) first position of each position's document; None: a row is one document.
         """
-        turn = rope if starts is None else partial(rope, positions=positions_of(starts))
+        turn: Callable[[Tensor], Tensor] = rope
+        if starts is not None:
+            turn = partial(rope, positions=positions_of(starts, rope.positions))
         heads = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
         if self._fused:
             qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
@@ -120,5 +131,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self._norms_heads or not self._fused:
             q, k = turn(q), turn(k)
-        documents = () if starts is None else (starts,)
-        return self.o_proj(self.core(q, k, v, *documents).flatten(2))  # type: ignore[no-any-return]
+        ranges: tuple[Tensor | None, ...] = ()
+        if rope.positions is not None:
+            ranges = (starts, rope.positions)
+        elif starts is not None:
+            ranges = (starts,)
+        return self.o_proj(self.core(q, k, v, *ranges).flatten(2))  # type: ignore[no-any-return]

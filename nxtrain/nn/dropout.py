@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -35,10 +35,11 @@ class LayerDropout:
     Args:
         masks: Masks of the model.
         name: Name of the layer.
-        positions, features: Entries of the whole input that this rank holds.
+        positions: Positions of the whole sequence that this rank holds: (S,) int64.
+        features: Features of the whole input that this rank holds.
     """
 
-    def __init__(self, masks: Dropout, name: str, positions: range, features: range) -> None:
+    def __init__(self, masks: Dropout, name: str, positions: Tensor, features: range) -> None:
         self._masks, self._name, self._held = masks, name, (positions, features)
         self._key = self._positions = self._features = torch.empty(0)
 
@@ -51,12 +52,14 @@ class LayerDropout:
         bits = random_bits(rows, self._features, self._key)
         return (x / masks.kept).masked_fill((bits < masks.limit).view(x.shape), 0)
 
-    def prepare(self, seed: int, hashes: Callable[[range], Tensor], device: torch.device) -> None:
+    def prepare(self, seed: int, device: torch.device) -> None:
         """Upload the numbers of the layer."""
         digest = hashlib.blake2b(f"{seed}:dropout:{self._name}".encode(), digest_size=4).digest()
         key = int.from_bytes(digest, "little", signed=True) | 1
         self._key = torch.tensor([key], dtype=torch.int32).to(device)
-        self._positions, self._features = map(hashes, self._held)
+        positions, features = self._held
+        self._positions = _hashes(positions).to(device)
+        self._features = _hashes(torch.arange(features.start, features.stop)).to(device)
 
 
 class Dropout:
@@ -65,6 +68,7 @@ class Dropout:
     Args:
         config: Configuration of the run.
         dp: Data parallel axis.
+        positions: Positions of this rank between the layers without sequence parallelism: (S,) int64.
 
     Attributes:
         sequences: (B,) int32, hashes of the numbers of the sequences at work; None: no entry is left out.
@@ -72,9 +76,9 @@ class Dropout:
         limit: () int32, least bits of an entry that stays.
     """
 
-    def __init__(self, config: RunConfig, dp: Axis) -> None:
+    def __init__(self, config: RunConfig, dp: Axis, positions: Tensor) -> None:
         train, share = config.train, config.finetune.dropout
-        self._seed, self._seq_len = config.run.seed, train.seq_len
+        self._seed, self._whole = config.run.seed, positions
         self._global_batch, self._micro_batch = train.global_batch, train.micro_batch
         self._num_micro = train.global_batch // (train.micro_batch * dp.size)
         self._first = dp.rank * train.global_batch // dp.size
@@ -93,11 +97,10 @@ class Dropout:
             features: Features of the input that this rank holds.
             sequence: Axis over which the positions are sharded; None: this rank holds all of them.
         """
-        first, length = 0, self._seq_len
+        positions = self._whole
         if sequence is not None:
-            length = self._seq_len // sequence.size
-            first = sequence.rank * length
-        self._layers.append(LayerDropout(self, name, range(first, first + length), features))
+            positions = positions.chunk(sequence.size)[sequence.rank]
+        self._layers.append(LayerDropout(self, name, positions, features))
         return self._layers[-1]
 
     def attach(self, model: nn.Module, parts: Sequence[int]) -> None:
@@ -142,13 +145,12 @@ class Dropout:
             return
         device = inputs[0].device
         if not self._is_ready:
-            hashes = cache(lambda held: _hashes(held).to(device))
             for layer in self._layers:
-                layer.prepare(self._seed, hashes, device)
+                layer.prepare(self._seed, device)
             self._is_ready = True
         step, micro = divmod(self._passes[part], self._num_micro)
         first = step * self._global_batch + self._first + micro * self._micro_batch
-        self.sequences = _hashes(range(first, first + self._micro_batch)).to(device)
+        self.sequences = _hashes(torch.arange(first, first + self._micro_batch)).to(device)
         self._passes[part] += 1
 
 
@@ -159,6 +161,6 @@ def resume_dropout(model: nn.Module, steps: int) -> None:
         dropout.begin(steps)
 
 
-def _hashes(numbers: range) -> Tensor:
-    """Hashes of adjacent numbers: (count,) int32; numbers wrap around."""
-    return mix_(torch.arange(numbers.start, numbers.stop).to(torch.int32))
+def _hashes(numbers: Tensor) -> Tensor:
+    """Hashes of numbers, (count,) int64 to int32; numbers wrap around."""
+    return mix_(numbers.to(torch.int32))

@@ -54,33 +54,52 @@ class Rope(nn.Module):
         theta: Base of the wavelengths.
         scaling: Llama 3's frequency scaling, or None.
         kernels: Kernels of the device.
+        positions: (T,) int64, positions of this rank's rows; None: all, in order.
+
+    Attributes:
+        positions: The positions on the device; None: all, in order.
     """
 
     def __init__(
-        self, seq_len: int, head_dim: int, theta: float, scaling: RopeStretch | None, kernels: Kernels
+        self,
+        seq_len: int,
+        head_dim: int,
+        theta: float,
+        scaling: RopeStretch | None,
+        kernels: Kernels,
+        positions: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._host_positions = kernels, positions
         self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
         self.cos: Tensor
         self.sin: Tensor
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(seq_len, 1, 1, head_dim // 2), persistent=False)
+        self.positions: Tensor | None
+        self.register_buffer("positions", None, persistent=False)
+        if positions is not None:
+            self.register_buffer("positions", torch.empty(positions.shape, dtype=positions.dtype), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
         """Values of the buffers, computed on the host."""
         positions = torch.arange(self._seq_len, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, frequencies(self._head_dim, self._theta, self._scaling))
-        return {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
+        buffers = {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
+        if self._host_positions is not None:
+            buffers["positions"] = self._host_positions
+        return buffers
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same shape.
 
         Args:
             x: Queries or keys.
-            positions: (S,) or (S, B), positions of the rows; None: from 0 on.
+            positions: (S,) or (S, B), positions of the rows; None: those of this rank, or from 0 on.
         """
         length = x.shape[0]
+        if positions is None:
+            positions = self.positions
         if positions is not None:
             chosen = positions.flatten()
             cos, sin = self.cos.index_select(0, chosen), self.sin.index_select(0, chosen)
@@ -95,6 +114,13 @@ class Rope(nn.Module):
         return self._kernels.rotate(x, self.cos[:length], self.sin[:length])
 
 
-def positions_of(starts: Tensor) -> Tensor:
-    """Positions inside of the documents, from the first position of each document: (B, S) to (S, B)."""
-    return torch.arange(starts.shape[1], device=starts.device)[:, None] - starts.t()
+def positions_of(starts: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Positions inside of the documents, from the first position of each document: (B, S) to (S, B).
+
+    Args:
+        starts: First position of each position's document.
+        positions: (S,) positions in the whole row; None: from 0 on.
+    """
+    if positions is None:
+        positions = torch.arange(starts.shape[1], device=starts.device)
+    return positions[:, None] - starts.t()

@@ -1,6 +1,7 @@
 """Data parallelism: averages of gradients, and the division of the update between ranks.
 
-Every rank computes gradients of its own sequences. Replicated: every rank averages and updates all parameters. ZeRO-1:
+Every rank computes gradients of its own sequences, or of its positions under context parallelism; the ranks of dp x cp
+are called data parallel here. Replicated: every rank averages and updates all parameters. ZeRO-1:
 each rank averages and updates some rows of every parameter, and all ranks gather the results. The module
 `fully_sharded` adds torch's own sharding.
 """
@@ -85,7 +86,7 @@ class Bucketed(DataParallel):
     ) -> None:
         self.layout, self._parameters, self._comm = layout, parameters, comm
         self.shards: Mapping[str, Tensor] = parameters
-        self._dp, self._precision = layout.mesh.dp, how.precision
+        self._copies, self._precision = layout.mesh.dp_cp, how.precision
         self.sums: dict[str, Tensor] = {}
         self._keeps_sums = comm.lazy and how.num_micro > 1
         if self._keeps_sums:
@@ -105,7 +106,7 @@ class Bucketed(DataParallel):
         self._is_last = last
 
     def reduce(self) -> dict[str, Tensor]:
-        if self._dp.size == 1:
+        if self._copies.size == 1:
             return {name: self._take(name) for name in self._parameters}
         reduced: dict[str, Tensor] = {}
         for index, names in enumerate(self.buckets):
@@ -123,7 +124,7 @@ class Bucketed(DataParallel):
             elif not self._is_last and parameter.dtype != self._precision.accumulate:
                 # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept in `sums`.
                 self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
-            if self._is_last and self._dp.size > 1 and not self._comm.lazy:
+            if self._is_last and self._copies.size > 1 and not self._comm.lazy:
                 bucket = self._bucket_of[name]
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
@@ -174,7 +175,7 @@ class Replicated(Bucketed):
         """Do nothing: the parameters themselves were updated."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        return self._binding.start_average(grads, self._dp, self._precision.reduce, self._comm)
+        return self._binding.start_average(grads, self._copies, self._precision.reduce, self._comm)
 
 
 class Zero1(Bucketed):
@@ -217,7 +218,7 @@ class Zero1(Bucketed):
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
         padded = [_pad_rows(grad.to(self._precision.reduce), self._shard.size) for grad in grads]
         packed = torch.cat([grad.reshape(self._shard.size, -1) for grad in padded], dim=1)
-        scattering = self._comm.start_reduce_scatter(packed, self._shard, scale=1.0 / self._dp.size)
+        scattering = self._comm.start_reduce_scatter(packed, self._shard, scale=1.0 / self._copies.size)
         return _Unpack(scattering, [self.shards[name].shape for name in names])
 
 

@@ -80,14 +80,14 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     setting = _setting(path, overrides, question)
     config, world = setting.loaded.config, setting.machine.devices * setting.nodes
     parallel = config.parallel
-    named = parallel.tp * parallel.pp * max(1, parallel.dp)
+    named = parallel.ranks_per_replica * max(1, parallel.dp)
     if setting.note or (setting.nodes == 1 and parallel.dp and named < world):
         world = named  # a part of one machine
     if question.model in SHAPES:
-        Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=1)
+        Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=1)
     else:
         resolve_config(replace(setting.loaded, config=config), world, has_weights=False)
-    dp = world // (parallel.tp * parallel.pp)
+    dp = world // parallel.ranks_per_replica
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     config, assumed, length = with_length(config, setting.dimensions.vocab_size, assumed)
     job = Job(setting.dimensions, setting.machine, setting.nodes, config)
@@ -159,7 +159,7 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     if not name:
         parallel = config.parallel
         note = f"no instance is named, so {ASSUMED} is assumed; name one by --instance"
-        nodes = max(nodes, -(-parallel.tp * parallel.pp * max(1, parallel.dp) // machine.devices))
+        nodes = max(nodes, -(-parallel.ranks_per_replica * max(1, parallel.dp) // machine.devices))
     if question.method and question.method not in (*METHODS, EVERY):
         raise _unknown("--method", question.method, [*METHODS, EVERY])
     if question.method and question.method != EVERY:

@@ -144,11 +144,11 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     parallel, cluster = config.parallel, config.cluster
     # Machines give the number of ranks if the data parallel degree is derived.
     if parallel.dp or not cluster.instance:
-        world = parallel.tp * parallel.pp * max(1, parallel.dp)
+        world = parallel.ranks_per_replica * max(1, parallel.dp)
     else:
         world = find_machine(cluster.instance).devices * cluster.nodes
     resolved = resolve_config(replace(loaded, config=config), world, has_weights=False)
-    dp = world // (config.parallel.tp * config.parallel.pp)
+    dp = world // config.parallel.ranks_per_replica
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": dp})})
     # The number of devices of the machine groups the ranks of hybrid sharding.
     ranks_per_node = int(recorded.get("ranks per node", 0))

@@ -45,7 +45,7 @@ class Job:
     def world(self) -> int:
         """Number of ranks."""
         parallel = self.config.parallel
-        return parallel.tp * parallel.pp * parallel.dp
+        return parallel.ranks_per_replica * parallel.dp
 
     @cached_property
     def num_micro(self) -> int:

@@ -133,15 +133,17 @@ class Rank:
 
     @staticmethod
     def of(job: Job, rank: int) -> Rank:
-        """A rank of a run, by its number in the order [pp, dp, tp]."""
+        """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
-        mesh = Mesh.build(job.world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=job.shard_size)
+        mesh = Mesh.build(
+            job.world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=job.shard_size
+        )
         return Rank(job, mesh)
 
     @staticmethod
     def first_of(job: Job, stage: int) -> Rank:
         """First rank of a pipeline stage, which holds the most of its ranks."""
-        return Rank.of(job, stage * job.config.parallel.tp * job.config.parallel.dp)
+        return Rank.of(job, stage * (job.world // job.config.parallel.pp))
 
     @property
     def stage(self) -> int:

@@ -17,6 +17,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import BuildContext, CausalLM
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
@@ -30,6 +31,7 @@ from nxtrain.nn.offload import offload_activations
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
+from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
@@ -65,7 +67,9 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
     parallel = plan.config.parallel
     shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
     shard_size = shard.get(parallel.shard, 0)
-    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard_size, order=order)
+    mesh = Mesh.build(
+        world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard_size, order=order
+    )
     if "params" in parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
         raise ConfigError([Problem("parallel.offload", reason, hint="leave params out, or start more ranks")])
@@ -73,7 +77,7 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
 
 
 def _shard_within_node(parallel: ParallelConfig, world: int, ranks_per_node: int) -> int:
-    """Largest group of adjacent data parallel ranks of a stage that fits one node and divides their number evenly."""
+    """Largest group of adjacent ranks of dp x cp that fits one node and divides their number evenly."""
     if ranks_per_node % parallel.tp:
         return 1
     return math.gcd(world // (parallel.tp * parallel.pp), ranks_per_node // parallel.tp)
@@ -160,6 +164,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
     )
     native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
+    context_parallel = context_parallel_of(plan, backend, mesh)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
         kernels=backend.kernels,
@@ -170,13 +175,19 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         scaled_init=run.model.init == "scaled",
         decay_norms=run.optim.decay_norms,
         parts=parts_of(plan, mesh),
+        context_parallel=context_parallel,
     )
     model = plan.family.build(plan.model, context)
     if run.finetune.method == "qlora":
         quantized.quantize(model, parallel)
     recompute = backend.kernels.recompute
     if run.finetune.adapts:
-        dropout = Dropout(run, mesh.dp) if run.finetune.dropout else None
+        dropout = None
+        if run.finetune.dropout:
+            positions = torch.arange(run.train.seq_len)
+            if context_parallel is not None:
+                positions = context_parallel.positions
+            dropout = Dropout(run, mesh.dp, positions)
         adapt(model, run.finetune, parallel, dropout)
         if dropout is not None:
             dropout.attach(model, [len(part.blocks) for part in parts_of(plan, mesh)])
@@ -187,6 +198,18 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     if run.compile.torch_compile:
         compile_blocks(model, backend)
     return model
+
+
+def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> ContextParallel | None:
+    """Context parallel ranks of a run; None: each rank has whole sequences."""
+    parallel = plan.config.parallel
+    if mesh.cp_size == 1:
+        return None
+    method = parallel.cp_method
+    if method == "auto":
+        method = "gather" if backend.collectives.lazy else "ring"
+    cut = SequenceCut.of(plan.config.train.seq_len, mesh.cp_size, parallel.cp_layout)
+    return ContextParallel(mesh.cp, cut, method, backend.collectives, backend.kernels)
 
 
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
@@ -254,6 +277,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         apart=("params" in offload) != ("optimizer" in offload),
     )
     kernels, put = _storage(backend, on_host="params" in offload)
+    context_parallel = context_parallel_of(plan, backend, mesh)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -267,6 +291,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(2)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        positions=None if context_parallel is None else context_parallel.positions,
     )
 
 
@@ -301,7 +326,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     if mesh.pp_size == 1:
         return None
     run = plan.config
-    num_rows = run.train.seq_len
+    num_rows = run.train.seq_len // mesh.cp_size
     if run.parallel.sequence_parallel:
         num_rows = num_rows // mesh.tp_size
     blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)

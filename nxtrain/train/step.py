@@ -47,6 +47,7 @@ class TrainState:
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
+        positions: Positions of a sequence that this rank computes under context parallelism; None: all.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class TrainState:
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
+    positions: Tensor | None = None
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
         """The same state, whose steps report their sections."""
@@ -106,7 +108,8 @@ class DeviceBatch:
     """This rank's part of a global batch, on the device.
 
     Args:
-        inputs, targets: (B, S) int64 for each micro-batch; targets of `IGNORE_INDEX` do not count.
+        inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
+            count.
         starts: First position of each position's document, likewise; empty without masks between documents.
     """
 
@@ -121,14 +124,25 @@ class DeviceBatch:
 
     @staticmethod
     def of(
-        inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor], starts: Tensor | None = None
+        inputs: Tensor,
+        targets: Tensor,
+        put: Callable[[Tensor], Tensor],
+        starts: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> DeviceBatch:
-        """Upload (num_micro, B, S) host tensors, each micro-batch alone.
+        """Upload host tensors of whole sequences, (num_micro, B, S), each micro-batch alone.
 
-        Slices of one device tensor would give each micro-batch a graph of its own on a lazy device.
+        Slices of one device tensor would give each micro-batch a graph of its own on a lazy device. Targets were
+        shifted in the whole sequences, so that the division between ranks changes none.
+
+        Args:
+            starts: First position of each position's document; None: a row is one document.
+            positions: Positions of this rank under context parallelism; None: all.
         """
 
         def put_each(tensor: Tensor) -> list[Tensor]:
+            if positions is not None:
+                tensor = tensor.index_select(-1, positions)
             return [put(micro_batch.contiguous()) for micro_batch in tensor]
 
         if starts is None:
@@ -154,8 +168,8 @@ class StepResult:
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """Compute the gradient of the mean loss over the global batch's tokens, clip it and update.
 
-    Losses and gradients are summed over tokens and averaged over data parallel ranks. The division by the number of
-    tokens per data parallel rank comes with the update. So every micro-batch is the same work, whatever their number.
+    Losses and gradients are summed over tokens and averaged over the ranks of dp x cp. The division by the number of
+    tokens per rank comes with the update. So every micro-batch is the same work, whatever their number.
 
     If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts. With fp16, the
     update also divides by the loss scale, which a step that is not finite lowers.
@@ -201,7 +215,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
 
 def _per_token(state: TrainState, num_tokens: Tensor) -> Tensor:
     """Factor that makes the gradient of the mean loss of what backward passes add up."""
-    per_token = state.mesh.dp.size / num_tokens
+    per_token = state.mesh.dp_cp.size / num_tokens
     return per_token if state.loss_scale is None else per_token / state.loss_scale.per_position()
 
 

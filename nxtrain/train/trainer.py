@@ -178,8 +178,11 @@ class Trainer:
 
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put
-        starts = None if batch.starts is None else torch.from_numpy(batch.starts)
-        return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put, starts)
+        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        starts = None
+        if batch.starts is not None:
+            starts = torch.from_numpy(batch.starts)
+        return DeviceBatch.of(inputs, targets, put, starts, self.state.positions)
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

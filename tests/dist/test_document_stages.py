@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from nxtrain.backends.base import Backend
-from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.data.loader import batch_of
-from nxtrain.train.step import DeviceBatch, eval_step
-from tests.support.models import hf_model, weights_of
-from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
+from tests.support.document_rows import documents_alone, documents_on_rank, drawn_rows
+from tests.support.models import weights_of
+from tests.support.parity import layout, relative_errors, whole
 from tests.support.ranks import RankPool
 
-END, SEED, CASES = 0, 0, 10
-Rows = NDArray[np.int64]
-
-
-def drawn_rows(random: Random, number: int, seq_len: int, vocab_size: int) -> Rows:
-    """Documents of drawn lengths, each with its marked end; the last one of a row is cut, or padding follows.
-
-    The id of the end is also a word of the documents, which ends none.
-    """
-    rows = np.full((number, seq_len + 1), IGNORE_INDEX, np.int64)
-    for row in rows:
-        filled = 0
-        while filled < len(row) and not (filled and random.random() < 0.1):
-            length = min(random.choice((0, 1, 4, 9, 20)), len(row) - filled - 1)
-            row[filled : filled + length] = [random.choice((END, random.randrange(vocab_size))) for _ in range(length)]
-            row[filled + length] = END | END_BIT
-            filled += length + 1
-    return rows
+SEED, CASES = 0, 10
 
 
 def drawn_layout(random: Random, index: int) -> Resolved:
@@ -62,38 +37,6 @@ def drawn_layout(random: Random, index: int) -> Resolved:
     )
 
 
-def on_rank(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows) -> tuple[Gradient, float]:
-    """Gradient of a global batch, and the mean loss that an evaluation finds."""
-    state = start(backend, resolved, weights)
-    dp = state.mesh.dp
-    share = np.split(rows, dp.size)[dp.rank]
-    found = batch_of(share, resolved.config.train.micro_batch, end_id=END, doc_mask=True)
-    assert found.starts is not None
-    inputs, targets, starts = map(torch.from_numpy, (found.inputs, found.targets, found.starts))
-    batch = DeviceBatch.of(inputs, targets, backend.put, starts)
-    losses, numbers = zip(*eval_step(state, batch), strict=True)
-    return gradient(state, batch), float(sum(losses)) / float(sum(numbers))
-
-
-def alone(resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows) -> tuple[float, int, dict[str, Tensor]]:
-    """Mean loss, targets and gradients of transformers, which gets one document at a time."""
-    model = hf_model(resolved, weights=weights)
-    pieces = []
-    for row in rows:
-        tokens = row[row != IGNORE_INDEX]
-        pieces += np.split(tokens & ID_MASK, np.flatnonzero(tokens & END_BIT) + 1)
-    documents = [torch.from_numpy(part) for part in pieces]
-    number = sum(max(0, len(part) - 1) for part in documents)
-    total = 0.0
-    for part in documents:
-        if len(part) > 1:
-            logits = model(input_ids=part[None, :-1]).logits[0]
-            loss = torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum") / number
-            loss.backward()
-            total += loss.item()
-    return total, number, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("index", range(CASES))
 def test_documents_of_a_drawn_layout_with_stages_are_those_of_transformers(ranks: RankPool, index: int) -> None:
     random = Random(SEED + index)
@@ -101,9 +44,9 @@ def test_documents_of_a_drawn_layout_with_stages_are_those_of_transformers(ranks
     config: Any = resolved.config
     rows = drawn_rows(random, config.train.global_batch, config.train.seq_len, resolved.model.vocab_size)
     weights = weights_of(resolved)
-    loss, number, grads = alone(resolved, weights, rows)
+    loss, number, grads = documents_alone(resolved, weights, rows)
     degrees = config.parallel
-    found = ranks.run(degrees.pp * degrees.tp * degrees.dp, on_rank, resolved, weights, rows)
+    found = ranks.run(degrees.pp * degrees.tp * degrees.dp, documents_on_rank, resolved, weights, rows)
     for rank, evaluated in found:
         assert rank.num_tokens == number
         assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)

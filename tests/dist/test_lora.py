@@ -251,7 +251,7 @@ def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPoo
 
 def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
     resolved = changed(adapted(finetune={"dropout": 0.25}, micro=2), train={"seq_len": 64})
-    dropout = Dropout(resolved.config, Mesh(1, 0).dp)
+    dropout = Dropout(resolved.config, Mesh(1, 0).dp, torch.arange(resolved.config.train.seq_len))
     layer, other = (dropout.of_layer(name, range(96)) for name in ("layer", "other"))
     block = torch.nn.Identity()
     dropout.attach(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}), [1])

@@ -153,7 +153,7 @@ def local_pair(state: TrainState, pair: tuple[Tensor, Tensor], micro_batch: int)
     """This rank's part of a global batch, given as inputs and targets."""
     dp = state.mesh.dp
     inputs, targets = (x.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch)) for x in pair)
-    return DeviceBatch.of(inputs, targets, state.backend.put)
+    return DeviceBatch.of(inputs, targets, state.backend.put, positions=state.positions)
 
 
 def run_ours(
@@ -221,7 +221,7 @@ def gradient(state: TrainState, batch: DeviceBatch) -> Gradient:
     found = train_step(replace(state, optimizer=keeper), batch, LR)
     scalars = {"loss": found.loss, "norm": found.grad_norm, "num_tokens": found.num_tokens, "scale": keeper.scale}
     read = state.backend.fetch(scalars)
-    per_token = state.mesh.dp.size / read["num_tokens"]
+    per_token = state.mesh.dp_cp.size / read["num_tokens"]
     read["scale"] /= per_token
     return Gradient(**read, shards={name: grad * per_token for name, grad in keeper.grads.items()})
 
@@ -250,11 +250,16 @@ def whole(shards: Sequence[Mapping[str, Tensor]], resolved: Resolved) -> dict[st
     tensors: dict[str, Tensor] = {}
     for rank in reversed(range(len(shards))):
         mesh = build_mesh(resolved, len(shards), rank, len(shards))
-        for name, spec in table_of(resolved, mesh).items():
-            for piece, view in spec.views(shards[rank][name], mesh.tp):
-                key = spec.global_name(name, piece.segment)
-                into = tensors.setdefault(key, view.new_zeros(spec.global_shape(piece.segment)))
-                into.narrow(spec.dim or 0, piece.start, piece.length).copy_(view)
+        layout = Layout(table_of(resolved, mesh), mesh)
+        for name, blocks in layout.items():
+            spec = layout.table[name]
+            for block in blocks:
+                part = block.of(shards[rank][name])
+                key = spec.global_name(name, block.segment)
+                into = tensors.setdefault(key, part.new_zeros(spec.global_shape(block.segment)))
+                for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+                    into = into.narrow(dim, offset, size)
+                into.copy_(part)
     return tensors
 
 
@@ -294,15 +299,29 @@ def layout(
     shard: str = "none",
     shard_size: int = 0,
     remat: str = "none",
+    cp: int = 1,
+    cp_layout: str = "auto",
+    cp_method: str = "auto",
+    seq_len: int = 0,
     **model: Any,
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
     update = update or ("fp32" if params == "fp32" else "fp32_master")
     stages = {"pp": pp, "virtual_pp": virtual_pp, "schedule": schedule, "pipeline_cuts": tuple(cuts)}
+    context = {"cp": cp, "cp_layout": cp_layout, "cp_method": cp_method}
+    sharding = {"shard": shard, "shard_size": shard_size}
+    length = {"seq_len": seq_len} if seq_len else {}
     return plan(
         shape,
-        parallel={"tp": tp, "dp": dp, **stages, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
-        train={"global_batch": batch, "micro_batch": micro, "loss_chunk_mib": 1, "remat": remat},
+        parallel={
+            "tp": tp,
+            "dp": dp,
+            **stages,
+            **context,
+            "sequence_parallel": sp,
+            **sharding,
+        },
+        train={"global_batch": batch, "micro_batch": micro, "loss_chunk_mib": 1, "remat": remat, **length},
         precision={"params": params, "update": update},
         optim=OPTIM,
         model=model,

@@ -111,6 +111,12 @@ class XlaCollectives(Collectives):
             del both, of_first, of_second  # else they would be results of the graph too
         return out
 
+    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        pairs = [[group[i - 1], group[i]] for group in _groups(axis) for i in range(axis.size)]
+        return Done(self._xm.collective_permute(x, pairs))
+
     @contextmanager
     def _apart(self, axis: Axis) -> Iterator[None]:
         """Record the operations of this context as a graph of their own, if the axis spans several stages."""

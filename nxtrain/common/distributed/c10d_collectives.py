@@ -268,6 +268,18 @@ class C10dCollectives(Collectives):
             works = dist.batch_isend_irecv(both)
         return _Transfer(works, out, x, other).wait()
 
+    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        group, ranks = self.group(axis), axis.group_of(dist.get_rank())
+        out = torch.empty_like(x)
+        after, before = ranks[(axis.rank + 1) % axis.size], ranks[axis.rank - 1]
+        # One batch: on NCCL every rank would otherwise wait to send before any receives.
+        both = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
+        peers = _others(axis)
+        with blaming(peers):
+            return _Transfer(dist.batch_isend_irecv(both), out, x, peers)
+
     def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:
         """Global rank at a position of the axis, the peer for messages, and the process group between both ranks."""
         me = dist.get_rank()
@@ -277,13 +289,13 @@ class C10dCollectives(Collectives):
         return peer, Peers(self.words(peer), peer, self.limit), group
 
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
-        """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard)."""
+        """Device mesh of the ranks of dp x cp for torch's own sharding: (shard,) or (replica, shard)."""
         if mesh.replica.size == 1:
             return DeviceMesh.from_group(self.group(mesh.shard), device, mesh_dim_names=("shard",))
         return DeviceMesh.from_group(
             [self.group(mesh.replica), self.group(mesh.shard)],
             device,
-            torch.tensor(mesh.dp.group_of(mesh.rank)).view(-1, mesh.shard.size),
+            torch.tensor(mesh.dp_cp.group_of(mesh.rank)).view(-1, mesh.shard.size),
             mesh_dim_names=("replica", "shard"),
         )
 
@@ -300,7 +312,7 @@ class C10dCollectives(Collectives):
 
 def axes_of(mesh: Mesh) -> list[Axis]:
     """Axes of a pipeline on which ranks communicate, in one order on all ranks."""
-    stage = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage]
+    stage = [mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica, mesh.stage]
     return [axis for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all) if axis.size > 1]
 
 

@@ -116,5 +116,12 @@ class Collectives(ABC):
         """Swap tensors of equal shape and type with a neighbour, which calls `exchange` too; see `start_send`."""
 
     @abstractmethod
+    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        """Send `x` to the next rank of the axis, the first after the last, and receive that of the previous rank.
+
+        The caller keeps `x` unchanged until `wait`.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank of the world has called `barrier`."""

@@ -54,7 +54,7 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
         if key.split(".")[0] not in _FREE and key not in _FREE_KEYS and key not in _OPTIONAL
     }
     parallel = plan.config.parallel
-    settings["parallel.dp"] = world // (parallel.tp * parallel.pp)
+    settings["parallel.dp"] = world // parallel.ranks_per_replica
     for key in _OPTIONAL:
         settings[key] = "never"
         if given[key]:

@@ -75,7 +75,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
         _say(f"broke the lock of {key}, whose owner is gone")
     parallel = config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.
-    mesh = Mesh.build(placement.world, placement.rank, tp=parallel.tp, pp=parallel.pp)
+    mesh = Mesh.build(placement.world, placement.rank, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     manifest = _ready_manifest(config, mesh.stages_held(placement.rank, placement.local_world), cache)
     if manifest is None:
         yield

@@ -123,7 +123,7 @@ def precompile(
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
     """Lines that name the manifest of each group of machines."""
     parallel, nodes = config.parallel, range(config.cluster.nodes)
-    mesh = Mesh.build(num_ranks * len(nodes), 0, tp=parallel.tp, pp=parallel.pp)
+    mesh = Mesh.build(num_ranks * len(nodes), 0, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     machines: dict[tuple[int, ...], list[int]] = {}
     for node in nodes:
         machines.setdefault(mesh.stages_held(node * num_ranks, num_ranks), []).append(node)

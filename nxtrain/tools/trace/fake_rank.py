@@ -36,7 +36,7 @@ from nxtrain.plan.memory import Bytes
 from nxtrain.plan.moments import in_flight
 from nxtrain.tools.trace.live_bytes import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def trace_job(job: Job, stage: int) -> Traced:
         "compile": config.compile.model_copy(update={"torch_compile": False}),
     }
     resolved = Resolved(config.model_copy(update=changes), family, resolve_model(config))
-    return trace_rank(resolved, job.world, stage * parallel.tp * parallel.dp, job.machine.devices, job.attention)
+    return trace_rank(resolved, job.world, stage * (job.world // parallel.pp), job.machine.devices, job.attention)
 
 
 def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:
@@ -205,7 +205,7 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
     optimizer_state = [_own(x) for x in state.data_parallel.shards.values()]
     for kind in state.optimizer.state.values():
         optimizer_state += [_own(x) for x in kind.values()]
-    batch = zero_batch(resolved, backend, mesh)
+    batch = zero_batch(resolved, state)
     with LiveBytes([*parameters, *optimizer_state, *state.model.buffers()]) as step:
         train_step(state, batch, 1e-3)
     held = {x.untyped_storage()._cdata for x in parameters}
@@ -214,12 +214,15 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
     return Traced(trained_bytes, _num_bytes(parameters) - trained_bytes, _num_bytes(apart), step.peak)
 
 
-def zero_batch(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> DeviceBatch:
+def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     """A rank's part of a global batch of zeros."""
-    train = resolved.config.train
+    train, mesh = resolved.config.train, state.mesh
     num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
     tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
-    return DeviceBatch.of(tokens, tokens, backend.put, tokens if resolved.config.data.doc_mask else None)
+    starts = None
+    if resolved.config.data.doc_mask:
+        starts = tokens
+    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions)
 
 
 def _own(x: Tensor) -> Tensor:

@@ -128,5 +128,5 @@ def trace_step(resolved: Resolved, job: Job) -> list[str]:
         events = record_events(state.model)
         for _ in range(2):  # the first step makes hooks
             events.clear()
-            train_step(state, zero_batch(plan, backend, mesh), 1e-3)
+            train_step(state, zero_batch(plan, state), 1e-3)
     return events

@@ -100,7 +100,7 @@ class ReplicaCheck:
     def __init__(self, state: TrainState) -> None:
         self._state, self._mesh = state, state.mesh
         whole = not isinstance(state.data_parallel, FullySharded)
-        self._replicas = self._mesh.dp if whole else self._mesh.replica
+        self._replicas = self._mesh.dp_cp if whole else self._mesh.replica
         held = sorted(self._held(whole=whole), key=lambda holders_and_part: holders_and_part[0])
         self._tensors = {part.name: part.tensor for _, part in held}
         self.ballots: dict[Holders, list[str]] = {}

@@ -1,0 +1,194 @@
+"""Attention to ranges of keys by matrix products, block by block, with memory linear in the sequence.
+
+A block of queries meets all keys that any of its queries may see. Only sums of the weights are saved; the backward pass
+computes the weights again.
+
+Shapes: Q queries, K keys, B batch, N query heads, M key/value heads, R = N / M, G = B * M groups, H head dimension.
+
+Source: Dao et al. 2022 (arXiv:2205.14135) for the sums that are saved, and for the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.limits import ATTENTION_BLOCK_BYTES, MAX_ATTENTION_ROWS, MIN_ATTENTION_ROWS
+from nxtrain.common.kernels import Kernels, KeyRanges
+
+
+class _Span(NamedTuple):
+    """A block: its first query and the one after its last, and those of the keys that it may see."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+
+
+class RangedAttention(torch.autograd.Function):
+    """Attention to ranges of keys, (Q, B, N, H), (K, B, M, H) twice to (Q, B, N, H), by the kernels of a device."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, kernels: Kernels) -> Tensor:
+        wide, log_sums = kernels.attend(q, k, v, ranges)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.ranges, ctx.kernels = ranges, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        grads = ctx.kernels.attend_backward(grad, q, k, v, out, log_sums, ctx.ranges)
+        q_grad, k_grad, v_grad = (x.to(q.dtype) for x in grads)
+        return q_grad, k_grad, v_grad, None, None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Division of an attention into blocks.
+
+    Args:
+        looks: The host reads the ranges at no cost, so that a block leaves out the keys that it does not see.
+        score_type: Type in which queries are multiplied by keys; None: that of the queries.
+    """
+
+    looks: bool = False
+    score_type: torch.dtype | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """`Kernels.attend`."""
+        num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
+        queries, keys, values = _grouped(q, num_kv_heads), _flat(k).to(product_type), _flat(v).to(product_type)
+        outs, sums = [], []
+        for span in self._spans(queries, keys, ranges):
+            start, end, low, high = span
+            rows = queries[:, :, start:end].flatten(1, 2).to(product_type)
+            if low == high:
+                outs.append(torch.zeros_like(queries[:, :, start:end], dtype=torch.float32))
+                sums.append(outs[-1].new_full(outs[-1].shape[:3], float("-inf")))
+                continue
+            scores = _scores(rows, keys[:, low:high], ranges, span)
+            peak = scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
+            weights = (scores - peak).exp_()
+            total = weights.sum(dim=-1, keepdim=True)
+            out = torch.bmm(weights.to(product_type), values[:, low:high]).float() / total.clamp(min=_TINY)
+            outs.append(out.unflatten(1, (-1, end - start)))
+            sums.append((total.log() + peak).squeeze(-1).unflatten(1, (-1, end - start)))
+        return _ungrouped(torch.cat(outs, dim=2), q), torch.cat(sums, dim=2).reshape(q.shape[1], q.shape[2], -1)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Kernels.attend_backward`."""
+        num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
+        scale = 1.0 / math.sqrt(q.shape[3])
+        queries, keys, values = _grouped(q, num_kv_heads), _flat(k).to(product_type), _flat(v).to(product_type)
+        grads = _grouped(grad, num_kv_heads)
+        inner = _grouped((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
+        sums = log_sums.reshape(*queries.shape[:3], 1)
+        k_grad = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
+        v_grad = torch.zeros_like(k_grad)
+        q_grads = []
+        for span in self._spans(queries, keys, ranges):
+            start, end, low, high = span
+            rows = queries[:, :, start:end].flatten(1, 2).to(product_type)
+            if low == high:
+                q_grads.append(torch.zeros_like(queries[:, :, start:end], dtype=torch.float32))
+                continue
+            scores = _scores(rows, keys[:, low:high], ranges, span)
+            # A query that sees no key at all has a sum of -inf, and no weights.
+            weights = (scores - sums[:, :, start:end].flatten(1, 2).clamp(min=_LOWEST)).exp_()
+            out_grad = grads[:, :, start:end].flatten(1, 2).to(product_type)
+            weight_grad = torch.bmm(out_grad, values[:, low:high].transpose(1, 2)).float()
+            score_grad = (weight_grad - inner[:, :, start:end].flatten(1, 2)).mul_(weights).mul_(scale)
+            score_grad = score_grad.to(product_type)
+            q_grads.append(torch.bmm(score_grad, keys[:, low:high]).float().unflatten(1, (-1, end - start)))
+            k_part = torch.bmm(score_grad.transpose(1, 2), rows).float()
+            v_part = torch.bmm(weights.to(product_type).transpose(1, 2), out_grad).float()
+            k_grad[:, low:high] += k_part
+            v_grad[:, low:high] += v_part
+        return _ungrouped(torch.cat(q_grads, dim=2), q), _unflat(k_grad, k), _unflat(v_grad, v)
+
+    def _spans(self, queries: Tensor, keys: Tensor, ranges: KeyRanges) -> Iterator[_Span]:
+        """Iterate over blocks of queries, with the keys that each may see."""
+        groups, repeats, num_queries, _ = queries.shape
+        num_keys = keys.shape[1]
+        rows = block_rows(groups * repeats, num_keys)
+        looks = self.looks and not torch.compiler.is_compiling()
+        if looks:
+            firsts, lasts = ranges.first.amin(dim=0).tolist(), ranges.last.tolist()
+            positions = ranges.keys.tolist()
+        for start in range(0, num_queries, rows):
+            end = min(start + rows, num_queries)
+            low, high = 0, num_keys
+            if looks:
+                low = bisect_left(positions, min(firsts[start:end]))
+                high = max(low, bisect_right(positions, lasts[end - 1]))
+            elif ranges.is_whole:
+                high = end
+                if ranges.window is not None:
+                    low = max(0, start + 1 - ranges.window)
+            yield _Span(start, end, low, high)
+
+
+def block_rows(heads: int, num_keys: int) -> int:
+    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
+    rows = ATTENTION_BLOCK_BYTES // (4 * heads * num_keys)
+    return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
+
+
+def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
+    """Ranges of the queries of whole rows, with documents that begin at `starts`, (B, S)."""
+    positions = torch.arange(starts.shape[1], device=starts.device)
+    ranges = KeyRanges.of(starts, positions, window)
+    return KeyRanges(ranges.first, ranges.last, ranges.keys, is_whole=True, window=window)
+
+
+_LOWEST = torch.finfo(torch.float32).min / 2
+"""Least maximum of the scores of a row: scores of -inf minus it stay -inf, where all scores of a row are."""
+
+_TINY = torch.finfo(torch.float32).tiny
+"""Least divisor of an output: a query that sees no key has an output of zeros."""
+
+
+def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tensor:
+    """Scaled scores of a block, -inf where a query does not see a key: (G, R * rows, keys) float32."""
+    scores = torch.bmm(rows, keys.transpose(1, 2)).float() * (1.0 / math.sqrt(rows.shape[-1]))
+    start, end, low, high = span
+    positions = ranges.keys[low:high]
+    after = positions > ranges.last[start:end, None]
+    before = positions < ranges.first[:, start:end, None]
+    hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
+    by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
+    return by_head.masked_fill(hidden, float("-inf")).view(scores.shape)
+
+
+def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
+    """(Q, B, N, H) to (G, R, Q, H): the query heads of a key/value head together."""
+    heads: Tensor = x.unflatten(2, (num_kv_heads, -1))
+    return heads.permute(1, 2, 3, 0, 4).flatten(0, 1)
+
+
+def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+    """(G, R, Q, H) to the shape of `like`, (Q, B, N, H)."""
+    heads: Tensor = x.unflatten(0, (like.shape[1], -1))
+    return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(K, B, M, H) to (G, K, H)."""
+    return x.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def _unflat(x: Tensor, like: Tensor) -> Tensor:
+    """(G, K, H) to the shape of `like`, (K, B, M, H)."""
+    heads: Tensor = x.unflatten(0, like.shape[1:3])
+    return heads.permute(2, 0, 1, 3)

@@ -1,0 +1,52 @@
+"""Division of a sequence between context parallel ranks, as pure data.
+
+Causal attention gives a later position more work. A piece from each end, or every cp-th position, balances the work.
+
+Source: Brandon et al. 2023 (arXiv:2311.09431) for stripes; Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.2 for
+a piece from each end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CutLayout = Literal["contiguous", "zigzag", "striped"]
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """Division of sequences of one length.
+
+    Args:
+        seq_len: Tokens of a sequence.
+        size: Context parallel degree; divides `seq_len`.
+        layout: Positions of a rank: a piece, a piece from each end, or every `size`-th.
+    """
+
+    seq_len: int
+    size: int
+    layout: CutLayout
+
+    @staticmethod
+    def of(seq_len: int, size: int, layout: Literal["auto"] | CutLayout) -> SequenceCut:
+        """Division as configured; `auto` takes zigzag where its pieces have equal lengths, else stripes."""
+        if layout != "auto":
+            return SequenceCut(seq_len, size, layout)
+        if seq_len % (2 * size) == 0:
+            return SequenceCut(seq_len, size, "zigzag")
+        return SequenceCut(seq_len, size, "striped")
+
+    def positions(self, rank: int) -> tuple[range, ...]:
+        """Positions of a rank, ascending."""
+        if self.layout == "striped":
+            return (range(rank, self.seq_len, self.size),)
+        if self.layout == "contiguous":
+            length = self.seq_len // self.size
+            return (range(rank * length, (rank + 1) * length),)
+        length = self.seq_len // (2 * self.size)
+        return tuple(range(piece * length, (piece + 1) * length) for piece in (rank, 2 * self.size - 1 - rank))
+
+    def pairs(self, rank: int) -> int:
+        """Pairs of a query of a rank and a key that the query sees under causal attention."""
+        return sum(position + 1 for positions in self.positions(rank) for position in positions)

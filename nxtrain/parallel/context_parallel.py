@@ -1,0 +1,207 @@
+"""Context parallelism: ranks share the positions of a sequence, and exchange keys and values.
+
+Every layer but attention works on positions alone, so that a rank computes its positions as if they were a sequence of
+their own. In attention, the queries of a rank meet the keys and values of all ranks. A query sees the keys between the
+first position of its document and its own; positions decide, not the place of a token in a rank's tensors.
+
+Gather: every rank collects all keys and values, and the gradients are scattered back as sums. Ring: the keys and values
+of one rank at a time pass by, and their gradients travel with them, so that no rank holds those of the whole sequence.
+Both save the rank's own tensors only, and exchange keys and values once more in the backward pass.
+
+Shapes: S sequence, T = S / cp positions of this rank, B batch, N query heads, K key/value heads, H head dimension.
+
+Source: Liu et al. 2023 (arXiv:2310.01889) for the ring; Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.2 for
+the gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.kernels import Kernels, KeyRanges
+from nxtrain.common.layers import ContextAttention
+from nxtrain.common.mesh import Axis
+from nxtrain.common.sequence_cut import SequenceCut
+
+ContextMethod = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True)
+class ContextParallel(ContextAttention):
+    """Context parallel ranks of a model, with which every attention is built.
+
+    Args:
+        axis: Context parallel axis.
+        cut: Division of the sequences between the ranks.
+        method: Exchange of keys and values.
+        comm: Collectives.
+        kernels: Kernels of the device.
+    """
+
+    axis: Axis
+    cut: SequenceCut
+    method: ContextMethod
+    comm: Collectives
+    kernels: Kernels
+
+    @property
+    def positions(self) -> Tensor:  # type: ignore[override]
+        return self.positions_of(self.axis.rank)
+
+    def positions_of(self, rank: int) -> Tensor:
+        """Positions of a rank on the host, ascending: (T,) int64."""
+        parts = [torch.arange(part.start, part.stop, part.step, device="cpu") for part in self.cut.positions(rank)]
+        return torch.cat(parts)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Positions of this rank in a host tensor of whole sequences: (..., S) to (..., T)."""
+        return x.index_select(-1, self.positions)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        if starts is None:
+            starts = torch.zeros_like(positions).expand(q.shape[1], -1)
+        ranges = KeyRanges.of(starts, positions, window)
+        if self.method == "ring":
+            return _Ring.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
+        return _Gather.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Rows of all ranks, rank after rank, in the order of their positions: (S, ...) to the same shape."""
+        if self.cut.layout == "contiguous":
+            return x
+        if self.cut.layout == "striped":
+            return x.view(self.axis.size, -1, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
+        pieces = x.view(self.axis.size, 2, -1, *x.shape[1:])
+        return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
+
+    def by_rank(self, x: Tensor) -> Tensor:
+        """Inverse of `in_order`."""
+        if self.cut.layout == "contiguous":
+            return x
+        if self.cut.layout == "striped":
+            return x.reshape(-1, self.axis.size, *x.shape[1:]).transpose(0, 1).flatten(0, 1)
+        from_start, from_end = x.reshape(2, self.axis.size, -1, *x.shape[1:])
+        return torch.stack([from_start, from_end.flip(0)], dim=1).flatten(0, 2)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> Tensor:
+        keys, values, ranges = _gathered(k, v, ranges, context)
+        wide, log_sums = context.kernels.attend(q, keys, values, ranges)
+        out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.ranges, ctx.context = ranges, context
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        context: ContextParallel = ctx.context
+        keys, values, ranges = _gathered(k, v, ctx.ranges, context)
+        q_grad, *grads = context.kernels.attend_backward(grad, q, keys, values, out, log_sums, ranges)
+        packed = context.by_rank(torch.cat(grads, dim=2)).contiguous()
+        k_grad, v_grad = context.comm.reduce_scatter(packed, context.axis).chunk(2, dim=2)
+        return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
+
+
+def _gathered(k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> tuple[Tensor, Tensor, KeyRanges]:
+    """Keys and values of all positions in order, (S, B, K, H) each, and the ranges of queries among them."""
+    packed = torch.cat([k, v], dim=2).contiguous()
+    keys, values = context.in_order(context.comm.all_gather(packed, context.axis)).chunk(2, dim=2)
+    whole = torch.arange(keys.shape[0], device=keys.device)
+    return keys, values, replace(ranges, keys=whole)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> Tensor:
+        kernels, axis = context.kernels, context.axis
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        log_sums = torch.full((q.shape[1], q.shape[2], q.shape[0]), float("-inf"), device=q.device)
+        block = torch.cat([k, v], dim=2).contiguous()
+        for hop in range(axis.size):
+            source = (axis.rank - hop) % axis.size
+            passing = None
+            if hop < axis.size - 1:
+                passing = context.comm.start_shift(block, axis)
+            if _is_seen(ranges, source, context):
+                keys, values = block.chunk(2, dim=2)
+                part, part_sums = kernels.attend(q, keys, values, _of_block(ranges, source, context))
+                out, log_sums = _joined(out, log_sums, part, part_sums)
+            if passing is not None:
+                block = passing.wait()
+        narrow = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, narrow, log_sums)
+        ctx.ranges, ctx.context = ranges, context
+        return narrow
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        context: ContextParallel = ctx.context
+        ranges, kernels, axis = ctx.ranges, context.kernels, context.axis
+        q_grad = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        block = torch.cat([k, v], dim=2).contiguous()
+        block_grad = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
+        returning = None
+        for hop in range(axis.size):
+            source = (axis.rank - hop) % axis.size
+            passing = None
+            if hop < axis.size - 1:
+                passing = context.comm.start_shift(block, axis)
+            part: Tensor | None = None
+            if _is_seen(ranges, source, context):
+                keys, values = block.chunk(2, dim=2)
+                block_ranges = _of_block(ranges, source, context)
+                q_part, *parts = kernels.attend_backward(grad, q, keys, values, out, log_sums, block_ranges)
+                q_grad += q_part
+                part = torch.cat(parts, dim=2)
+            # The gradient of a block arrives one hop after the block, with what the earlier ranks have added.
+            if returning is not None:
+                block_grad = returning.wait()
+            if part is not None:
+                block_grad = block_grad + part
+            returning = context.comm.start_shift(block_grad, axis)
+            if passing is not None:
+                block = passing.wait()
+        assert returning is not None
+        k_grad, v_grad = returning.wait().chunk(2, dim=2)
+        return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
+
+
+def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges:
+    """Ranges of this rank's queries among the keys of a rank."""
+    return replace(ranges, keys=context.positions_of(source).to(ranges.last.device))
+
+
+def _is_seen(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
+    """True if some query of this rank may see a key of a rank.
+
+    Documents and windows are asked where the host reads them at no cost; the order of positions is known in any case.
+    """
+    theirs = context.cut.positions(source)
+    own = context.cut.positions(context.axis.rank)
+    if theirs[0].start > own[-1][-1]:
+        return False
+    if not context.kernels.host_may_look:
+        return True
+    keys = context.positions_of(source)
+    seen = torch.searchsorted(keys, ranges.last, right=True) > torch.searchsorted(keys, ranges.first)
+    return bool(seen.any())
+
+
+def _joined(out: Tensor, log_sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of two blocks, from the attention to each: outputs (T, B, N, H), sums (B, N, T)."""
+    joined = torch.logaddexp(log_sums, part_sums)
+    # A query that has seen no key yet has sums of -inf, and both of its outputs are zeros.
+    anchor = joined.masked_fill(joined == float("-inf"), 0.0)
+    shares = [(sums - anchor).exp().permute(2, 0, 1).unsqueeze(-1) for sums in (log_sums, part_sums)]
+    return out * shares[0] + part * shares[1], joined

@@ -1,0 +1,70 @@
+"""Context parallelism under drawn layouts: packed documents compute what transformers computes of each alone."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from nxtrain.config.check import Resolved
+from tests.support.document_rows import documents_alone, documents_on_rank, drawn_rows
+from tests.support.drawn import one_in
+from tests.support.models import weights_of
+from tests.support.parity import layout, relative_errors, whole
+from tests.support.ranks import RankPool
+
+SEED, CASES = 20, 64
+DEGREES = ({"cp": 2}, {"cp": 3}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp": 2})
+"""Degrees of the layouts, in turn; at most four ranks."""
+
+
+def drawn_layout(random: Random, index: int) -> Resolved:
+    """A layout with context parallelism, whose sequences have the length that its division asks for."""
+    degrees = {"tp": 1, "pp": 1, "dp": 1, **DEGREES[index % len(DEGREES)]}
+    cp, tp, pp, dp = (degrees[name] for name in ("cp", "tp", "pp", "dp"))
+    cp_layout = random.choice(("auto", "contiguous", "zigzag", "striped"))
+    sp = tp > 1 and random.random() < 0.5
+    parts = cp * (2 if cp_layout == "zigzag" else 1) * (tp if sp else 1)
+    shards = ["none", "zero1", "grad_op", "full"]
+    if pp > 1:
+        shards = ["none", "zero1"]
+    micro = random.choice((1, 2))
+    return layout(
+        random.choice(("mha", "gqa2", "tied", "llama3-rope")),
+        cp=cp,
+        cp_layout=cp_layout,
+        cp_method=random.choice(("gather", "ring")),
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        sp=sp,
+        shard=random.choice(shards),
+        schedule=random.choice(("1f1b", "zero_bubble")) if pp > 1 else "1f1b",
+        micro=micro,
+        batch=micro * dp * random.randint(1, 3),
+        remat=random.choice(("none", "selective", "full")),
+        seq_len=parts * random.randint(1, 40 // parts),
+        config={"num_hidden_layers": random.randint(pp, 3)},
+    )
+
+
+@pytest.mark.parametrize("index", one_in(2, range(CASES)))
+def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: RankPool, index: int) -> None:
+    random = Random(SEED + index)
+    resolved = drawn_layout(random, index)
+    config: Any = resolved.config
+    rows = drawn_rows(random, config.train.global_batch, config.train.seq_len, resolved.model.vocab_size)
+    weights = weights_of(resolved)
+    loss, number, grads = documents_alone(resolved, weights, rows)
+    world = config.parallel.ranks_per_replica * config.parallel.dp
+    found = ranks.run(world, documents_on_rank, resolved, weights, rows)
+    for rank, evaluated in found:
+        assert rank.num_tokens == number
+        assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
+    ours = whole([rank.shards for rank, _ in found], resolved)
+    # A query that sees one key weighs it by 1, so that documents of one token leave queries and keys no gradient.
+    zeros = {name for name, grad in grads.items() if not grad.any()}
+    assert all(ours.pop(name).norm() < 1e-8 for name in zeros), zeros
+    errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
+    assert max(errors.values()) < 1e-5, errors
