@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from nxtrain.common.dimensions import Dimensions
-from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.errors import Problem
 from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily
 from nxtrain_models.decoder import config as shape
 from nxtrain_models.decoder import hf
 from nxtrain_models.decoder.config import DecoderConfig
-from nxtrain_models.decoder.window import beyond_window, with_switch, without_unused_window
+from nxtrain_models.decoder.window import with_switch, without_unused_window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,13 +32,10 @@ class DecoderFamily(ModelFamily):
 
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
         """Every reason why this shape cannot run at these degrees."""
-        decoder = cast(DecoderConfig, config)
-        return [*shape.check(decoder, tp=tp, seq_len=seq_len), *beyond_window(decoder, seq_len)]
+        return shape.check(cast(DecoderConfig, config), tp=tp, seq_len=seq_len)
 
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
         """Make the module on the meta device."""
-        if problems := beyond_window(cast(DecoderConfig, config), context.seq_len):
-            raise ConfigError(problems)
         from nxtrain_models.decoder.model import build  # torch loads here, not when a config is checked
 
         return build(cast(DecoderConfig, config), context)

@@ -91,6 +91,10 @@ class DecoderConfig(ModelConfig):
         """Width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        return None
+
     @model_validator(mode="after")
     def _consistent(self) -> DecoderConfig:
         heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size

@@ -29,11 +29,12 @@ from nxtrain_models.decoder.config import DecoderConfig
 class DecoderBlock(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
+    def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__()
         init, init_out = _inits(config, context)
+        heads = _heads(config, config.window_of(index))
         self.input_layernorm = _norm(config, context)
-        self.self_attn = Attention(config.hidden_size, _heads(config), init=init, init_out=init_out, context=context)
+        self.self_attn = Attention(config.hidden_size, heads, init=init, init_out=init_out, context=context)
         self.post_attention_layernorm = _norm(config, context)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
 
@@ -52,7 +53,7 @@ class DecoderBody(nn.Module):
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
         # Blocks are named by their index in the whole model, for any parts.
-        self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context) for part in parts for i in part.blocks})
+        self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context, i) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
         positions = None
@@ -140,13 +141,14 @@ def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:
     return Init("normal", std), Init("normal", std / depth)
 
 
-def _heads(config: DecoderConfig) -> Heads:
+def _heads(config: DecoderConfig, window: int | None) -> Heads:
     return Heads(
         config.num_attention_heads,
         config.num_kv_heads,
         config.head_size,
         bias=config.qkv_bias,
         norm_eps=config.rms_norm_eps if config.head_norms else None,
+        window=window,
     )
 
 

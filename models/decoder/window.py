@@ -1,4 +1,4 @@
-"""Windows of attention, which nothing computes: within a window attention is plainly causal, beyond it is refused.
+"""Windows of attention: a query sees its own token and a number of those before it.
 
 Source: Jiang et al. 2023 (arXiv:2310.06825) section 2; `Qwen2Config` of transformers for the switch of the Qwens.
 """
@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nxtrain.common.errors import Problem
 from nxtrain_models.decoder.config import Count, DecoderConfig
 
 
@@ -20,13 +19,9 @@ class WindowConfig(DecoderConfig):
     sliding_window: Count | None = None
     """Tokens that a query sees, its own among them; None for all before it."""
 
-    @property
-    def longest_sequence(self) -> tuple[str, int]:
-        """Key that limits the tokens of a sequence, and the number."""
-        window = self.sliding_window
-        if window is not None and window < self.max_position_embeddings:
-            return "sliding_window", window
-        return super().longest_sequence
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        return self.sliding_window
 
 
 class SwitchedWindowConfig(WindowConfig):
@@ -35,18 +30,11 @@ class SwitchedWindowConfig(WindowConfig):
     max_window_layers: Annotated[int, Field(ge=0, le=2**16)] | None = None
     """Layers before the first one with a window."""
 
-
-def beyond_window(config: DecoderConfig, seq_len: int) -> list[Problem]:
-    """Reason why sequences are too long for the window of a shape, if any."""
-    window = config.sliding_window if isinstance(config, WindowConfig) else None
-    if window is None or seq_len <= window:
-        return []
-    reason = f"seq_len={seq_len} exceeds model.config.sliding_window={window}, and no kernel cuts attention there"
-    hint = (
-        f"shorten sequences to {window} tokens, within which the window changes nothing; or raise "
-        "model.config.sliding_window for a model that sees the whole sequence"
-    )
-    return [Problem("train.seq_len", reason, hint=hint)]
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        if layer < (self.max_window_layers or 0):
+            return None
+        return self.sliding_window
 
 
 def without_unused_window(hf: Mapping[str, Any]) -> dict[str, Any]:

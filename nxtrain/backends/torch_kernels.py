@@ -34,8 +34,8 @@ class PlainKernels(Kernels):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v)
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(starts), self)
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(starts, window), self)
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:

@@ -149,12 +149,13 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
         """Causal attention inside of documents: a query sees the keys of its document up to its position.
 
         Args:
             q, k, v: As for `attention`.
             starts: (B, S) int64, first position of each position's document.
+            window: Most positions that a query sees, its own among them; None: no limit.
 
         Returns:
             (S, B, num_heads, head_dim).

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from nxtrain.common.dimensions import qkv_segments
@@ -29,11 +30,16 @@ class CausalAttention(nn.Module):
     Args:
         kernels: Kernels of the device.
         context_parallel: Ranks that share the positions of a sequence; None: this rank has all positions.
+
+    Attributes:
+        window: Most positions that a query sees, its own among them; None: no limit.
     """
 
-    def __init__(self, kernels: Kernels, context_parallel: ContextAttention | None = None) -> None:
+    def __init__(
+        self, kernels: Kernels, context_parallel: ContextAttention | None = None, window: int | None = None
+    ) -> None:
         super().__init__()
-        self._kernels, self._context_parallel = kernels, context_parallel
+        self._kernels, self._context_parallel, self.window = kernels, context_parallel, window
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, positions: Tensor | None = None
@@ -47,7 +53,11 @@ class CausalAttention(nn.Module):
         """
         if self._context_parallel is not None:
             assert positions is not None, "a rank of several knows its positions"
-            return self._context_parallel.attention(q, k, v, positions, starts)
+            return self._context_parallel.attention(q, k, v, positions, starts, self.window)
+        if self.window is not None and self.window < q.shape[0]:
+            if starts is None:
+                starts = torch.zeros(q.shape[1], q.shape[0], dtype=torch.int64, device=q.device)
+            return self._kernels.document_attention(q, k, v, starts, self.window)
         if starts is not None:
             return self._kernels.document_attention(q, k, v, starts)
         return self._kernels.attention(q, k, v)
@@ -63,6 +73,7 @@ class Heads:
         bias: The projections to queries, keys and values have biases.
         norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
             square; None: no head is.
+        window: Most positions that a query sees, its own among them; None: no limit.
     """
 
     num: int
@@ -70,6 +81,7 @@ class Heads:
     width: int
     bias: bool = False
     norm_eps: float | None = None
+    window: int | None = None
 
 
 class Attention(nn.Module):
@@ -104,7 +116,7 @@ class Attention(nn.Module):
             norm = partial(RMSNorm, width, heads.norm_eps, kernels=context.kernels, partial_gradient=True)
             self.q_norm = norm(dtype=context.dtype, decay=context.decay_norms)
             self.k_norm = norm(dtype=context.dtype, decay=context.decay_norms)
-        self.core = CausalAttention(context.kernels, context.context_parallel)
+        self.core = CausalAttention(context.kernels, context.context_parallel, heads.window)
         self.o_proj = layers.row(heads.num * width, hidden_size, init_out)
 
     def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:

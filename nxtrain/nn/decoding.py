@@ -50,7 +50,7 @@ class Decoder:
         for module in cast(nn.Module, model).modules():
             if isinstance(module, CausalAttention):
                 self._caches.append(_Cache())
-                self._replace(module, partial(self._attend, self._caches[-1]))
+                self._replace(module, partial(self._attend, self._caches[-1], module.window))
             elif isinstance(module, Rope):
                 self._replace(module, partial(self._turn, module))
         if len(self._caches) != len(model.blocks):
@@ -65,7 +65,8 @@ class Decoder:
             capacity: Initial capacity of the cache in tokens; 0: some hundreds.
         """
         self._lengths, self._capacity = [0] * num_texts, capacity or _FIRST_CAPACITY
-        self._positions = self._rows = self._visible = torch.empty(0)
+        self._positions = self._rows = torch.empty(0)
+        self._visible: dict[int | None, Tensor] = {}
         for cache in self._caches:
             cache.clear()
 
@@ -119,7 +120,7 @@ class Decoder:
         # Positions are values on the device, not shapes: a compiler gets one graph for all positions.
         self._positions = self._put(positions.t().contiguous())
         self._rows = self._put(positions.masked_fill(is_padding, self._capacity))
-        self._visible = self._put(torch.arange(self._capacity + 1)) <= self._put(positions)[..., None]
+        self._visible.clear()
         self._lengths = ends
         return self._model.logits(self._put(tokens))
 
@@ -130,16 +131,27 @@ class Decoder:
     def _turn(self, rope: Rope, x: Tensor) -> Tensor:
         return Rope.forward(rope, x, self._positions)
 
-    def _attend(self, cache: _Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, cache: _Cache, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
         keys, values = cache.add(k, v, self._rows, self._capacity)
         repeats = q.shape[2] // k.shape[2]
         # The query heads of a key/value head become further queries, so that keys and values are not copied.
         queries = q.unflatten(2, (-1, repeats)).permute(1, 2, 3, 0, 4).flatten(2, 3)
-        visible = self._visible.repeat(1, repeats, 1).unsqueeze(1)
+        visible = self._visible_in(window).repeat(1, repeats, 1).unsqueeze(1)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
         heads: Tensor = out.unflatten(2, (repeats, -1))
         return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)
+
+    def _visible_in(self, window: int | None) -> Tensor:
+        """Mask of the cached keys that each new token sees: (B, S, T + 1)."""
+        if window not in self._visible:
+            keys = self._put(torch.arange(self._capacity + 1))
+            positions = self._positions.t()[..., None]
+            visible = keys <= positions
+            if window is not None:
+                visible = visible & (keys > positions - window)
+            self._visible[window] = visible
+        return self._visible[window]
 
 
 class _Cache:

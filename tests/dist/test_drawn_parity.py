@@ -8,7 +8,7 @@ import pytest
 
 from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
 from nxtrain.parallel.fully_sharded import Backward
-from tests.support.drawn import SEED, Degrees, all_layouts, covering_array, draw
+from tests.support.drawn import SEED, Degrees, all_layouts, covering_array, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.ranks import RankPool
 
@@ -18,6 +18,17 @@ LAYOUTS = covering_array(SEED, 64)
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_of_any_layout_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("gloo", SEED, index, LAYOUTS[index])
+    courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
+    errors = [(run, error_of(courses, wanted(run), run))]
+    assert not failures(errors), failures(errors)
+
+
+CONTEXT = covering_array(SEED, 48, cp=True)
+
+
+@pytest.mark.parametrize("index", one_in(2, range(len(CONTEXT))), ids=lambda index: f"{index}-{CONTEXT[index]}")
+def test_a_drawn_run_with_context_parallelism_equals_transformers(ranks: RankPool, index: int) -> None:
+    run = draw("cp", SEED, index, CONTEXT[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)

@@ -6,6 +6,7 @@ run, as they decide for a user.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields, replace
@@ -58,16 +59,36 @@ class Degrees:
     shard: str = "none"
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+    cp: int = 1
+    cp_layout: str = "auto"
+    cp_method: str = "auto"
 
     def __str__(self) -> str:
-        kinds = (self.shard, self.schedule, "sp" if self.sequence_parallel else "")
+        kinds = [self.shard, self.schedule, "sp" if self.sequence_parallel else ""]
+        if self.cp > 1:
+            kinds += [f"cp{self.cp}", self.cp_layout, self.cp_method]
         degrees = f"tp{self.tp}-pp{self.pp}x{self.virtual_pp}-dp{self.dp}"
         return "-".join((degrees, *(kind for kind in kinds if kind not in ("none", "1f1b", ""))))
 
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def divides(self) -> int:
+        """Number that divides the tokens of a sequence."""
+        pieces = self.cp * (2 if self.cp_layout == "zigzag" else 1)
+        if self.sequence_parallel:
+            return math.lcm(pieces, self.cp * self.tp)
+        return pieces
+
+    @property
+    def factors(self) -> tuple[object, ...]:
+        """Values that a covering array pairs."""
+        if self.cp == 1:
+            return astuple(self)[: -len(("cp", "cp_layout", "cp_method"))]
+        return astuple(self)
 
 
 ONE = Degrees()
@@ -264,11 +285,11 @@ def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
 
 def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Sizes that a family has beside those of all, or has otherwise."""
-    window = {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
+    window = {"sliding_window": 1 + model["intermediate_size"] % (seq_len + 1)}  # one token to more than a sequence
     if family == "mistral":
         return window
     if family == "qwen2":
-        return {**window, "max_window_layers": 0}
+        return {**window, "max_window_layers": model["vocab_size"] % (model["num_hidden_layers"] + 1)}
     if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
         return {"head_dim": max(8, model["head_dim"])}
     return {}
@@ -279,7 +300,7 @@ def _seq_len(rng: Random, degrees: Degrees, *, xla: bool) -> int:
     around = [128 * blocks + offset for blocks in (1, 2) for offset in (-1, 0, 1)]
     length = rng.choice((1, 2, rng.randint(3, 40), rng.randint(3, 40), rng.choice(around)))
     length = min(length, 40) if xla else length
-    return -(-length // degrees.tp) * degrees.tp if degrees.sequence_parallel else length
+    return -(-length // degrees.divides) * degrees.divides
 
 
 def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
@@ -287,8 +308,9 @@ def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {"parallel.prefetch": rng.choice((0, 1, 2))}
     if degrees.shard == "hybrid":
-        values["parallel.shard_size"] = rng.choice([n for n in range(1, degrees.dp + 1) if degrees.dp % n == 0])
-    if values.get("parallel.shard_size", degrees.dp) > 1:
+        copies = degrees.dp * degrees.cp
+        values["parallel.shard_size"] = rng.choice([n for n in range(1, copies + 1) if copies % n == 0])
+    if values.get("parallel.shard_size", degrees.dp * degrees.cp) > 1:
         values["parallel.offload"] = rng.random() < 0.25
     return values
 
@@ -347,18 +369,21 @@ def _optim(rng: Random) -> dict[str, Any]:
 # --- layouts -------------------------------------------------------------------------------------------------------
 
 
-def covering_array(seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True) -> list[Degrees]:
+def covering_array(
+    seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False
+) -> list[Degrees]:
     """Layouts in which every two values of two factors that can meet do so, and drawn ones up to a number.
 
     Args:
         seed: Draws which of the equally good ones.
         number: Least length.
         fits: Rules of a lane beside those of layouts, such as the largest world.
+        cp: Layouts with context parallelism, in place of those without.
     """
     rng = Random(f"layouts/{seed}")
-    layouts = [degrees for degrees in all_layouts() if fits(degrees)]
+    layouts = [degrees for degrees in (context_layouts() if cp else all_layouts()) if fits(degrees)]
     rng.shuffle(layouts)
-    pairs = {degrees: frozenset(combinations(enumerate(astuple(degrees)), 2)) for degrees in layouts}
+    pairs = {degrees: frozenset(combinations(enumerate(degrees.factors), 2)) for degrees in layouts}
     missing = set().union(*pairs.values())
     found = []
     while missing:
@@ -402,6 +427,19 @@ def all_layouts() -> tuple[Degrees, ...]:
     return tuple(degrees for degrees in (Degrees(*values) for values in product(*factors)) if _is_layout(degrees))
 
 
+@cache
+def context_layouts() -> tuple[Degrees, ...]:
+    """Every layout of up to eight ranks with context parallelism."""
+    ways: list[dict[str, Any]] = [
+        {"cp": cp, "cp_layout": layout, "cp_method": method}
+        for cp in (2, 3, 4)
+        for layout in ("contiguous", "zigzag", "striped")
+        for method in ("gather", "ring")
+    ]
+    layouts = (replace(degrees, **way) for degrees in all_layouts() for way in ways if degrees.world * way["cp"] <= 8)
+    return tuple(layouts)
+
+
 def _is_layout(degrees: Degrees) -> bool:
     if degrees.schedule == "zero_bubble":
         splits = degrees.pp > 1 and degrees.virtual_pp == 1 and degrees.shard not in FULLY_SHARDED
@@ -419,4 +457,5 @@ def is_for_xla(degrees: Degrees) -> bool:
         and degrees.virtual_pp <= 2
         and degrees.shard not in FULLY_SHARDED
         and degrees.schedule == "1f1b"
+        and degrees.cp_method != "ring"
     )

@@ -38,6 +38,10 @@ DROPPED = [
 for _run in (*ADAPTED, *DROPPED):
     GROUPS[f"{_run.degrees.world} devices"].append(_run)
 
+CONTEXT = covering_array(SEED, 12, is_for_xla, cp=True)
+for _index, _degrees in enumerate(CONTEXT):
+    GROUPS.setdefault(f"cp on {_degrees.world} devices", []).append(draw("xla-cp", SEED, _index, _degrees, xla=True))
+
 GROUPS_OF_A_RUN = [
     *(group for group in GROUPS if group != "4 devices"),
     pytest.param("4 devices", marks=pytest.mark.slow),

@@ -93,7 +93,9 @@ class _Kernels(FusedKernels):
                 return sdpa(q, k, v)
         return sdpa(q, k, v, grouped=self._attention == "grouped")
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+        if window is not None:
+            return super().document_attention(q, k, v, starts, window)
         if self._attention == "masked":
             return masked_attention(q, k, v, starts)
         if self._attention == "scores":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 import transformers
 
-from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint.convert.hf import whole_shapes
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.family import BuildContext, find_family
+from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.nn.init import draw_shard
-from nxtrain.parallel.native import NativeLayers
 from nxtrain_models.decoder.config import DecoderConfig
 from tests.support.drawn import FAMILIES
-from tests.support.models import alone, plan
+from tests.support.models import plan
 from tests.support.parity import table_of
 
 PUBLISHED = {  # counts of the weights on the Hugging Face hub
@@ -118,20 +115,16 @@ def test_a_window_that_is_not_used_is_no_window(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_in_use_limits_sequences_and_is_written_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
+def test_a_window_in_use_is_written_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
     found, used = find_family(family), {**QWEN, "model_type": family, "use_sliding_window": True, "sliding_window": 64}
     config = found.from_hf({**used, "max_window_layers": 1})
-    assert found.check(config, tp=1, seq_len=64) == []
-    (problem,) = found.check(config, tp=1, seq_len=65)
-    assert problem.reason.startswith("seq_len=65 exceeds model.config.sliding_window=64")
-    assert (problem.hint or "").startswith("shorten sequences to 64 tokens")
-    assert config.longest_sequence == ("sliding_window", 64)
+    assert [config.window_of(layer) for layer in range(2)] == [None, 64]  # type: ignore[attr-defined]
     theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "float32"))
     assert (theirs.sliding_window, theirs.layer_types) == (64, ["full_attention", "sliding_attention"])
     theirs.save_pretrained(tmp_path)
     assert found.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
     no_layer = found.from_hf({**used, "max_window_layers": 2})
-    assert found.check(no_layer, tp=1, seq_len=8192) == []
+    assert no_layer.window_of(1) is None  # type: ignore[attr-defined]
     assert found.to_hf(no_layer, "float32")["use_sliding_window"] is False
 
 
@@ -159,40 +152,12 @@ def test_what_is_not_computed_is_refused_by_its_key(
     assert message in problem.reason
 
 
-def test_a_sequence_within_the_window_is_taken_and_a_longer_one_refused_with_the_way_out() -> None:
+def test_a_sequence_may_be_longer_than_the_window() -> None:
     mistral = find_family("mistral")
     config = mistral.preset("mistral-7b-v0.1")
-    assert mistral.check(config, tp=1, seq_len=4096) == []
-    (problem,) = mistral.check(config, tp=1, seq_len=4097)
-    assert problem.key == "train.seq_len"
-    assert problem.reason.startswith("seq_len=4097 exceeds model.config.sliding_window=4096")
-    assert problem.hint == (
-        "shorten sequences to 4096 tokens, within which the window changes nothing; or raise "
-        "model.config.sliding_window for a model that sees the whole sequence"
-    )
-    assert mistral.check(mistral.preset("mistral-7b-v0.3"), tp=1, seq_len=32_768) == []
-
-
-@pytest.mark.parametrize(
-    ("family", "preset", "longest"),
-    [
-        ("mistral", "mistral-7b-v0.1", ("sliding_window", 4096)),
-        ("mistral", "mistral-7b-v0.3", ("max_position_embeddings", 32_768)),
-        ("qwen2", "qwen2.5-0.5b", ("max_position_embeddings", 32_768)),
-    ],
-)
-def test_the_longest_sequence_ends_at_the_window(family: str, preset: str, longest: tuple[str, int]) -> None:
-    assert find_family(family).preset(preset).longest_sequence == longest
-
-
-def test_no_model_is_built_for_sequences_beyond_its_window() -> None:
-    """Generation and evaluation build models without the checks of a training run."""
-    mistral = find_family("mistral")
-    layers = NativeLayers(alone())
-    for seq_len, fits in ((1024, True), (1025, False)):
-        context = BuildContext(layers, FusedKernels(), torch.float32, seq_len)
-        with nullcontext() if fits else pytest.raises(ConfigError, match=r"exceeds model\.config\.sliding_window=1024"):
-            mistral.build(mistral.preset("tiny"), context)
+    assert config.window_of(31) == 4096  # type: ignore[attr-defined]
+    assert mistral.check(config, tp=1, seq_len=8192) == []
+    assert config.longest_sequence == ("max_position_embeddings", 32_768)
 
 
 def test_biases_and_norms_of_heads_start_as_zeros_and_ones() -> None:
