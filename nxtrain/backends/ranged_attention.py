@@ -141,7 +141,7 @@ class Blocks:
 
 def block_rows(heads: int, num_keys: int) -> int:
     """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
-    rows = ATTENTION_BLOCK_BYTES // (4 * heads * num_keys)
+    rows = ATTENTION_BLOCK_BYTES // (4 * heads * max(1, num_keys))
     return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
 
 

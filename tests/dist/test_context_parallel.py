@@ -5,10 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from tests.support.document_rows import documents_alone, documents_on_rank, drawn_rows
+from tests.support.context_mutants import MUTANTS, documents_with_mutant
+from tests.support.document_rows import END, documents_alone, documents_on_rank, drawn_rows
 from tests.support.drawn import one_in
 from tests.support.models import weights_of
 from tests.support.parity import layout, relative_errors, whole
@@ -68,3 +71,23 @@ def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: Ran
     assert all(ours.pop(name).norm() < 1e-8 for name in zeros), zeros
     errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
     assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str) -> None:
+    """Rows of three documents, of which one crosses the cut and one has targets that do not count."""
+    method, _ = MUTANTS[name]
+    resolved = layout("gqa2", tp=1, cp=2, cp_layout="contiguous", cp_method=method, micro=1, batch=2, seq_len=16)
+    random = Random(SEED)
+    rows = np.array([[random.randrange(1, resolved.model.vocab_size) for _ in range(17)] for _ in range(2)])
+    rows[:, [2, 11]] = END | END_BIT
+    rows[1, 14:] = IGNORE_INDEX
+    weights = weights_of(resolved)
+    loss, _, grads = documents_alone(resolved, weights, rows)
+    found = ranks.run(2, documents_with_mutant, name, resolved, weights, rows)
+    errors = relative_errors(whole([rank.shards for rank, _ in found], resolved), grads)
+    assert abs(found[0][0].loss - loss) > 1e-4 or max(errors.values()) > 1e-3
+    sound = ranks.run(2, documents_on_rank, resolved, weights, rows)
+    errors = relative_errors(whole([rank.shards for rank, _ in sound], resolved), grads)
+    assert abs(sound[0][0].loss - loss) < 2e-6
+    assert max(errors.values()) < 1e-5

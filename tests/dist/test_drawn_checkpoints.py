@@ -42,6 +42,7 @@ def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: b
         pp=max(saved.pp * saved.virtual_pp, loaded.pp * loaded.virtual_pp),
         dp=math.lcm(saved.dp, loaded.dp),
         sequence_parallel=saved.sequence_parallel or loaded.sequence_parallel,
+        cp=2 * math.lcm(saved.cp, loaded.cp) if max(saved.cp, loaded.cp) > 1 else 1,
     )
     for _ in range(TRIES):
         number = rng.randrange(1 << 30)
@@ -107,7 +108,9 @@ def _copies(shards: Mapping[str, Mapping[str, Tensor]]) -> Shards:
 
 FEW = covering_array(SEED, 24, lambda degrees: degrees.world <= 4)
 LOADED = Random(SEED).sample(FEW, len(FEW))
-CASES = [(index, FEW[index], LOADED[index]) for index in range(24)]
+CONTEXT = covering_array(SEED, 4, lambda degrees: degrees.world <= 4, cp=True)[:4]
+PAIRS = [*zip(FEW[:24], LOADED, strict=False), *zip(CONTEXT, FEW, strict=False), *zip(FEW, CONTEXT, strict=False)]
+CASES = [(index, saved, loaded) for index, (saved, loaded) in enumerate(PAIRS)]
 
 
 def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:

@@ -48,6 +48,7 @@ LAYOUTS = [
     Degrees(tp=2, dp=2, shard="zero1", sequence_parallel=True),
     Degrees(dp=3, shard="grad_op"),
     Degrees(pp=2, dp=2, shard="full"),
+    Degrees(tp=2, cp=2, cp_layout="zigzag", cp_method="ring", sequence_parallel=True),
 ]
 QUANTIZED = [
     Degrees(),
@@ -65,6 +66,8 @@ DROPPED = [
     next(degrees for degrees in _STAGES if degrees.tp > 1 and degrees.sequence_parallel),
     next(degrees for degrees in _STAGES if degrees.dp > 1),
     *[degrees for degrees in _ALL if degrees.tp > 1 and degrees.pp == 1 and degrees.world <= 4][:3],
+    Degrees(tp=2, cp=2, cp_layout="striped", cp_method="gather", sequence_parallel=True),
+    Degrees(pp=2, cp=2, cp_layout="zigzag", cp_method="ring"),
 ]
 LORA = {"method": "lora", "r": 4, "alpha": 8.0}
 
@@ -227,8 +230,14 @@ def dropped_losses(backend: Backend, resolved: Resolved, given: dict[str, Tensor
 
 @pytest.mark.parametrize(
     ("world", "degrees"),
-    [(2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"dp": 2, "micro": 1}), (1, {"remat": "full", "micro": 2})],
-    ids=["tp2", "tp2-sp", "dp2", "remat"],
+    [
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sp": True}),
+        (2, {"dp": 2, "micro": 1}),
+        (2, {"cp": 2, "cp_layout": "striped"}),
+        (1, {"remat": "full", "micro": 2}),
+    ],
+    ids=["tp2", "tp2-sp", "dp2", "cp2", "remat"],
 )
 def test_masks_are_those_of_one_rank(ranks: RankPool, world: int, degrees: dict[str, Any]) -> None:
     """Three steps, so that masks of recomputation would move the second loss."""

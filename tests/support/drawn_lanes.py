@@ -61,6 +61,7 @@ class Lanes:
         self._seed, self._folder = seed, folder
         self._layouts: dict[str, Sequence[Degrees]] = {
             "gloo": covering_array(seed, LAYOUTS),
+            "cp": covering_array(seed, LAYOUTS, cp=True),
             "fp16": covering_array(seed, LAYOUTS),
             "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
             "xla": covering_array(seed, 12, is_for_xla),
@@ -110,7 +111,7 @@ class Lanes:
         weights, world = first_weights(drawn), drawn.degrees.world
         if drawn.lane == "process":
             return [ours(self._backend, drawn, weights)]
-        if drawn.lane == "gloo":
+        if drawn.lane in ("gloo", "cp"):
             return self._ranks.run(world, ours, drawn, weights)
         if drawn.lane == "native":
             return self._native.run(world, ours, drawn, weights)

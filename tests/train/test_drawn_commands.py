@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, ROOT, SEED, covering_array, draw
+from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)
@@ -18,13 +18,23 @@ LAUNCHED = (0, 1)
 NAME = str(CONFIG.relative_to(ROOT))
 
 LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
+CONTEXT = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, cp=True)[:6]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_command_trains_as_transformers_does(tmp_path: Path, index: int) -> None:
-    run = draw("command", SEED, index, LAYOUTS[index])
+    check(tmp_path, draw("command", SEED, index, LAYOUTS[index]), launches=index in LAUNCHED)
+
+
+@pytest.mark.parametrize("index", range(len(CONTEXT)), ids=lambda index: f"{index}-{CONTEXT[index]}")
+def test_a_drawn_command_with_context_parallelism_does_too(tmp_path: Path, index: int) -> None:
+    check(tmp_path, draw("command-cp", SEED, index, CONTEXT[index]), launches=index == 0)
+
+
+def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:
+    """Train a drawn run by the command, or by the ranks that the command renders, next to transformers."""
     argv = prepare(run, tmp_path)
-    if index in LAUNCHED:
+    if launches:
         code, told = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
         assert code == 0, told
     else:
