@@ -284,7 +284,8 @@ def recorded(
         weights: Whole weights.
         world: Ranks of the pretended world.
         ranks: Those to play, one after the other.
-        mutant: `""`; `number` keeps the first vocabulary row of a rank as a number, `nxd number` NxD's rank.
+        mutant: `""`; `number` keeps the first vocabulary row of a rank as a number, `nxd number` NxD's rank,
+            `position number` the first position of a rank.
         layers: `native` or `nxd`.
     """
     return [_record_rank(backend, resolved, weights, world, rank, mutant, layers) for rank in ranks]
@@ -327,9 +328,18 @@ def _record_rank(
         first = embedding.first.tolist()
         del embedding.first
         embedding.first = first
+    if mutant == "position number":
+        rope: Any = state.model.get_submodule("model.rope")
+        positions = rope.positions
+        first_position = int(positions[0])
+
+        def number_positions(module: Any, inputs: Any) -> None:
+            module.positions = torch.arange(len(positions), device=positions.device) + first_position
+
+        rope.register_forward_pre_hook(number_positions)
     run = resolved.config.train
     rows = tokens(resolved, run.global_batch // state.mesh.dp.size).unflatten(0, (-1, run.micro_batch))
-    batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put)
+    batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put, positions=state.positions)
     torch_xla.sync()
     for _ in range(2):
         result = train_step(state, batch, LR)

@@ -38,13 +38,16 @@ DROPPED = [
 for _run in (*ADAPTED, *DROPPED):
     GROUPS[f"{_run.degrees.world} devices"].append(_run)
 
-CONTEXT = covering_array(SEED, 12, is_for_xla, cp=True)
+CONTEXT = [
+    *covering_array(SEED, 12, lambda degrees: is_for_xla(degrees) and degrees.world < 4, cp=True),
+    *covering_array(SEED, 6, lambda degrees: is_for_xla(degrees) and degrees.world == 4 > degrees.cp, cp=True)[:6],
+]
 for _index, _degrees in enumerate(CONTEXT):
     GROUPS.setdefault(f"cp on {_degrees.world} devices", []).append(draw("xla-cp", SEED, _index, _degrees, xla=True))
 
 GROUPS_OF_A_RUN = [
-    *(group for group in GROUPS if group != "4 devices"),
-    pytest.param("4 devices", marks=pytest.mark.slow),
+    *(group for group in GROUPS if "4 devices" not in group),
+    *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if "4 devices" in group),
 ]
 """Runs on four devices take as long as all others; `test_parity` has steps of four and eight."""
 

@@ -74,8 +74,10 @@ def record(
     ranks: list[int], folder: Path, mutant: str = "", accumulation: int = 2, *, masks: bool = False, **options: Any
 ) -> list[list[Recorded]]:
     """The graphs of two steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, 4 copies of the K/V heads."""
-    resolved = layout("gqa2", tp=8, dp=512, sp=True, micro=1, **options)
-    resolved = changed(resolved, train={"global_batch": 512 * accumulation}, finetune=MASKS if masks else {})
+    resolved = layout("gqa2", **{"tp": 8, "dp": 512, "sp": True, "micro": 1, **options})
+    resolved = changed(
+        resolved, train={"global_batch": resolved.config.parallel.dp * accumulation}, finetune=MASKS if masks else {}
+    )
     (found,) = run_devices(1, recorded, resolved, weights(resolved), 4096, ranks, mutant, folder=folder)
     return found  # type: ignore[no-any-return]
 
@@ -125,6 +127,27 @@ def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_
     # Mean gradients over dp: 1/512 stands in the graph, and 1/4096 does not.
     assert f"constant({1 / 512})" in update.text
     assert str(1 / 4096) not in update.text
+
+
+CONTEXT = {"dp": 128, "cp": 4, "seq_len": 64}
+OF_ALL_CP_RANKS = [0, 1, 8, 9, 16, 24, 3001, 4095]
+
+
+@pytest.mark.parametrize("cp_layout", ["contiguous", "zigzag", "striped"])
+def test_all_context_parallel_ranks_record_the_same_graphs(tmp_path: Path, cp_layout: str) -> None:
+    """Keys and values are gathered once forward and once backward, and their gradients scattered as sums."""
+    by_rank = record(OF_ALL_CP_RANKS, tmp_path, **CONTEXT, cp_layout=cp_layout)
+    micro, _, update = by_rank[0][:3]
+    for graphs in by_rank:
+        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    gathers = {("all-gather", 1024, 4): 2 * BLOCKS, ("reduce-scatter", 1024, 4): BLOCKS}
+    assert census(micro.text) == MICRO_STEP + Counter(gathers)
+    assert f"constant({1 / 512})" in update.text, "mean gradients over dp x cp"
+
+
+def test_a_position_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
+    by_rank = record([0, 8], tmp_path, "position number", **CONTEXT, cp_layout="contiguous")
+    assert hashes(by_rank[0])[0] != hashes(by_rank[1])[0]
 
 
 def test_masks_of_adapters_are_values_in_graphs_that_all_ranks_share(tmp_path: Path) -> None:
