@@ -85,7 +85,7 @@ def choose_layers(
     *,
     allow_unverified: bool = False,
     assumed: Package | None = None,
-    adapted: bool = False,
+    needs_own: str = "",
 ) -> tuple[str, str]:
     """Name of the parallel layers, and the reason; `auto` takes NeuronX Distributed's on Neuron devices.
 
@@ -96,7 +96,7 @@ def choose_layers(
         backend: Name of the chosen backend.
         allow_unverified: Allow releases of NeuronX Distributed that nxtrain is not verified with.
         assumed: NeuronX Distributed of the target machine, used if this machine has none.
-        adapted: The layers get adapters, which only nxtrain's own layers take.
+        needs_own: Reason for which only nxtrain's own layers serve; empty if any do.
 
     Raises:
         BackendError: `nxd` cannot run on this machine; the message gives the reason.
@@ -105,8 +105,8 @@ def choose_layers(
         return name, "backend.layers=native"
     if name == "auto" and backend != "neuron":
         return "native", ""
-    if name == "auto" and adapted:
-        return "native", "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
+    if name == "auto" and needs_own:
+        return "native", needs_own
     found = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
         if not found.ok:

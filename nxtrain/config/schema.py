@@ -431,3 +431,12 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     compile: CompileConfig = CompileConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+
+    @property
+    def needs_own_layers(self) -> str:
+        """Reason for which only nxtrain's own parallel layers serve the run; empty if any layers do."""
+        if self.finetune.adapts:
+            return "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
+        if self.parallel.cp > 1:
+            return f"parallel.cp={self.parallel.cp} divides sequences between nxtrain's own layers"
+        return ""

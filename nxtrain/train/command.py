@@ -100,7 +100,7 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
     chosen = config.backend
     name, reason = choose(chosen.name, in_full=config.recovery.debug != "off")
     layers, of_layers = choose_layers(
-        chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=config.finetune.adapts
+        chosen.layers, name, allow_unverified=chosen.allow_unverified, needs_own=config.needs_own_layers
     )
     if of_layers:
         reason += f"; layers {layers}: {of_layers}"

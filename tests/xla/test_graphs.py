@@ -129,7 +129,7 @@ def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_
     assert str(1 / 4096) not in update.text
 
 
-CONTEXT = {"dp": 128, "cp": 4, "seq_len": 64}
+CONTEXT: dict[str, Any] = {"dp": 128, "cp": 4, "seq_len": 64}
 OF_ALL_CP_RANKS = [0, 1, 8, 9, 16, 24, 3001, 4095]
 
 

@@ -12,6 +12,8 @@ from nxtrain.backends import choose_layers
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.nxd import binding
 from nxtrain.common.errors import BackendError
+from nxtrain.config.load import load
+from tests.support.drawn import CONFIG
 
 Install = Callable[..., None]
 INDEX = "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -116,7 +118,12 @@ def test_a_package_that_does_not_import_is_told_with_what_it_lacks(missing: str,
     assert way_out in said
 
 
-def test_layers_with_adapters_are_ours_even_where_the_others_would_be_taken() -> None:
-    name, reason = choose_layers("auto", "neuron", adapted=True)
+@pytest.mark.parametrize(
+    ("override", "why"), [("finetune.method=lora", "finetune.method=lora"), ("parallel.cp=2", "parallel.cp=2")]
+)
+def test_layers_that_only_we_have_are_ours_even_where_the_others_would_be_taken(override: str, why: str) -> None:
+    config = load(CONFIG, [override]).config
+    name, reason = choose_layers("auto", "neuron", needs_own=config.needs_own_layers)
     assert name == "native"
-    assert "finetune.method=lora" in reason
+    assert why in reason
+    assert load(CONFIG, []).config.needs_own_layers == ""

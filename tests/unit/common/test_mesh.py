@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nxtrain.common.mesh import Mesh
 from nxtrain.train.build import build_mesh
@@ -89,6 +92,34 @@ def test_axes_know_whether_their_ranks_run_different_programs() -> None:
     assert not any(axis.spans_stages for axis in (mesh.tp, mesh.dp, mesh.shard, mesh.stage, mesh.tp.neighbours(2)))
     alone = Mesh(8, 0, dp_size=4, tp_size=2)
     assert not any(axis.spans_stages for axis in (alone.pp, alone.model, alone.state, alone.all))
+
+
+@given(st.data())
+def test_context_parallel_ranks_lie_between_data_and_tensor_parallel_ones(data: st.DataObject) -> None:
+    """The order is [pp, dp, cp, tp], as NeuronX Distributed's; shard and replica divide dp x cp."""
+    pp, dp, cp, tp = (data.draw(st.integers(1, 3)) for _ in range(4))
+    world = pp * dp * cp * tp
+    shard = data.draw(st.sampled_from([size for size in range(1, dp * cp + 1) if dp * cp % size == 0]))
+    order = tuple(data.draw(st.permutations(range(world))))
+    grid = torch.tensor(order).view(pp, dp, cp, tp)
+    copies = grid.view(pp, (dp * cp) // shard, shard, tp)
+    wanted = {
+        "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp),
+        "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp),
+        "cp": grid.permute(0, 1, 3, 2).reshape(-1, cp),
+        "tp": grid.reshape(-1, tp),
+        "dp_cp": grid.permute(0, 3, 1, 2).reshape(-1, dp * cp),
+        "shard": copies.permute(0, 1, 3, 2).reshape(-1, shard),
+        "replica": copies.permute(0, 2, 3, 1).reshape(-1, (dp * cp) // shard),
+        "batch": grid.permute(3, 0, 1, 2).reshape(-1, pp * dp * cp),
+        "model": grid.permute(1, 2, 0, 3).reshape(-1, pp * tp),
+    }
+    rank = data.draw(st.integers(0, world - 1))
+    mesh = Mesh(world, rank, pp, dp, tp, shard, cp, order)
+    for name, groups in wanted.items():
+        axis = getattr(mesh, name)
+        assert {tuple(group) for group in groups.tolist()} == set(axis.groups), name
+        assert axis.group_of(rank)[axis.rank] == rank, name
 
 
 @pytest.mark.parametrize(
