@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -122,21 +122,22 @@ class Blocks:
         groups, repeats, num_queries, _ = queries.shape
         num_keys = keys.shape[1]
         rows = block_rows(groups * repeats, num_keys)
-        looks = self.looks and not torch.compiler.is_compiling()
-        if looks:
-            firsts, lasts = ranges.first.amin(dim=0).tolist(), ranges.last.tolist()
-            positions = ranges.keys.tolist()
+        known = ranges.known
+        firsts: list[int] | None = None
+        if self.looks and not torch.compiler.is_compiling():
+            firsts = ranges.first.amin(dim=0).tolist()
+            known = known or (ranges.last.tolist(), ranges.keys.tolist())
         for start in range(0, num_queries, rows):
             end = min(start + rows, num_queries)
             low, high = 0, num_keys
-            if looks:
-                low = bisect_left(positions, min(firsts[start:end]))
-                high = max(low, bisect_right(positions, lasts[end - 1]))
-            elif ranges.is_whole:
-                high = end
-                if ranges.window is not None:
-                    low = max(0, start + 1 - ranges.window)
-            yield _Span(start, end, low, high)
+            if known is not None:
+                lasts, positions = known
+                high = bisect_right(positions, lasts[end - 1])
+                if firsts is not None:
+                    low = bisect_left(positions, min(firsts[start:end]))
+                elif ranges.window is not None:
+                    low = bisect_left(positions, lasts[start] - ranges.window + 1)
+            yield _Span(start, end, low, max(low, high))
 
 
 def block_rows(heads: int, num_keys: int) -> int:
@@ -147,9 +148,9 @@ def block_rows(heads: int, num_keys: int) -> int:
 
 def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
     """Ranges of the queries of whole rows, with documents that begin at `starts`, (B, S)."""
-    positions = torch.arange(starts.shape[1], device=starts.device)
-    ranges = KeyRanges.of(starts, positions, window)
-    return KeyRanges(ranges.first, ranges.last, ranges.keys, is_whole=True, window=window)
+    length = starts.shape[1]
+    positions = torch.arange(length, device=starts.device)
+    return replace(KeyRanges.of(starts, positions, window), known=(range(length), range(length)))
 
 
 _LOWEST = torch.finfo(torch.float32).min / 2

@@ -90,15 +90,16 @@ class KeyRanges:
         first: (B, Q) int64, first position that each query sees.
         last: (Q,) int64, last position that each query sees, which is its own; ascending.
         keys: (K,) int64, positions of the keys; ascending.
-        is_whole: Queries and keys are the positions of a whole row, in order, so that query i is key i.
         window: Most positions that a query sees, its own among them; None: no limit.
+        known: Positions of the queries and of the keys on the host, of which a graph may be made; None: they differ
+            between ranks that share a graph.
     """
 
     first: Tensor
     last: Tensor
     keys: Tensor
-    is_whole: bool = False
     window: int | None = None
+    known: tuple[Sequence[int], Sequence[int]] | None = None
 
     @staticmethod
     def of(starts: Tensor, positions: Tensor, window: int | None = None) -> KeyRanges:

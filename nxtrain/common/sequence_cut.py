@@ -9,6 +9,8 @@ a piece from each end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 CutLayout = Literal["contiguous", "zigzag", "striped"]
@@ -47,6 +49,15 @@ class SequenceCut:
         length = self.seq_len // (2 * self.size)
         return tuple(range(piece * length, (piece + 1) * length) for piece in (rank, 2 * self.size - 1 - rank))
 
+    def listed(self, rank: int) -> tuple[int, ...]:
+        """Positions of a rank, one by one."""
+        return _listed(self, rank)
+
     def pairs(self, rank: int) -> int:
         """Pairs of a query of a rank and a key that the query sees under causal attention."""
-        return sum(position + 1 for positions in self.positions(rank) for position in positions)
+        return sum(position + 1 for position in self.listed(rank))
+
+
+@lru_cache(maxsize=64)
+def _listed(cut: SequenceCut, rank: int) -> tuple[int, ...]:
+    return tuple(chain(*cut.positions(rank)))

@@ -55,12 +55,7 @@ class ContextParallel(ContextAttention):
 
     def positions_of(self, rank: int) -> Tensor:
         """Positions of a rank on the host, ascending: (T,) int64."""
-        parts = [torch.arange(part.start, part.stop, part.step, device="cpu") for part in self.cut.positions(rank)]
-        return torch.cat(parts)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Positions of this rank in a host tensor of whole sequences: (..., S) to (..., T)."""
-        return x.index_select(-1, self.positions)
+        return torch.tensor(self.cut.listed(rank), device="cpu")
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
@@ -68,9 +63,22 @@ class ContextParallel(ContextAttention):
         if starts is None:
             starts = torch.zeros_like(positions).expand(q.shape[1], -1)
         ranges = KeyRanges.of(starts, positions, window)
+        if not self.comm.lazy:
+            ranges = replace(ranges, known=(self.cut.listed(self.axis.rank), range(self.cut.seq_len)))
         if self.method == "ring":
             return _Ring.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
         return _Gather.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
+
+    def moved(self, positions: Tensor, source: int) -> Tensor:
+        """Positions of another rank, from those of this rank on the device: (T,) int64; nothing is copied there."""
+        hops = source - self.axis.rank
+        if self.cut.layout == "striped":
+            return positions + hops
+        length = len(positions)
+        if self.cut.layout == "contiguous":
+            return positions + hops * length
+        piece = length // 2
+        return torch.cat([positions[:piece] + hops * piece, positions[piece:] - hops * piece])
 
     def in_order(self, x: Tensor) -> Tensor:
         """Rows of all ranks, rank after rank, in the order of their positions: (S, ...) to the same shape."""
@@ -179,7 +187,8 @@ class _Ring(torch.autograd.Function):
 
 def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges:
     """Ranges of this rank's queries among the keys of a rank."""
-    return replace(ranges, keys=context.positions_of(source).to(ranges.last.device))
+    keys = context.moved(ranges.last, source)
+    return replace(ranges, keys=keys, known=(context.cut.listed(context.axis.rank), context.cut.listed(source)))
 
 
 def _is_seen(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
@@ -187,13 +196,12 @@ def _is_seen(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
 
     Documents and windows are asked where the host reads them at no cost; the order of positions is known in any case.
     """
-    theirs = context.cut.positions(source)
-    own = context.cut.positions(context.axis.rank)
-    if theirs[0].start > own[-1][-1]:
+    own, theirs = context.cut.listed(context.axis.rank), context.cut.listed(source)
+    if theirs[0] > own[-1]:
         return False
     if not context.kernels.host_may_look:
         return True
-    keys = context.positions_of(source)
+    keys = context.moved(ranges.last, source)
     seen = torch.searchsorted(keys, ranges.last, right=True) > torch.searchsorted(keys, ranges.first)
     return bool(seen.any())
 

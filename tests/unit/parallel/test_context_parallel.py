@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from nxtrain.backends import ranged_attention
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.ranged_attention import RangedAttention, block_rows, whole_rows
 from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.kernels import Kernels, KeyRanges
-from nxtrain.common.mesh import Mesh
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
 from nxtrain.parallel.context_parallel import ContextParallel, _joined
 from tests.support.contract_functions import Echo
@@ -56,6 +58,65 @@ def test_zigzag_and_stripes_balance_the_work_and_pieces_do_not(size: int) -> Non
 
 def test_auto_takes_stripes_for_lengths_without_pairs_of_pieces() -> None:
     assert [SequenceCut.of(length, 2, "auto").layout for length in (8, 10)] == ["zigzag", "striped"]
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(1, 6), st.integers(1, 6), st.data())
+def test_positions_of_another_rank_follow_from_the_own_ones(
+    layout: CutLayout, size: int, pieces: int, data: st.DataObject
+) -> None:
+    rank, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+    found = context(size, layout, 2 * size * pieces, rank)
+    assert torch.equal(found.moved(found.positions, other), found.positions_of(other))
+
+
+class Recorder(Echo):
+    """Notes the order of transfers and of work; every rank has the same keys."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        number = sum(event.startswith("send") for event in self.events)
+        self.events.append(f"send {number}")
+        comm = self
+
+        class Arriving:
+            def wait(self) -> Tensor:
+                comm.events.append(f"wait {number}")
+                return x
+
+        return Arriving()
+
+
+def test_a_ring_works_while_the_next_block_is_under_way() -> None:
+    """In forward, and in backward, where the gradient of a block travels during the work on the next block."""
+    comm, work = Recorder(), PlainKernels()
+    axis = Mesh.build(3, 2, cp=3).cp
+    ring = ContextParallel(axis, SequenceCut(12, 3, "zigzag"), "ring", comm, work)
+
+    def noted(name: str) -> Any:
+        sound = getattr(PlainKernels, name)
+
+        def note(*args: Any) -> Any:
+            comm.events.append(name)
+            return sound(*args)
+
+        return note
+
+    q, k, v = (torch.randn(4, 1, 2, 4, requires_grad=True) for _ in "qkv")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("attend", "attend_backward"):
+            patch.setattr(PlainKernels, name, noted(name))
+        out = ring.attention(q, k, v, ring.positions, None)
+        forward = comm.events.copy()
+        comm.events.clear()
+        out.sum().backward()
+    assert forward == ["send 0", "attend", "wait 0", "send 1", "attend", "wait 1", "attend"]
+    assert comm.events == [
+        *("send 0", "attend_backward", "send 1", "wait 0"),
+        *("send 2", "attend_backward", "wait 1", "send 3", "wait 2"),
+        *("attend_backward", "wait 3", "send 4", "wait 4"),
+    ]
 
 
 @given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 6))
