@@ -136,7 +136,7 @@ class ParallelConfig(Section):
     """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
     """Exchange of keys and values over cp: gathered, or passed on in a ring, which holds two blocks at a time; auto:
-    ring, and gather where whole steps are recorded."""
+    ring on cpu and cuda, gather on Neuron devices and xla."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"

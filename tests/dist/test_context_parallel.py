@@ -68,7 +68,8 @@ def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: Ran
     ours = whole([rank.shards for rank, _ in found], resolved)
     # A query that sees one key weighs it by 1, so that documents of one token leave queries and keys no gradient.
     zeros = {name for name, grad in grads.items() if not grad.any()}
-    assert all(ours.pop(name).norm() < 1e-8 for name in zeros), zeros
+    rounding = 1e-6 * max(grad.norm() for grad in grads.values())
+    assert all(ours.pop(name).norm() < rounding for name in zeros), zeros
     errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
     assert max(errors.values()) < 1e-5, errors
 

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"tp": 1, "pp": 2, "dp": 1},
     "dp2-zero1": {"tp": 1, "dp": 2, "shard": "zero1"},
     "full": {"tp": 1, "dp": 2, "shard": "full"},
+    "cp2": {"tp": 1, "dp": 1, "cp": 2, "shard": "zero1"},
     "tp2-dp2": {"tp": 2, "dp": 2},
 }
 KEPT = ("step", "loss", "grad_norm", "param_norm", "lr", "tokens")
@@ -55,7 +56,7 @@ def plan(folder: Path, layout: dict[str, Any], rows: Path, **checkpoint: Any) ->
 
 def world_of(layout: dict[str, Any]) -> int:
     """Ranks that a layout takes."""
-    return int(layout["tp"] * layout.get("pp", 1) * layout["dp"])
+    return int(layout["tp"] * layout.get("cp", 1) * layout.get("pp", 1) * layout["dp"])
 
 
 def continued(folder: Path, layout: dict[str, Any], rows: Path, saved: Path) -> Resolved:

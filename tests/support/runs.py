@@ -70,7 +70,7 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
     path = directory.step_path(run_dir / CHECKPOINTS_DIR, step)
     config = resolved.config
-    degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "dp": 1, "shard_size": 0}
+    degrees = {"tp": 1, "cp": 1, "pp": 1, "virtual_pp": 1, "dp": 1, "shard_size": 0}
     alone_degrees = {**degrees, "pipeline_cuts": (), "sequence_parallel": False}
     parallel = config.parallel.model_copy(update=alone_degrees)
     checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
