@@ -27,18 +27,12 @@ KINDS = {
 }
 """Kinds of work in the order of the columns."""
 
-SHOWN = 8
-"""Most ranks of a table, those that others wait for most."""
-
-MOST_S = 1e9
-"""Largest time that is accepted, in seconds."""
-
-Rates = Mapping[int, Mapping[str, float]]
-"""Seconds per step of each rank by kind of work."""
+SHOWN = 8  # ranks of a table, those that others wait for most
+MOST_S = 1e9  # largest time that is accepted
 
 
-def read_rates(folder: Path) -> Rates:
-    """Times of the ranks; empty if there are none, or if the file is damaged."""
+def read_rates(folder: Path) -> dict[int, dict[str, float]]:
+    """Seconds per step of each rank by kind of work; empty if there are none, or if the file is damaged."""
     try:
         content = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
         rates = {}
