@@ -38,29 +38,36 @@ PARTS = {
 """Kinds of work, in the order of the legend."""
 
 
+QUANTITIES = (
+    ("param-norm", "Parameter norm", "", "param_norm", 1.0),
+    ("lr", "Learning rate", "", "lr", 1.0),
+    ("throughput", "Throughput", "tokens/s", "tokens_per_s", 1.0),
+    ("step-time", "Step time", "ms", "step_time_s", 1e3),
+    ("mfu", "Model FLOPs utilization", "%", "mfu", 100.0),
+    ("memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", 1 / (1 << 30)),
+    ("goodput", "Goodput", "% of the time since the first start", "goodput", 100.0),
+    ("lost-updates", "Updates lost to rounding", "% of the parameters", "lost_update_frac", 100.0),
+)
+"""Charts of one column each: key, title, unit, column and scale."""
+
+NOISY = ("throughput", "step-time", "mfu")
+"""Charts that get their mean drawn over them."""
+
+
 def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Charts of some runs; a quantity that no run recorded has none."""
-    drawn = [
-        _losses(runs),
-        _difference(runs),
-        _norms(runs),
-        _one(runs, "param-norm", "Parameter norm", "", "param_norm"),
-        _one(runs, "lr", "Learning rate", "", "lr", zero=True),
-        _one(runs, "throughput", "Throughput", "tokens/s", "tokens_per_s", zero=True, noisy=True),
-        _one(runs, "step-time", "Step time", "ms", "step_time_s", scale=1e3, zero=True, noisy=True),
-        _one(runs, "mfu", "Model FLOPs utilization", "%", "mfu", scale=100, zero=True, noisy=True),
-        _one(runs, "memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", scale=1 / (1 << 30), zero=True),
-        _one(runs, "goodput", "Goodput", "% of the time since the first start", "goodput", scale=100, zero=True),
-        _one(
-            runs,
-            "lost-updates",
-            "Updates lost to rounding",
-            "% of the parameters",
-            "lost_update_frac",
-            scale=100,
-            zero=True,
-        ),
-    ]
+    drawn = [_losses(runs), _difference(runs), _norms(runs)]
+    for key, title, unit, column, scale in QUANTITIES:
+        curves: list[Curve] = []
+        for color, run in _colored(runs):
+            steps, values = run.columns.series(column)
+            name = _main(runs, run, title.lower())
+            if key in NOISY:
+                curves += _with_mean(name, color, steps, scale * values)
+            else:
+                curves.append(Curve(name, color, steps, scale * values))
+        note = _mean_note(runs, column) if key in NOISY else ""
+        drawn.append(draw(key, title, unit, curves, zero=key != "param-norm", note=note))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -140,32 +147,6 @@ def _norms(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
     if any(len(run.columns.spikes) > MOST_MARKS for run in runs):
         note += f" Of many, the {MOST_MARKS} highest are marked."
     return draw("grad-norm", "Gradient norm", "before clipping", curves, note=note)
-
-
-def _one(
-    runs: Sequence[RecordedRun],
-    key: str,
-    title: str,
-    unit: str,
-    column: str,
-    *,
-    scale: float = 1.0,
-    zero: bool = False,
-    noisy: bool = False,
-) -> dict[str, Any] | None:
-    """Chart of one column; a noisy one gets its mean drawn over it."""
-    curves: list[Curve] = []
-    note = ""
-    if noisy:
-        note = _mean_note(runs, column)
-    for color, run in _colored(runs):
-        steps, values = run.columns.series(column)
-        name = _main(runs, run, title.lower())
-        if noisy:
-            curves += _with_mean(name, color, steps, scale * values)
-        else:
-            curves.append(Curve(name, color, steps, scale * values))
-    return draw(key, title, unit, curves, zero=zero, note=note)
 
 
 def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Curve]:
