@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
@@ -29,7 +30,6 @@ from nxtrain.checkpoint.save import read_back, write
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io.checksummed_file import BLOCK_BYTES
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.tools.bench import harness
 
@@ -82,10 +82,8 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
         shutil.rmtree(scratch)
     result = summarize(seconds, mib)
     missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
-    if as_json:
-        write_document({"mib": mib, "rounds": rounds, "results": result, "missed": missed})
-    else:
-        _show(result, mib, rounds)
+    document = {"mib": mib, "rounds": rounds, "results": result, "missed": missed}
+    harness.present(document, lambda: [_table(result, mib, rounds)], as_json=as_json, of_machine=False)
     return not (check and missed)
 
 
@@ -233,7 +231,7 @@ class FilledState:
             dcp.load(into, checkpoint_id=self._folder / "dcp", no_dist=True)
 
 
-def _show(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> None:
+def _table(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Table:
     rows = []
     for name, figures in result.items():
         cells = [name, f"{figures['gib_per_s']:.2f}"]
@@ -244,4 +242,4 @@ def _show(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Non
         rows.append(cells)
     heads = ("", "GiB/s", "share of", "share", "at least")
     caption = f"medians over {rounds} rounds, in turns"
-    harness.show(harness.table(f"a checkpoint of {mib} MiB", heads, rows, caption, left=("share of",)))
+    return harness.table(f"a checkpoint of {mib} MiB", heads, rows, caption, left=("share of",))

@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
@@ -66,10 +66,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
         workers = start_ranks(stack, "collectives", "rank", asdict(job), job.ranks)
         measured = take_turns({"collectives": lambda: turn_at_once(workers)}, rounds)["collectives"]
     result = {"machine": harness.machine(), **asdict(job), "rounds": rounds, **summarize(measured)}
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json)
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -147,7 +144,7 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         share = f"{result['ratios'][row['name']]:.1%}" if row["name"] in result["ratios"] else ""
@@ -158,4 +155,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"medians over {result['rounds']} rounds"
     )
     heads = ("", "KiB", "GiB/s", "of a copy", "ms", "CPU ms, all ranks")
-    harness.show(harness.table(f"{result['ranks']} ranks, bfloat16", heads, rows, caption), machine=result["machine"])
+    return harness.table(f"{result['ranks']} ranks, bfloat16", heads, rows, caption)

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
@@ -41,10 +41,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
     ids = summarize(measure(sizes["mib"], seq_len, rounds))
     streams = measure_streams(text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds)
     result = {"machine": harness.machine(), **sizes, "rounds": rounds, **ids, **streams}
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
 def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
@@ -101,7 +98,7 @@ def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {"rows": rows, "ratios": {NUMPY: harness.median_ratio(measured[LOADER], measured[NUMPY])}}
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _shown(result: Mapping[str, Any]) -> list[str | Table]:
     text = result["text"]
     start = result["start"]
     wait = result["wait"]
@@ -131,4 +128,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"
     )
-    harness.show(ids_table, text_table, *waits, opened, machine=result["machine"])
+    return [ids_table, text_table, *waits, opened]

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.table import Table
+
 from nxtrain.backends import open_backend
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
@@ -70,10 +71,7 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
         harness.BenchWorker("materialize", f"stage {stage}", asdict(target), os.environ) as worker,
     ):
         result = judge({**asdict(target), "rank": target.rank, **worker.turn()})
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
     if not result["within"]:
         raise BackendError(
             f"the peak of {result['peak_bytes']:,} bytes exceeds {result['bound_bytes']:,}, "
@@ -141,7 +139,7 @@ def make_shard(target: BuildTarget) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     first, last = result["blocks"]
     sizes = {
         "bytes in bf16": result["shard_bytes"],
@@ -156,4 +154,4 @@ def _show(result: Mapping[str, Any]) -> None:
     rows.append(("draw the weights", f"{result['fill_s']:.2f} s"))
     title = f"{result['preset']}, {result['num_params']:,} parameters, tp {result['tp']} x pp {result['pp']}"
     caption = "the peak is within the bound" if result["within"] else "the peak exceeds the bound"
-    harness.show(harness.table(title, ("", ""), rows, caption))
+    return harness.table(title, ("", ""), rows, caption)

@@ -15,13 +15,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig, RunConfig
@@ -89,10 +89,7 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
     result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
     result["rules"] = summarize(seconds, num_params, bytes_per_param)
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
 
 
 def _cpu_s(update: Callable[[], object]) -> float:
@@ -154,11 +151,11 @@ def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for name, rule in result["rules"].items():
         figures = (f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
         rows.append((name, *figures))
     heads = ("rule", "ns per parameter", "x torch fused", "bytes per parameter")
     caption = f"processor time of {result['threads']} threads, medians over {result['rounds']} rounds"
-    harness.show(harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption))
+    return harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption)

@@ -15,16 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.process.document import write_document
+from rich.table import Table
+
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.chart import check_chart, write_chart
 from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
 from nxtrain.tools.bench.train import BREAKDOWN, Workload
 
-ALONE = "alone"
-ONE = "one"
-TWO = "two_independent"
+ONE, TWO = "one", "two_independent"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
@@ -62,14 +61,11 @@ def bench_scaling(
     }
     if chart is not None:
         speeds = {row["name"]: row["rounds"] for row in result["rows"]}
-        bars = []
+        bars = {}
         for name in names:
-            bars.append(Bar(name, [ours / two for ours, two in zip(speeds[name], speeds[TWO], strict=True)]))
+            bars[name] = [ours / two for ours, two in zip(speeds[name], speeds[TWO], strict=True)]
         write_chart(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json)
 
 
 def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -101,7 +97,7 @@ def measure(
     """Turns of the processes of each measurement, and the parts of a step of rank 0 in each layout."""
     job = asdict(work)
     with ExitStack() as stack:
-        alone = start_ranks(stack, "scaling", ALONE, job, copies=RANKS)
+        alone = start_ranks(stack, "scaling", ONE, job, copies=RANKS)
         groups = {ONE: alone[:1], TWO: alone}
         for name in names:
             groups[name] = start_ranks(stack, "scaling", name, job, RANKS)
@@ -147,7 +143,7 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         name = row["name"]
@@ -165,4 +161,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"communication, of the profiled step; medians over {result['rounds']} rounds"
     )
     heads = ("", "tokens/s", "over one", "efficiency", "by CPU", "waiting", "comm.")
-    harness.show(harness.table("two ranks of one thread each", heads, rows, caption), machine=result["machine"])
+    return harness.table("two ranks of one thread each", heads, rows, caption)

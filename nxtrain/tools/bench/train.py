@@ -18,12 +18,11 @@ from rich.table import Table
 
 from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.breakdown import KINDS
-from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.chart import check_chart, write_chart
 from nxtrain.tools.bench.harness import BenchWorker, take_turns
 
 SHAPE = {
@@ -123,17 +122,14 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
         "breakdown": parts,
     }
     if chart is not None:
-        bars = []
+        bars = {}
         for ours, ratios in result["ratios_of"].items():
             for peer, ratio in ratios.items():
                 if peer not in result["ratios_of"]:
-                    bars.append(Bar(f"{ours} / {peer}", ratio["rounds"]))
+                    bars[f"{ours} / {peer}"] = ratio["rounds"]
         title = f"nxtrain bench train: speed over peers ({result['clock']} time, 1.0 = equal)"
         write_chart(chart, bars, title, result["machine"], f"; {work.precision}, {work.threads} threads")
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
 def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
@@ -158,11 +154,7 @@ def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], d
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that cannot run on this machine.
-
-    Raises:
-        BackendError: There is no such backend, or it cannot run here; the message gives the reason.
-    """
+    """Refuse a backend that does not exist or cannot run on this machine, by a BackendError."""
     from nxtrain.backends import support
 
     supported = support(backend)
@@ -173,11 +165,7 @@ def check_backend(backend: str) -> None:
 def workload(  # 8 arguments: one for each option
     *, steps: int, batch: int, seq_len: int, precision: str, preset: str, threads: int, backend: str, stock: bool
 ) -> Workload:
-    """Workload of the command's options; 0 threads: all cores.
-
-    Raises:
-        ConfigError: No such preset.
-    """
+    """Workload of the command's options; 0 threads: all cores."""
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
     if preset:
         shape = find_family("llama").preset(preset).model_dump(mode="json")
@@ -288,7 +276,7 @@ def _row(
     )
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _shown(result: Mapping[str, Any]) -> list[str | Table]:
     lines = [f"left out {name}: {reason}" for name, reason in result["left_out"].items()]
     notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
     lines += dict.fromkeys(notes)
@@ -298,7 +286,7 @@ def _show(result: Mapping[str, Any]) -> None:
     if peers:
         tables.append(_ratios(result, peers))
     tables += [_parts(name, parts) for name, parts in result["breakdown"].items()]
-    harness.show(*lines, *tables, machine=result["machine"])
+    return [*lines, *tables]
 
 
 def _speeds(result: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> Table:
