@@ -39,20 +39,11 @@ KINDS = {
     OUTSIDE: "Python between operations",
 }
 
-STEP = "nxtrain.step"
-"""Mark of the whole step in the profile."""
-
-UPDATE = "nxtrain.optimizer"
-"""Mark of the update."""
-
-WAIT = "nxtrain.wait"
-"""Mark of waits for other ranks."""
-
-EXCHANGE = "nxtrain.exchange"
-"""Mark of starts of exchanges with other ranks."""
-
-PROFILES = 3
-"""Profiles of a step, of which one counts."""
+STEP = "nxtrain.step"  # mark of the whole step in the profile
+UPDATE = "nxtrain.optimizer"  # mark of the update
+WAIT = "nxtrain.wait"  # mark of waits for other ranks
+EXCHANGE = "nxtrain.exchange"  # mark of starts of exchanges with other ranks
+PROFILES = 3  # profiles of a step, of which one counts
 
 _COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
@@ -67,8 +58,7 @@ _VIEWS = re.compile(
     r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
     r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
 )
-_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")
-"""Loops of compilers."""
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")  # loops of compilers
 
 
 @dataclass(frozen=True)

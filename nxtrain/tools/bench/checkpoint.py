@@ -36,10 +36,8 @@ from nxtrain.tools.bench import harness
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-ROWS = 1024
-"""Rows and columns of each tensor in float32, which has 4 MiB."""
-MATRICES_MIB = 4 * len(KINDS)
-"""MiB of one tensor of each kind."""
+ROWS = 1024  # rows and columns of each tensor in float32, which has 4 MiB
+MATRICES_MIB = 4 * len(KINDS)  # MiB of one tensor of each kind
 
 DISK_WRITE = "disk, write"
 DISK_READ = "disk, read"
@@ -58,8 +56,7 @@ FLOORS = {
 """Reference measurement for each measurement."""
 
 
-TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
-"""Least share of the reference's speed, for each measurement."""
+TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}  # least share of the reference's speed, for each measurement
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:

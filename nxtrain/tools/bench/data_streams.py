@@ -81,11 +81,7 @@ def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLan
 
 
 def measure_start(mib: int, folder: Path) -> dict[str, float]:
-    """Seconds and memory of a fresh process that opens a large corpus and reads a document at its end.
-
-    Raises:
-        BackendError: The process fails.
-    """
+    """Seconds and memory of a fresh process that opens a large corpus and reads a document at its end."""
     path = folder / "large.arrow"
     num_documents = write_sparse(path, mib << 20)
     began = time.perf_counter()

@@ -27,8 +27,7 @@ from nxtrain.tools.bench import harness
 from nxtrain.train.build import build_meta, fill_model, parts_of
 
 FAMILY = "llama"
-SEQ_LEN = 2048
-"""Tokens of the rotary tables, the only thing here that depends on them."""
+SEQ_LEN = 2048  # tokens of the rotary tables, the only thing here that depends on them
 SHARE, SLACK_BYTES = 1.3, 1 << 30
 """Bound of the peak: a multiple of the shard's bytes, and the bytes of the interpreter and torch."""
 
@@ -80,11 +79,7 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
 
 
 def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the bound, and whether the peak is within it.
-
-    Raises:
-        BackendError: The system does not report the peak.
-    """
+    """Add the bound, and whether the peak is within it."""
     if not measured["peak_bytes"]:
         raise BackendError("bench materialize reads the peak of resident memory from Linux's /proc, which is not here")
     bound = int(SHARE * measured["shard_bytes"]) + SLACK_BYTES

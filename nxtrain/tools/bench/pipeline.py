@@ -32,8 +32,7 @@ from nxtrain.tools.bench.train import SHAPE
 
 MIB = 1 << 20
 
-BACKWARD = 2
-"""Ratio of a backward's sleep to a forward's, as for matrix products."""
+BACKWARD = 2  # ratio of a backward's sleep to a forward's, as for matrix products
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
 
 
 def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]:
-    """Run the steps of several pipelines in turn, each rank in a process of its own.
-
-    Raises:
-        BackendError: A process ended; its output contains the reason.
-    """
+    """Run the steps of several pipelines in turn, each rank in a process of its own."""
     with ExitStack() as stack:
         sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:

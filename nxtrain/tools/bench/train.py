@@ -42,8 +42,7 @@ PEER_COMPILED = "transformers_compiled"
 TITAN = "torchtitan"
 PEAK = "gemm"
 
-BREAKDOWN = "breakdown"
-"""Request for the parts of a step."""
+BREAKDOWN = "breakdown"  # request for the parts of a step
 
 CLOCKS = {"device": "the device's clock", "cpu": "CPU time", "wall": "wall time"}
 
@@ -133,12 +132,7 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
 
 
 def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
-    """Candidates to measure, and those that are left out, each with the reason.
-
-    Raises:
-        ConfigError: A wanted candidate does not exist.
-        BackendError: A wanted candidate cannot run here.
-    """
+    """Candidates to measure, and those that are left out, each with the reason."""
     harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
     for name in wanted or CANDIDATES:

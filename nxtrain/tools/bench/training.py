@@ -40,15 +40,13 @@ from nxtrain.tools.bench.train import (
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 
-Step: TypeAlias = Callable[[], float]
-"""One update; returns the loss, after which the device is idle."""
+Step: TypeAlias = Callable[[], float]  # one update; returns the loss, after which the device is idle
 
 Turn: TypeAlias = Callable[[], dict[str, Any]]
 
 LR, CLIP = 1e-4, 1.0
 WARM_UP_STEPS = 3
-PIPELINED = 8
-"""Micro-batches of a pipeline's step, if its sequences can be so divided."""
+PIPELINED = 8  # micro-batches of a pipeline's step, if its sequences can be so divided
 
 PATIENCE_S = 600.0
 

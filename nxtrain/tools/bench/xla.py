@@ -32,8 +32,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step
 
 TRACE = "trace"
-WORLD, TP = 4096, 8
-"""The world that a rank is traced in."""
+WORLD, TP = 4096, 8  # the world that a rank is traced in
 
 LR, CLIP = 1e-4, 1.0
 

@@ -18,14 +18,9 @@ from nxtrain.launch.local import rendezvous_address
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
-LIMIT_S = 30.0
-"""Seconds that ranks wait for one another."""
-
-MEASURE_S = 15.0
-"""Seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed."""
-
-MIN_SHARE = 0.1
-"""Share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple."""
+LIMIT_S = 30.0  # seconds that ranks wait for one another
+MEASURE_S = 15.0  # seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed
+MIN_SHARE = 0.1  # share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple
 
 NCCOM = ("nccom-test", "--minbytes", "1kb", "--maxbytes", "64mb", "--stepfactor", "256", "--datatype", "fp32")
 WHY = "the first collective of a run would wait for its time limit, and end the run"

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOL_LIMIT_S = 10.0
-"""Limit for a program such as neuron-ls, which may hang next to a broken driver."""
-
-SHOWN = 8
-"""Most values that one line lists."""
+TOOL_LIMIT_S = 10.0  # limit for a program such as neuron-ls, which may hang next to a broken driver
+SHOWN = 8  # most values that one line lists
 
 TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin"
 """Folders of the tools, which the PATH of a scheduler may lack."""

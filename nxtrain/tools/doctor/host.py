@@ -19,23 +19,12 @@ from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
 GIB = 1 << 30
 
-MIN_FILES = 8192
-"""Open files that a rank may need: shards, sockets to all peers, logs."""
-
-MIN_SHM_BYTES = GIB
-"""Shared memory that ranks of a machine need; a container has 64 MiB unless it asks for more."""
-
-MIN_FREE_BYTES = 5 * GIB
-"""Free space on a disk that a run writes to, if nothing better is known."""
-
-MIN_CACHE_BYTES = 10 * GIB
-"""Free space for compiled graphs."""
-
-MAX_OFFSET_S = 1.0
-"""Offset of a clock beyond which logs of several machines cannot be put in order."""
-
-SET_SINCE = 1735689600.0
-"""2025-01-01: a clock that shows less is not set."""
+MIN_FILES = 8192  # open files that a rank may need: shards, sockets to all peers, logs
+MIN_SHM_BYTES = GIB  # shared memory that ranks of a machine need; a container has 64 MiB unless it asks for more
+MIN_FREE_BYTES = 5 * GIB  # free space on a disk that a run writes to, if nothing better is known
+MIN_CACHE_BYTES = 10 * GIB  # free space for compiled graphs
+MAX_OFFSET_S = 1.0  # offset of a clock beyond which logs of several machines cannot be put in order
+SET_SINCE = 1735689600.0  # 2025-01-01: a clock that shows less is not set
 
 
 def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:

@@ -52,11 +52,7 @@ class Devices:
 
 
 def parse_neuron_ls(text: str) -> Devices:
-    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
-
-    Raises:
-        ToolOutputError: The output is neither.
-    """
+    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key."""
     try:
         rows = json.loads(text)
         if isinstance(rows, dict):
@@ -79,11 +75,7 @@ UUID_QUERY = "index,uuid"
 
 
 def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
-    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`.
-
-    Raises:
-        ToolOutputError: A line has another number of fields, or no number where one must be.
-    """
+    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`."""
     try:
         rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
         index_of = {uuid: int(index) for index, uuid in _lines(uuids)}
@@ -135,11 +127,7 @@ class Bandwidth:
 
 
 def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
-    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
-
-    Raises:
-        ToolOutputError: There is no table, or a line of it lacks a number.
-    """
+    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s."""
     rows: list[Bandwidth] = []
     columns: list[str] = []
     for line in text.splitlines():
@@ -168,11 +156,7 @@ def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
 
 
 def parse_chronyc(text: str) -> float | None:
-    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source.
-
-    Raises:
-        ToolOutputError: The line has other fields.
-    """
+    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source."""
     fields: list[Any] = text.strip().split(",")
     try:
         offset, leap = abs(float(fields[4])), fields[13]

@@ -29,11 +29,8 @@ from nxtrain.tools.eval.suites import Choice, choose_tasks
 from nxtrain.tools.eval.task import Metrics, Task
 from nxtrain.tools.eval.trained import Trained
 
-DEFAULT_LIMIT = 200
-"""Requests of a local task."""
-
-MAX_LIMIT = 1_000_000
-"""Most requests of a local task, all of which are in memory; most tasks could go on without end."""
+DEFAULT_LIMIT = 200  # requests of a local task
+MAX_LIMIT = 1_000_000  # most requests of a local task, all of which are in memory; most tasks could go on without end
 
 WAIT_S = 86_400.0
 """Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""

@@ -44,9 +44,6 @@ class Sampling:
 
         Args:
             scores: (V,) of the vocabulary.
-
-        Raises:
-            DivergedError: Scores are not finite.
         """
         if not bool(torch.isfinite(scores).all()):
             raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
@@ -60,8 +57,7 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Character that a tokenizer decodes from bytes that form no whole character."""
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # character that a tokenizer decodes from bytes that form no whole character
 
 
 class Detokenizer:
@@ -200,9 +196,6 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
     Yields:
         Number of a text, and the next piece of the text in whole characters.
-
-    Raises:
-        DivergedError: The model's scores are not finite.
     """
     decoder.begin(len(texts))
     pieces: list[Sequence[int]] = [text.ids for text in texts]

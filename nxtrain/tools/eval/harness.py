@@ -31,8 +31,7 @@ PACKAGE = "lm_eval"
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 """Variable by which the user allows programs that the model writes to run on this machine."""
 
-ADDED_TOKENS = 256
-"""Tokens to add where a task gives no number."""
+ADDED_TOKENS = 256  # tokens to add where a task gives no number
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ def is_installed() -> bool:
     return True
 
 
-OWN_TASKS = Path(__file__).parent / "tasks"
-"""Folder of nxtrain's tasks in the harness's YAML."""
+OWN_TASKS = Path(__file__).parent / "tasks"  # folder of nxtrain's tasks in the harness's YAML
 
 
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:

@@ -24,29 +24,14 @@ from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_held_out
 from nxtrain.tools.eval.task import Request, Task
 
-MAX_TOKENS = 1 << 18
-"""Most tokens of a run's held-out text that are read."""
-
-MAX_MODULES = 100
-"""Most modules of the standard library that are read."""
-
-NUM_CHOICES = 4
-"""Choices of a request, but for induction."""
-
-_TEXT_CHARS = 1024
-"""Most characters of a text whose bits are counted."""
-
-_CONTEXT_CHARS = 400
-"""Most characters before the missing word of a cloze."""
-
-_LIST_WORDS = 6
-"""Words of a list that is copied or continued."""
-
-_LARGEST = 9
-"""Largest summand of arithmetic."""
-
-_EXAMPLES = 4
-"""Solved examples before a question of arithmetic."""
+MAX_TOKENS = 1 << 18  # most tokens of a run's held-out text that are read
+MAX_MODULES = 100  # most modules of the standard library that are read
+NUM_CHOICES = 4  # choices of a request, but for induction
+_TEXT_CHARS = 1024  # most characters of a text whose bits are counted
+_CONTEXT_CHARS = 400  # most characters before the missing word of a cloze
+_LIST_WORDS = 6  # words of a list that is copied or continued
+_LARGEST = 9  # largest summand of arithmetic
+_EXAMPLES = 4  # solved examples before a question of arithmetic
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -137,8 +122,7 @@ def _again(drawn: random.Random, texts: Sequence[str]) -> Iterator[str]:
         yield from drawn.sample(texts, len(texts))
 
 
-_ROUNDS = 1000
-"""Most times that a text gives a request."""
+_ROUNDS = 1000  # most times that a text gives a request
 
 
 def _vocabulary(texts: Sequence[str]) -> list[str]:

@@ -37,11 +37,7 @@ class Record:
         return self._done.get((model.identity, task, question))
 
     def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:
-        """Append a result.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Append a result."""
         line = {"step": model.step, "tokens": model.tokens, "weights": model.identity}
         line |= {"task": task, "question": question, "metrics": dict(metrics)}
         if self._file:

@@ -27,11 +27,8 @@ from nxtrain.tools.eval.trained import Trained
 
 T = TypeVar("T")
 
-LOGITS = 1 << 25
-"""Most logits that are computed at once; 128 MiB in float32."""
-
-MAX_ROWS = 32
-"""Most rows of a batch."""
+LOGITS = 1 << 25  # most logits that are computed at once; 128 MiB in float32
+MAX_ROWS = 32  # most rows of a batch
 
 
 @dataclass(frozen=True)

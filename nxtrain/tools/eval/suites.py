@@ -37,8 +37,7 @@ RECIPE: Mapping[str, Mapping[str, int]] = {
 }
 """Tasks by field, of the lm-evaluation-harness or ours in its YAML, with the solved examples before each question."""
 
-SUITES = ("offline", "recipe", *RECIPE)
-"""Names of suites."""
+SUITES = ("offline", "recipe", *RECIPE)  # names of suites
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,6 @@ class Trained:
 
         Args:
             largest: Largest id of a text.
-
-        Raises:
-            ConfigError: The id is beyond the vocabulary.
         """
         if largest >= self.config.vocab_size:
             reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"

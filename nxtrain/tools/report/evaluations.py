@@ -15,8 +15,7 @@ from nxtrain.tools.report.columns import MOST, number_of
 from nxtrain.tools.report.figures import NUM_COLORS
 from nxtrain.tools.report.run import RecordedRun, shortened
 
-MOST_TASKS = 40
-"""Most tasks that the page shows, those that were measured first."""
+MOST_TASKS = 40  # most tasks that the page shows, those that were measured first
 
 
 def evaluations(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

@@ -50,8 +50,7 @@ QUANTITIES = (
 )
 """Charts of one column each: key, title, unit, column and scale."""
 
-NOISY = ("throughput", "step-time", "mfu")
-"""Charts that get their mean drawn over them."""
+NOISY = ("throughput", "step-time", "mfu")  # charts that get their mean drawn over them
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

@@ -19,8 +19,7 @@ from nxtrain.tools.report.run import RecordedRun
 WINDOWS = 20  # at most, each with the same number of records
 FEWEST = 5  # records that both runs must have
 
-EXACT = 1e-6
-"""Largest relative difference of numbers that do not depend on the device."""
+EXACT = 1e-6  # largest relative difference of numbers that do not depend on the device
 
 EXPLAINING = (
     *("run.seed", "model.preset", "model.hf", "train.seq_len", "train.global_batch", "train.steps", "optim.lr"),

@@ -9,11 +9,8 @@ BOUND_SHARE = 0.15  # a kind of work other than steps
 UPDATE_SHARE = 0.3  # reading and writing the state
 LAUNCH_SHARE = 0.9  # a host that issues work for its device
 
-HIGH_MFU = 0.3
-"""MFU from which a run counts as limited by arithmetic: published runs of dense models reach 0.3 to 0.6."""
-
-UNDECIDED = "bound by its steps"
-"""Verdict on a run whose device has an unknown peak."""
+HIGH_MFU = 0.3  # MFU from which a run counts as limited by arithmetic: published runs of dense models reach 0.3 to 0.6
+UNDECIDED = "bound by its steps"  # verdict on a run whose device has an unknown peak
 
 BOUND_BY = {
     "evaluation_s": ("evaluation-bound", "evaluation"),

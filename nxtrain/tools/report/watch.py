@@ -34,8 +34,7 @@ TAIL_BYTES = 1 << 16  # at the end of a metrics file that are read first; a run 
 JUDGED = 20  # newest records whose times the verdict uses
 SILENT_S = 120.0  # without a sign of life, from which the line says so
 
-ENDED = ("done", "stopped")
-"""Ends after which a run is not followed; a failed run may be started again."""
+ENDED = ("done", "stopped")  # ends after which a run is not followed; a failed run may be started again
 
 
 class Followed:

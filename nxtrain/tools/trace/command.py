@@ -37,8 +37,7 @@ IRRELEVANT = (
 )
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
-UNBOUND = 1000
-"""Width of output that is not a terminal, in characters."""
+UNBOUND = 1000  # width of output that is not a terminal, in characters
 
 
 def graphs(

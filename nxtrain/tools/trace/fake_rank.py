@@ -72,8 +72,7 @@ class Traced:
         }
 
 
-TILE_ENTRIES = 1 << 20
-"""Entries that an update takes at a time; those of devices are a few megabytes as well."""
+TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devices are a few megabytes as well
 
 
 class _Kernels(FusedKernels):

@@ -10,8 +10,7 @@ from functools import lru_cache
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-Groups = tuple[tuple[int, ...], ...]
-"""Ranks that work together; empty: all ranks are one group."""
+Groups = tuple[tuple[int, ...], ...]  # ranks that work together; empty: all ranks are one group
 
 # Source: https://openxla.org/xla/operation_semantics and the text that torch-xla 2.9 prints.
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from nxtrain.common.mesh import Axis
 from nxtrain.tools.trace.hlo import Groups, HloGraph
 
+# Kinds of work that a graph belongs to.
 TRAINING = "training"
 LOG = "log"
 EVALUATION = "evaluation"
-"""Kinds of work that a graph belongs to."""
 
 
 @dataclass(frozen=True)

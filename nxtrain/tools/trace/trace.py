@@ -43,8 +43,7 @@ from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.graph_extraction import EVALUATED_BATCHES, few_micro_batches, trainer
 from nxtrain.train.health.recompiles import GRAPHS
 
-LINE_EVERY_S = 5.0
-"""Seconds between lines of progress."""
+LINE_EVERY_S = 5.0  # seconds between lines of progress
 
 
 @dataclass(frozen=True)

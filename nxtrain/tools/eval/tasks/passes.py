@@ -24,10 +24,6 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
     Args:
         references: Test of the problem.
         predictions: Programs of the problem.
-
-    Raises:
-        OSError: The metric cannot be loaded, for lack of a network.
-        ValueError: Programs may not run here, or are fewer than k.
     """
     import evaluate
 
@@ -37,11 +33,7 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
 
 
 def estimate(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of pass@k: chance that k samples, drawn from n without replacement, hold one of c that pass.
-
-    Raises:
-        ValueError: There are fewer than k samples.
-    """
+    """Unbiased estimate of pass@k: chance that k samples, drawn from n without replacement, hold one of c that pass."""
     if n < k:
         raise ValueError(f"pass@{k} needs {k} samples of each problem, and there are {n}; raise repeats of the task")
     return 1 - math.comb(n - c, k) / math.comb(n, k)

@@ -12,11 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-NO_ANSWER = "CANNOTANSWER"
-"""Answer to a question that the section does not answer; each section ends with this word."""
-
-LEAST_AGREEMENT = 0.4
-"""F1 of people among themselves below which a question does not count."""
+NO_ANSWER = "CANNOTANSWER"  # answer to a question that the section does not answer; each section ends with this word
+LEAST_AGREEMENT = 0.4  # F1 of people among themselves below which a question does not count
 
 
 def turns(docs: Any) -> Any:
