@@ -79,7 +79,7 @@ def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
         numbers = sorted(int(name) for name in names if name.isdigit())
     if not numbers:
         return None
-    return Devices(tuple(numbers), 0, ())
+    return Devices(tuple(numbers))
 
 
 def _count(devices: Devices | None, machine: Machine | None) -> Finding:

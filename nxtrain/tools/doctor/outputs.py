@@ -39,15 +39,11 @@ class Devices:
     """Accelerators as their tool lists them.
 
     Args:
-        cores: Ranks that the devices serve together.
-        driver: Version of the driver, if the tool has it.
         ecc: Uncorrected errors by device, where counted.
     """
 
     numbers: tuple[int, ...]
-    cores: int
-    holders: tuple[Holder, ...]
-    driver: str = ""
+    holders: tuple[Holder, ...] = ()
     ecc: tuple[tuple[int, int], ...] = ()
 
 
@@ -63,13 +59,12 @@ def parse_neuron_ls(text: str) -> Devices:
                 _, devices = held.setdefault(int(process["pid"]), (str(process.get("command", "")), []))
                 devices.append(int(row["neuron_device"]))
         numbers = tuple(int(row["neuron_device"]) for row in rows)
-        cores = sum(int(row["nc_count"]) for row in rows)
     except (RecursionError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ToolOutputError(f"neuron-ls printed no list of devices: {error!r}") from error
-    return Devices(numbers, cores, _holders(held))
+    return Devices(numbers, _holders(held))
 
 
-GPU_QUERY = "index,driver_version,ecc.errors.uncorrected.volatile.total"
+GPU_QUERY = "index,ecc.errors.uncorrected.volatile.total"
 PROCESS_QUERY = "gpu_uuid,pid,process_name"
 UUID_QUERY = "index,uuid"
 
@@ -77,20 +72,16 @@ UUID_QUERY = "index,uuid"
 def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
     """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`."""
     try:
-        rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
+        rows = [(int(index), errors) for index, errors in _lines(gpus)]
         index_of = {uuid: int(index) for index, uuid in _lines(uuids)}
         held: dict[int, tuple[str, list[int]]] = {}
         for uuid, pid, command in _lines(processes):
             _, devices = held.setdefault(int(pid), (command, []))
             devices.append(index_of[uuid])
-        ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
+        ecc = tuple((index, int(errors)) for index, errors in rows if errors.isdecimal())  # else [N/A]
     except (csv.Error, ValueError, KeyError) as error:
         raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
-    numbers = tuple(index for index, _, _ in rows)
-    driver = ""
-    if rows:
-        driver = rows[0][1]
-    return Devices(numbers, len(rows), _holders(held), driver, ecc)
+    return Devices(tuple(index for index, _ in rows), _holders(held), ecc)
 
 
 def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:

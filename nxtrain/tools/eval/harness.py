@@ -200,7 +200,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
             def keep(number: int, score: Likelihood) -> None:
                 self.cache_hook.add_partial("loglikelihood", pairs[number], (score.nats, score.is_greedy))
 
-            return [(score.nats, score.is_greedy) for score in scorer.likelihoods(pairs, keep)]
+            return [(score.nats, score.is_greedy) for score in scorer.likelihoods(pairs, done=keep)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             asked = [request.args for request in requests]
@@ -208,7 +208,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
             def keep(number: int, score: Likelihood) -> None:
                 self.cache_hook.add_partial("loglikelihood_rolling", asked[number], score.nats)
 
-            return [score.nats for score in scorer.rolling([text for (text,) in asked], keep)]
+            return [score.nats for score in scorer.rolling([text for (text,) in asked], done=keep)]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)
@@ -244,7 +244,7 @@ def _continued(
             if sampling.temperature == 0:
                 keep("generate_until", asked[numbers[number]], text)
 
-        continued = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
+        continued = scorer.continuations([requests[n] for n in numbers], sampling, done=done, seed=seed)
         for number, text in zip(numbers, continued, strict=True):
             texts[number] = text
     return texts

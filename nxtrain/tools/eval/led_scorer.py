@@ -6,7 +6,7 @@ also ask for different texts, since each would keep answers of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from traceback import walk_tb
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import NxtrainError
-from nxtrain.tools.eval.generate import Sampling
-from nxtrain.tools.eval.scorer import Likelihood, Scorer
+from nxtrain.tools.eval.scorer import Scorer
 
 T = TypeVar("T")
 
@@ -37,32 +36,14 @@ class LedScorer:
         self._scorer, self._ranks = scorer, ranks
         self.model = scorer.model
 
-    def likelihoods(
-        self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None]
-    ) -> list[Likelihood]:
-        """Log-likelihoods of continuations."""
-        self._announce("likelihoods", pairs)
-        return self._scorer.likelihoods(pairs, done)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Method of the scorer; its `done` is called on the leader alone."""
 
-    def rolling(self, texts: Sequence[str], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
-        """Log-likelihoods of whole texts."""
-        self._announce("rolling", texts)
-        return self._scorer.rolling(texts, done)
+        def call(*arguments: Any, done: Callable[[int, Any], None], **options: Any) -> Any:
+            self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
+            return getattr(self._scorer, method)(*arguments, done=done, **options)
 
-    def continuations(
-        self,
-        requests: Sequence[tuple[str, int, tuple[str, ...]]],
-        sampling: Sampling,
-        done: Callable[[int, str], None],
-        *,
-        seed: int,
-    ) -> list[str]:
-        """Texts continued to a stop."""
-        self._announce("continuations", requests, sampling, seed=seed)
-        return self._scorer.continuations(requests, sampling, done, seed=seed)
-
-    def _announce(self, method: str, *arguments: Any, **options: Any) -> None:
-        self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
+        return call
 
 
 def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:

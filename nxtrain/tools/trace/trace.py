@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,25 +44,6 @@ from nxtrain.train.graph_extraction import EVALUATED_BATCHES, few_micro_batches,
 from nxtrain.train.health.recompiles import GRAPHS
 
 LINE_EVERY_S = 5.0  # seconds between lines of progress
-
-
-@dataclass(frozen=True)
-class TraceJob:
-    """Job of a trace.
-
-    Args:
-        hlo: Folder for the texts; empty: none.
-        layers: `native`, or `nxd` where it can be loaded.
-    """
-
-    config: str
-    overrides: Sequence[str]
-    world: int
-    ranks: Sequence[int]
-    steps: int
-    hlo: str
-    layers: str
-    instance: str
 
 
 def trace(
@@ -221,22 +202,20 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     return [axis for axis in axes if axis.size > 1]
 
 
-def main(job: TraceJob) -> None:
-    """Print the report as JSON."""
+def main(job: Mapping[str, Any]) -> None:
+    """Print the report of a job of `nxtrain graphs` as JSON."""
     garbage.settle()
-    plan = resolve_config(load(job.config, job.overrides), job.world)
+    plan = resolve_config(load(job["config"], job["overrides"]), job["world"])
     bind, lacking = None, ""
-    if job.layers == "nxd":
+    if job["layers"] == "nxd":
         try:
-            bind = pretended_nxd(INSTANCES[job.instance])
+            bind = pretended_nxd(INSTANCES[job["instance"]])
         except BackendError as error:
             lacking = str(error)
-    hlo = None
-    if job.hlo:
-        hlo = Path(job.hlo)
-    findings = trace(plan, job.world, job.ranks, job.steps, hlo, bind)
+    hlo = Path(job["hlo"]) if job["hlo"] else None
+    findings = trace(plan, job["world"], job["ranks"], job["steps"], hlo, bind)
     print(json.dumps({**findings, "lacking": lacking}), flush=True)
 
 
 if __name__ == "__main__":
-    main(TraceJob(**json.loads(sys.argv[1])))
+    main(json.loads(sys.argv[1]))
