@@ -63,15 +63,10 @@ _LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|tr
 
 @dataclass(frozen=True)
 class Event:
-    """Operation in a profile.
+    """Operation in a profile."""
 
-    Args:
-        chain: Name of the operation, then the names of those around it, outwards.
-        self_s: Seconds of the operation, without the operations inside it.
-    """
-
-    chain: tuple[str, ...]
-    self_s: float
+    chain: tuple[str, ...]  # name of the operation, then the names of those around it, outwards
+    self_s: float  # seconds of the operation, without the operations inside it
 
 
 def kind_of(chain: Sequence[str]) -> str:
@@ -101,11 +96,7 @@ def kind_of(chain: Sequence[str]) -> str:
 
 
 def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Seconds and operations of each kind.
-
-    Args:
-        events: Operations of the step, the mark `STEP` among them.
-    """
+    """Seconds and operations of each kind, of events with the mark `STEP` among them."""
     times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for event in events:
         times_s[kind_of(event.chain)].append(event.self_s)

@@ -31,11 +31,7 @@ def check_chart(file: Path | None) -> None:
 def write_chart(
     file: Path, bars: Mapping[str, Sequence[float]], title: str, machine: Mapping[str, Any], details: str = ""
 ) -> None:
-    """Write horizontal bars, with the name of the machine and details below the title, and a dashed line at 1.
-
-    Args:
-        bars: Ratios of the rounds by label. A bar is as long as their median, and a line shows their range.
-    """
+    """Write bars as long as the medians of rounds, with their ranges, and a dashed line at 1."""
     longest = max((max(rounds) for rounds in bars.values()), default=1.0)
     scale = WIDTH / max(1.0, longest)
     height = HEAD + len(bars) * (BAR + GAP) + GAP

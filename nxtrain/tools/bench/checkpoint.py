@@ -60,16 +60,7 @@ TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}  # least share of the reference
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
-    """Measure the speed of checkpoints and print the results.
-
-    Args:
-        folder: Folder on the disk to measure. A subfolder is made there and removed.
-        mib: MiB of the state, at least one matrix of each kind.
-        check: Compare the results with `TARGETS`.
-
-    Returns:
-        False if `check` is set and a target was missed.
-    """
+    """Measure checkpoints in a subfolder, and print the results; False if `check` is set and a target was missed."""
     mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
     scratch = folder / f"nxtrain-bench-{os.getpid()}"
     scratch.mkdir(parents=True)
@@ -114,11 +105,7 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
 
 
 class FilledState:
-    """Training state of a model that has matrices only, with a method for each measured operation.
-
-    Attributes:
-        num_bytes: Exact size of the state in bytes.
-    """
+    """Training state of a model that has matrices only, with a method for each measured operation."""
 
     def __init__(self, folder: Path, mib: int) -> None:
         self._folder, self._mib = folder, mib

@@ -35,14 +35,10 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class CollectivesJob:
-    """Ranks and tensor sizes of a measurement.
-
-    Args:
-        sizes_kib: KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent.
-    """
+    """Ranks and tensor sizes of a measurement."""
 
     ranks: int
-    sizes_kib: Sequence[int]
+    sizes_kib: Sequence[int]  # KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent
 
     def repeats(self, kib: int) -> int:
         """Repetitions of a size in one turn."""
@@ -50,11 +46,7 @@ class CollectivesJob:
 
 
 def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> None:
-    """Measure the collectives and print the results.
-
-    Raises:
-        ConfigError: An odd number of ranks, or a size that is not a multiple of the ranks.
-    """
+    """Measure the collectives and print the results."""
     if job.ranks % 2:
         reason = f"{job.ranks} ranks are an odd number, and each sends to one other"
         raise ConfigError([Problem("--ranks", reason, hint="use 2 or another even number")])
@@ -120,11 +112,7 @@ def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable
 
 
 def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank's wall time, and of the CPU time of all ranks.
-
-    Args:
-        turns: In each round, of each rank, mean seconds by operation, size in KiB and clock.
-    """
+    """Medians over rounds of the slowest rank's wall time and of the CPU time of all ranks, by operation and KiB."""
     rows = []
     for op, sizes in turns[0][0].items():
         for kib in sizes:

@@ -42,11 +42,7 @@ _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents.
-
-    Args:
-        seq_len: Targets in a row.
-    """
+    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents."""
     source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
     corpus = PreparedCorpus(source.paths[0])
     texts = [corpus.text(number) for number in range(len(corpus))]

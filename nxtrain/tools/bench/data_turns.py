@@ -42,19 +42,12 @@ class TimedTokenizer:
 
 @dataclass(frozen=True)
 class TextTime:
-    """CPU seconds of all threads in a turn.
+    """CPU seconds of all threads in a turn."""
 
-    Args:
-        own_s: Seconds of the side, including those inside its tokenizer.
-        inside_s: Seconds inside the side's tokenizer.
-        bare_s: Seconds of the bare tokenizer on the same documents.
-        tokens: Tokens of the documents, each with the end of text.
-    """
-
-    own_s: float
-    inside_s: float
-    bare_s: float
-    tokens: int
+    own_s: float  # seconds of the side, including those inside its tokenizer
+    inside_s: float  # seconds inside the side's tokenizer
+    bare_s: float  # seconds of the bare tokenizer on the same documents
+    tokens: int  # tokens of the documents, each with the end of text
 
 
 TextTurn = Callable[[bool], TextTime]
@@ -62,11 +55,7 @@ TextTurn = Callable[[bool], TextTime]
 
 
 def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[TextTurn]:
-    """Turns that tokenize and pack one window each, in the order of training.
-
-    Args:
-        mark: Called with the name of each document, as in a worker; None: documents are tokenized in groups.
-    """
+    """Turns that tokenize and pack one window each, in the order of training; with `mark` one document at a time."""
     documents = source.documents(mark)[0]
     assert documents.tokenizer is not None
     text_tokenizer = documents.tokenizer

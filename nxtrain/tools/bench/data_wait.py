@@ -74,12 +74,7 @@ def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int =
 
 
 def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
-    """Share of the time of steps that a device with a fixed time for each row waits for data.
-
-    Args:
-        row_s: Seconds of a row on the device.
-        steps: Steps that count, after `WARMUP_STEPS`.
-    """
+    """Share of the time that a device waits for data in steps that take `row_s` for each row."""
     meter = WorkMeter()
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:

@@ -122,11 +122,7 @@ def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]
 def take_turns(
     sides: Mapping[str, Callable[[], Turn]], rounds: int, *, warm_up: int = 1, label: str = ""
 ) -> dict[str, list[Turn]]:
-    """Run each side once in every round, after rounds that warm up, whose measurements are dropped.
-
-    Args:
-        label: Text of the progress, before the number of the round.
-    """
+    """Run each side once in every round, after rounds that warm up, whose measurements are dropped."""
     measured: dict[str, list[Turn]] = {name: [] for name in sides}
     done = 0
     with Progress("starting", (warm_up + rounds) * len(sides)) as progress:

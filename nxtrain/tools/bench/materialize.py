@@ -34,16 +34,12 @@ SHARE, SLACK_BYTES = 1.3, 1 << 30
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """Rank of one pipeline stage whose part of the model is materialized.
-
-    Args:
-        stage: Pipeline stage, 0 <= stage < pp.
-    """
+    """Rank of one pipeline stage whose part of the model is materialized."""
 
     preset: str
     tp: int
     pp: int
-    stage: int
+    stage: int  # pipeline stage, 0 <= stage < pp
 
     @property
     def rank(self) -> int:
@@ -52,15 +48,7 @@ class BuildTarget:
 
 
 def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_json: bool) -> None:
-    """Measure the memory and time of making a rank's shard, and print the results.
-
-    Args:
-        stage: Pipeline stage; None: a middle one.
-
-    Raises:
-        ConfigError: No such preset, or degrees that it cannot have.
-        BackendError: The peak exceeds the bound, or this system does not report it.
-    """
+    """Measure the memory and time of making a rank's shard, and print the results; by default of a middle stage."""
     if stage is None:
         stage = pp // 2
     target = BuildTarget(preset, tp, pp, stage)

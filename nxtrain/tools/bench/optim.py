@@ -41,14 +41,10 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Update rule, with the number types that it is measured with.
-
-    Args:
-        params, state: Types of parameters and running means.
-    """
+    """Update rule, with the number types that it is measured with."""
 
     update: Update
-    params: str
+    params: str  # types of parameters and running means
     state: str
 
     @property
@@ -68,12 +64,7 @@ CASES = (
 
 
 def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> None:
-    """Measure the cost of an update under each rule, and print the results.
-
-    Args:
-        layers: Blocks of the model whose parameters are updated.
-        threads: Number of CPU threads; 0: all cores.
-    """
+    """Measure the cost of an update under each rule on some blocks of a model, and print the results."""
     if threads:
         torch.set_num_threads(threads)
     backend = open_backend("cpu")
@@ -101,12 +92,7 @@ def _cpu_s(update: Callable[[], object]) -> float:
 def summarize(
     seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds of each rule.
-
-    Args:
-        seconds: Seconds of each turn of each rule, including `PEER`.
-        bytes_per_param: Bytes of a parameter and its optimizer state, by rule.
-    """
+    """Medians over rounds of each rule, compared with those of `PEER`."""
     rules = {}
     for name, turns in seconds.items():
         rules[name] = {

@@ -39,15 +39,7 @@ RANKS = 2
 def bench_scaling(
     *, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool, chart: Path | None = None
 ) -> None:
-    """Measure the speed of each layout and print the results.
-
-    Args:
-        work: Workload of each rank.
-        layouts: Names from `LAYOUTS`; empty: all.
-
-    Raises:
-        ConfigError: There is no such layout, or the chart cannot be written.
-    """
+    """Measure the speed of each layout, by default of all, and print the results."""
     check_chart(chart)
     harness.refuse_unknown("--layouts", "layout", layouts, LAYOUTS)
     names = list(layouts or LAYOUTS)
@@ -111,12 +103,7 @@ def measure(
 
 
 def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tokens: int) -> dict[str, Any]:
-    """Tokens per second by wall time, CPU seconds per token, and both over those of two independent runs.
-
-    Args:
-        measured: By name, for each round, the seconds of each process by clock.
-        tokens: Tokens of one rank in one turn.
-    """
+    """Tokens per second by wall time, CPU seconds per token, and both over those of two independent runs."""
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     rows = []

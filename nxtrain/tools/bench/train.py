@@ -49,16 +49,11 @@ CLOCKS = {"device": "the device's clock", "cpu": "CPU time", "wall": "wall time"
 
 @dataclass(frozen=True)
 class Candidate:
-    """Implementation that is measured.
-
-    Args:
-        package: Package that it needs, "" for none.
-        compiled: The model goes through torch.compile.
-    """
+    """Implementation that is measured."""
 
     text: str
-    package: str = ""
-    compiled: bool = False
+    package: str = ""  # package that it needs, "" for none
+    compiled: bool = False  # the model goes through torch.compile
 
 
 CANDIDATES = {
@@ -76,38 +71,21 @@ MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * 
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload that every implementation computes.
+    """Workload that every implementation computes."""
 
-    Args:
-        steps: Updates per round and implementation.
-        batch: Sequences per update.
-        precision: Type of the weights and activations, `bf16` or `fp32`.
-        shape: Model, under Hugging Face's names.
-        preset: Name of the model, "" for `SHAPE`.
-        stock_allocator: Peers get glibc's default settings.
-    """
-
-    steps: int
-    batch: int
+    steps: int  # updates per round and implementation
+    batch: int  # sequences per update
     seq_len: int
-    precision: str
-    shape: Mapping[str, Any]
-    preset: str = ""
+    precision: str  # type of the weights and activations, `bf16` or `fp32`
+    shape: Mapping[str, Any]  # model, under Hugging Face's names
+    preset: str = ""  # name of the model, "" for `SHAPE`
     threads: int = 1
     backend: str = "cpu"
-    stock_allocator: bool = False
+    stock_allocator: bool = False  # peers get glibc's default settings
 
 
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
-    """Measure the training speed of each candidate and print the results.
-
-    Args:
-        candidates: Names from `CANDIDATES`; empty: all that are installed.
-
-    Raises:
-        BackendError: The backend cannot run here, or a package of a chosen candidate is not installed.
-        ConfigError: There is no such candidate, or the chart cannot be written.
-    """
+    """Measure the training speed of each candidate, by default of all that are installed, and print the results."""
     check_chart(chart)
     names, left_out = choose_candidates(candidates, work.backend)
     check_backend(work.backend)
@@ -194,11 +172,7 @@ def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
-    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round.
-
-    Args:
-        measured: Turns of each candidate with seconds by clock; turns of the peak with FLOPs per second by clock.
-    """
+    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round."""
     family = find_family("llama")
     flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]

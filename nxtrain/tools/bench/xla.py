@@ -39,17 +39,12 @@ LR, CLIP = 1e-4, 1.0
 
 @dataclass(frozen=True)
 class LazyWorkload:
-    """Workload that every implementation records.
-
-    Args:
-        steps: Steps of each turn.
-        seq_len: Tokens per sequence; each micro-batch is one.
-    """
+    """Workload that every implementation records."""
 
     layers: int
     micro_batches: int
-    steps: int
-    seq_len: int = 32
+    steps: int  # steps of each turn
+    seq_len: int = 32  # tokens per sequence; each micro-batch is one
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -88,11 +83,7 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds.
-
-    Args:
-        measured: Seconds per step of both implementations, and seconds to trace a rank.
-    """
+    """Medians over rounds of the seconds per step of both implementations, and of those to trace a rank."""
     ratios = [peer / ours for ours, peer in zip(measured[OURS], measured[PEER], strict=True)]
     return {
         **{name: {"host_ms_per_step": 1e3 * median(measured[name])} for name in (OURS, PEER)},

@@ -28,17 +28,13 @@ WHY = "the first collective of a run would wait for its time limit, and end the 
 
 @dataclass(frozen=True)
 class World:
-    """Machines that are checked together, and the rank of this one.
-
-    Args:
-        names: Name of each machine by rank; empty: unknown.
-    """
+    """Machines that are checked together, and the rank of this one."""
 
     first_node: str
     port: int
     rank: int
     size: int
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # name of each machine by rank; empty: unknown
 
     def name(self, rank: int) -> str:
         """Machine of a rank, by name where known."""
@@ -83,11 +79,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 def check_collectives(
     host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
-    """Check the links within this machine or, with a world, the links between its machines.
-
-    Args:
-        world: Machines that run this check at the same time; None: this one alone.
-    """
+    """Check the links within this machine or, with a world, the links between its machines."""
     gpus: Machine | None = None
     backend = "cpu"
     if machine is not None and machine.resource == GPU:

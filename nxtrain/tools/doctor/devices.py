@@ -37,12 +37,7 @@ REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, 
 
 
 def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
-    """Check accelerators and EFA.
-
-    Args:
-        machine: Kind of machine, whose devices are expected; None: unknown, so that nothing is expected.
-        needs_all: A run is about to start, so that no process may hold a device.
-    """
+    """Check accelerators and EFA; `needs_all`: a run is about to start, so that no process may hold a device."""
     try:
         devices = _list_devices(host, machine)
     except (ToolError, ToolOutputError) as error:

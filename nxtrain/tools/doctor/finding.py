@@ -18,20 +18,13 @@ TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Args:
-        ok: False: the check found a fault.
-        what: Observation, with values.
-        why: Consequence for a run; empty if all is well.
-        fix: Remedy; empty if all is well.
-    """
+    """Result of one check."""
 
     name: str
-    ok: bool
-    what: str
-    why: str = ""
-    fix: str = ""
+    ok: bool  # false: the check found a fault
+    what: str  # observation, with values
+    why: str = ""  # consequence for a run; empty if all is well
+    fix: str = ""  # remedy; empty if all is well
 
 
 def fault(name: str, what: str, why: str, fix: str) -> Finding:

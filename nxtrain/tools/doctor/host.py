@@ -28,12 +28,7 @@ SET_SINCE = 1735689600.0  # 2025-01-01: a clock that shows less is not set
 
 
 def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
-    """Check the kind of machine.
-
-    Args:
-        name: Instance type that the machine reports; empty: none.
-        wanted: `cluster.instance` of the run; empty: any.
-    """
+    """Check the kind of machine that reports its name against the one that the run wants; both may be empty."""
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
@@ -94,11 +89,7 @@ def _clock(host: Host) -> Finding:
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
-    """Check the disk of a run.
-
-    Args:
-        folder: Folder of the run; need not exist.
-    """
+    """Check the disk of a run, whose folder need not exist."""
     there = _existing(folder)
     free = shutil.disk_usage(there).free
     if not there.is_dir():

@@ -23,28 +23,20 @@ class ToolOutputError(ValueError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that holds devices.
-
-    Args:
-        command: Command line, perhaps shortened.
-    """
+    """Process that holds devices."""
 
     pid: int
-    command: str
+    command: str  # command line, perhaps shortened
     devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators as their tool lists them.
-
-    Args:
-        ecc: Uncorrected errors by device, where counted.
-    """
+    """Accelerators as their tool lists them."""
 
     numbers: tuple[int, ...]
     holders: tuple[Holder, ...] = ()
-    ecc: tuple[tuple[int, int], ...] = ()
+    ecc: tuple[tuple[int, int], ...] = ()  # uncorrected errors by device, where counted
 
 
 def parse_neuron_ls(text: str) -> Devices:
@@ -105,16 +97,11 @@ def parse_fi_info(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One line of a sweep over sizes.
+    """One line of a sweep over sizes."""
 
-    Args:
-        size_bytes: Bytes of the whole tensor.
-        bus_bytes_s: Bandwidth of each rank's link, by the convention of nccl-tests.
-    """
-
-    size_bytes: int
+    size_bytes: int  # bytes of the whole tensor
     time_s: float
-    bus_bytes_s: float
+    bus_bytes_s: float  # bandwidth of each rank's link, by the convention of nccl-tests
 
 
 def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:

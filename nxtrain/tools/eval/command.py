@@ -38,35 +38,23 @@ WAIT_S = 86_400.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an evaluation.
+    """Options of an evaluation."""
 
-    Args:
-        tasks: Names of tasks and suites; empty: the offline suite.
-        every: True for every checkpoint of a run, not only the newest.
-        limit: Most requests of a task; 0: 200 of each local task, all of the others.
-        folder: Folder of the user's own tasks of the harness.
-        tp: Ranks that share each model.
-    """
-
-    tasks: tuple[str, ...] = ()
-    every: bool = False
+    tasks: tuple[str, ...] = ()  # names of tasks and suites; empty: the offline suite
+    every: bool = False  # True for every checkpoint of a run, not only the newest
     seed: int = 0
-    limit: int = 0
-    folder: Path | None = None
-    tp: int = 1
+    limit: int = 0  # most requests of a task; 0: 200 of each local task, all of the others
+    folder: Path | None = None  # folder of the user's own tasks of the harness
+    tp: int = 1  # ranks that share each model
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one checkpoint.
-
-    Args:
-        texts: Origin of the texts of the local tasks.
-    """
+    """Results of one checkpoint."""
 
     model: Trained
     tasks: dict[str, Metrics]
-    texts: str
+    texts: str  # origin of the texts of the local tasks
 
     def to_json(self) -> dict[str, Any]:
         """Content of `--json`."""

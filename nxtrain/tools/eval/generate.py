@@ -27,24 +27,15 @@ Ending = Literal["", "end", "stop", "tokens", "length"]
 class Sampling:
     """Rule by which tokens are drawn.
 
-    Args:
-        temperature: Divides the scores; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to choose among; 0: all.
-        top_p: Joint probability of the likeliest tokens to choose among; 1: all.
-
     Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
     """
 
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 1.0
+    temperature: float = 0.8  # divides the scores; 0 takes the likeliest token
+    top_k: int = 50  # number of likeliest tokens to choose among; 0: all
+    top_p: float = 1.0  # joint probability of the likeliest tokens to choose among; 1: all
 
     def draw(self, scores: Tensor, generator: torch.Generator) -> int:
-        """Choose a token.
-
-        Args:
-            scores: (V,) of the vocabulary.
-        """
+        """Choose a token by the scores (V,) of the vocabulary; scores that are not finite are a DivergedError."""
         if not bool(torch.isfinite(scores).all()):
             raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
         if self.temperature == 0:
@@ -94,14 +85,7 @@ class Detokenizer:
 
 
 class Stops:
-    """Filter that ends a text before the first stop text.
-
-    Args:
-        texts: Stop texts, none of them empty.
-
-    Attributes:
-        found: True once a stop text was found, which ends the text.
-    """
+    """Filter that ends a text before the first stop text; `found` is True once there was one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts, self._held, self.found = tuple(texts), "", False
@@ -211,17 +195,12 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Texts to continue together.
-
-    Args:
-        max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
-        stops: Stop texts; a continuation ends before the first one found.
-    """
+    """Texts to continue together."""
 
     prompts: tuple[str, ...]
-    max_new_tokens: int
+    max_new_tokens: int  # tokens to add; fewer if a text ends or reaches the model's length
     seed: int = 0
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # stop texts; a continuation ends before the first one found
 
     def __post_init__(self) -> None:
         if not all(self.prompts) or not self.prompts or "" in self.stops:

@@ -36,20 +36,14 @@ ADDED_TOKENS = 256  # tokens to add where a task gives no number
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """A task or a group of tasks of the harness.
-
-    Args:
-        num_shots: Solved examples before each question; None: as the task has it.
-        limit: Most requests of each task; 0: all.
-        definition: Digest of the files that define the task, as `definition_of` gives it.
-    """
+    """A task or a group of tasks of the harness."""
 
     name: str
-    num_shots: int | None
-    limit: int
+    num_shots: int | None  # solved examples before each question; None: as the task has it
+    limit: int  # most requests of each task; 0: all
     seed: int
     registry: TaskManager
-    definition: str = ""
+    definition: str = ""  # digest of the files that define the task, as `definition_of` gives it
 
     @property
     def identity(self) -> str:
@@ -116,11 +110,7 @@ OWN_TASKS = Path(__file__).parent / "tasks"  # folder of nxtrain's tasks in the 
 
 
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
-    """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
-
-    Args:
-        folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
-    """
+    """Registry of tasks: nxtrain's, those of the user's folder, and those of the harness if others are wanted."""
     # The harness has thousands of files, which take seconds to read.
     own = _registry(folder, own_only=True)
     if set(wanted) <= set(own.all_tasks):
@@ -219,12 +209,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
 def _continued(
     scorer: Scorer | LedScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continuations of texts; those with the same rule of sampling are made together.
-
-    Args:
-        asked: Texts with their options of the harness.
-        keep: Stores an answer as soon as it is known; sampled answers are not stored.
-    """
+    """Continuations of texts; those with the same rule of sampling are made together, and drawn ones are not kept."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}

@@ -26,11 +26,7 @@ END = ""
 
 
 class LedScorer:
-    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank.
-
-    Args:
-        ranks: Ranks that wait for calls.
-    """
+    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank."""
 
     def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
         self._scorer, self._ranks = scorer, ranks

@@ -104,14 +104,7 @@ OFFLINE: Mapping[str, Maker] = {
 
 
 def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task:
-    """Make a task of the suite.
-
-    Args:
-        name: Name in `OFFLINE`.
-
-    Returns:
-        The task, without requests if the texts are too short.
-    """
+    """Make a task of the suite, without requests if the texts are too short."""
     drawn = random.Random(f"{seed} {name}")
     return Task(name, tuple(islice(OFFLINE[name](drawn, texts), limit)))
 
@@ -139,12 +132,7 @@ def _choose(drawn: random.Random, context: str, right: str, others: Sequence[str
 
 
 def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tuple[str, list[str]]:
-    """Texts for a model, and their origin in words.
-
-    Args:
-        run: Run folder of the model; None: there is none.
-        ends: Ids that end a text.
-    """
+    """Texts for a model of a run folder or of none, and their origin in words; `ends` are ids that end a text."""
     texts = []
     if run is not None:
         texts = _held_out_texts(run, tokenizer, ends)

@@ -14,11 +14,7 @@ from nxtrain.tools.eval.trained import Trained
 
 
 class Record:
-    """Results of a run folder; results of other models stay in memory.
-
-    Args:
-        folder: The run folder; None: there is none.
-    """
+    """Results of a run folder; results of other models stay in memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / EVALUATIONS_FILE if folder else None
@@ -29,11 +25,7 @@ class Record:
                     self._done[line["weights"], line["task"], line["question"]] = line["metrics"]
 
     def find(self, model: Trained, task: str, question: str) -> Metrics | None:
-        """Result of a task; None if the task is not done.
-
-        Args:
-            question: Identity of the task's requests, which depends on seed and limit.
-        """
+        """Result of a task for requests of an identity, which depends on seed and limit; None if it is not done."""
         return self._done.get((model.identity, task, question))
 
     def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:

@@ -33,28 +33,18 @@ MAX_ROWS = 32  # most rows of a batch
 
 @dataclass(frozen=True)
 class Row:
-    """Sequence of tokens, of which the last are scored.
+    """Sequence of tokens, of which the last are scored."""
 
-    Args:
-        ids: Tokens that are known, then tokens that are scored.
-        num_scored: Number of tokens that are scored, fewer than all.
-    """
-
-    ids: tuple[int, ...]
-    num_scored: int
+    ids: tuple[int, ...]  # tokens that are known, then tokens that are scored
+    num_scored: int  # number of tokens that are scored, fewer than all
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Log-likelihood of some tokens.
+    """Log-likelihood of some tokens."""
 
-    Args:
-        nats: Sum of the natural logarithms of the tokens' probabilities.
-        is_greedy: True if each token is the likeliest one at its position.
-    """
-
-    nats: float
-    is_greedy: bool
+    nats: float  # sum of the natural logarithms of the tokens' probabilities
+    is_greedy: bool  # True if each token is the likeliest one at its position
 
     def __add__(self, other: Likelihood) -> Likelihood:
         return Likelihood(self.nats + other.nats, self.is_greedy and other.is_greedy)
@@ -99,11 +89,7 @@ class Scorer:
     def rolling(
         self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, found: None
     ) -> list[Likelihood]:
-        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it.
-
-        Args:
-            done: Called on every rank with each text, as soon as it is scored.
-        """
+        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it."""
         groups = []
         for text in texts:
             ids = self.model.tokenizer.encode(text).ids

@@ -42,16 +42,11 @@ SUITES = ("offline", "recipe", *RECIPE)  # names of suites
 
 @dataclass(frozen=True)
 class Choice:
-    """Task that the user chose by name.
-
-    Args:
-        is_local: The task is one of the offline suite.
-        num_shots: Solved examples before each question; None: as the task has it.
-    """
+    """Task that the user chose by name."""
 
     name: str
-    is_local: bool
-    num_shots: int | None = None
+    is_local: bool  # the task is one of the offline suite
+    num_shots: int | None = None  # solved examples before each question; None: as the task has it
 
 
 def listed() -> str:

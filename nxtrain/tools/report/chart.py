@@ -30,20 +30,14 @@ LOG_LEAST = 1e-100
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a chart.
-
-    Args:
-        steps, values: (N,) points, with rising steps and finite values.
-        kind: `line`, `faint`, `dashed`, or `dots` and `spikes` without a line.
-        path: SVG path, once the curve is drawn.
-    """
+    """Curve of a chart."""
 
     name: str
     color: int
-    steps: Column
+    steps: Column  # (N,) points, with rising steps and finite values
     values: Column
-    kind: str = "line"
-    path: str = ""
+    kind: str = "line"  # `line`, `faint`, `dashed`, or `dots` and `spikes` without a line
+    path: str = ""  # SVG path, once the curve is drawn
 
     @property
     def is_marks(self) -> bool:
@@ -54,15 +48,7 @@ class Curve:
 def draw(
     key: str, title: str, unit: str, curves: Sequence[Curve], *, note: str = "", wide: bool = False, zero: bool = False
 ) -> dict[str, Any] | None:
-    """Draw curves on common axes.
-
-    Args:
-        key: Identifier, of letters and hyphens.
-        zero: The vertical axis includes zero.
-
-    Returns:
-        Chart for the template of the page; None if no curve has a point.
-    """
+    """Draw curves on common axes, for the template of the page; None if no curve has a point."""
     curves = [curve for curve in curves if len(curve.values)]
     if not curves:
         return None
@@ -92,11 +78,7 @@ def draw(
 
 
 def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Indices of the first, lowest, highest and last value of each bucket of neighbours, rising.
-
-    Args:
-        values: (N,) finite values.
-    """
+    """Indices of the first, lowest, highest and last of each bucket of (N,) finite values, rising."""
     if len(values) <= 4 * buckets:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)

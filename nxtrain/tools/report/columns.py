@@ -46,28 +46,17 @@ MOST_ALARMS = 2000  # that are kept, the newest; all are counted
 
 @dataclass(frozen=True)
 class Columns:
-    """Numbers of the records of a run, in the order of their steps.
+    """Numbers of the records of a run, in the order of their steps."""
 
-    Args:
-        steps: (N,) steps, rising.
-        numbers: (N,) values by key; NaN where a record has none.
-        alarms: Steps and texts of the newest alarms.
-        skipped: Steps that updated nothing.
-        spikes: First step and length of each spike of the gradient norm, in steps.
-        damaged: Number of lines that were left out.
-        torn: True if the last line has no end.
-        repeated: Number of records that a later record of the same step replaces.
-    """
-
-    steps: Column = field(default_factory=lambda: np.empty(0))
-    numbers: Mapping[str, Column] = field(default_factory=dict)
-    alarms: tuple[tuple[int, str], ...] = ()
+    steps: Column = field(default_factory=lambda: np.empty(0))  # (N,) steps, rising
+    numbers: Mapping[str, Column] = field(default_factory=dict)  # (N,) values by key; NaN where a record has none
+    alarms: tuple[tuple[int, str], ...] = ()  # steps and texts of the newest alarms
     num_alarms: int = 0
-    skipped: tuple[int, ...] = ()
-    spikes: tuple[tuple[int, int], ...] = ()
-    damaged: int = 0
-    torn: bool = False
-    repeated: int = 0
+    skipped: tuple[int, ...] = ()  # steps that updated nothing
+    spikes: tuple[tuple[int, int], ...] = ()  # first step and length of each spike of the gradient norm, in steps
+    damaged: int = 0  # number of lines that were left out
+    torn: bool = False  # True if the last line has no end
+    repeated: int = 0  # number of records that a later record of the same step replaces
 
     def series(self, key: str) -> tuple[Column, Column]:
         """Steps and values of a key, without the records that lack it."""

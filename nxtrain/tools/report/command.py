@@ -19,17 +19,12 @@ from nxtrain.tools.report.scaling import scaling
 
 @dataclass(frozen=True)
 class Reported:
-    """Result of a report.
-
-    Args:
-        content: Content of `--json`.
-        passed: False if a run is outside the bounds of parity.
-    """
+    """Result of a report."""
 
     file: Path
     lines: tuple[str, ...]
-    content: dict[str, Any]
-    passed: bool
+    content: dict[str, Any]  # content of `--json`
+    passed: bool  # False if a run is outside the bounds of parity
 
 
 def report(

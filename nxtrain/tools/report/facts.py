@@ -23,15 +23,11 @@ LONGEST_VALUE = 300  # characters of a value of the configuration
 
 @dataclass(frozen=True)
 class Table:
-    """Table with a row for each quantity and a column for each run.
-
-    Args:
-        marked: Numbers of rows whose cells differ.
-    """
+    """Table with a row for each quantity and a column for each run."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    marked: frozenset[int] = frozenset()
+    marked: frozenset[int] = frozenset()  # numbers of rows whose cells differ
 
     @property
     def differing(self) -> list[tuple[str, ...]]:

@@ -27,18 +27,12 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @dataclass(frozen=True)
 class Style:
-    """Characters of a chart.
+    """Characters of a chart."""
 
-    Args:
-        dots_x, dots_y: Dots of the curve in one character.
-        curve: Sample of the curve, for the legend.
-        held_out: Mark of an evaluation.
-    """
-
-    dots_x: int
+    dots_x: int  # dots of the curve in one character
     dots_y: int
-    curve: str
-    held_out: str
+    curve: str  # sample of the curve, for the legend
+    held_out: str  # mark of an evaluation
     axis: str
     tick: str
     corner: str
@@ -50,15 +44,7 @@ ASCII = Style(1, 1, "*", "o", "|", "+", "+", "-")
 
 
 def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -> str:
-    """Draw the training loss as a curve, and the held-out loss of each evaluation as a mark.
-
-    Args:
-        records: Lines of metrics.jsonl; a loss that was not finite is null, and is left out.
-        width: Characters of the longest line.
-
-    Returns:
-        Lines without a line feed at the end; a single line without a chart if no loss was recorded.
-    """
+    """Draw the training loss as a curve, and the held-out loss of each evaluation as a mark, in lines of a width."""
     train, held_out = _points(records, "loss"), _points(records, "val_loss")
     points = [*train, *held_out]
     if not points:

@@ -37,14 +37,7 @@ def render(
     notes: Sequence[str] = (),
     written: datetime | None = None,
 ) -> str:
-    """HTML page of some runs.
-
-    Args:
-        parities: Comparisons with the first run, by `parity`.
-        points: Throughput over nodes, by `scaling`.
-        notes: Notes that concern no single run.
-        written: Time on the page; None: now.
-    """
+    """HTML page of some runs, with their comparisons and scaling, and notes that concern no single run."""
     all_notes = [("all runs", note) for note in notes]
     alarms = []
     timelines = []

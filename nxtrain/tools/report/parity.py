@@ -30,15 +30,10 @@ EXPLAINING = (
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative differences of parity.
+    """Largest relative differences of parity."""
 
-    Args:
-        loss: Of the mean training loss in any window, and of every held-out loss.
-        norm: Of the mean gradient norm in any window.
-    """
-
-    loss: float = 0.01
-    norm: float = 0.10
+    loss: float = 0.01  # of the mean training loss in any window, and of every held-out loss
+    norm: float = 0.10  # of the mean gradient norm in any window
 
 
 def parity(first: RecordedRun, other: RecordedRun, bounds: Bounds) -> dict[str, Any]:

@@ -33,22 +33,18 @@ class RecordedRun:
     """A run folder.
 
     Args:
-        name: Name on the page, different from that of every other run.
-        config: Values of the configuration by dotted key.
         environment: Versions, devices and ranks of the newest start, by name.
-        summary: Final evaluation.
-        state: `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`.
     """
 
     folder: Path
-    name: str
+    name: str  # name on the page, different from that of every other run
     columns: Columns = field(default_factory=Columns)
     starts: Sequence[RunStart] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # values of the configuration by dotted key
     environment: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)  # final evaluation
     notes: tuple[str, ...] = ()
-    state: str = "unknown"
+    state: str = "unknown"  # `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`
 
     @cached_property
     def goodput(self) -> Goodput:

@@ -29,18 +29,12 @@ MOST_ROWS = 60  # starts in the table: the first and the last
 
 @dataclass(frozen=True)
 class UseSpan:
-    """Span of one use of time.
+    """Span of one use of time."""
 
-    Args:
-        use: Key of `USES`.
-        begin_s, end_s: Seconds since the run's first start.
-        start: Number of the start, from 1; of a gap, that of the start before.
-    """
-
-    use: str
-    begin_s: float
+    use: str  # key of `USES`
+    begin_s: float  # seconds since the run's first start
     end_s: float
-    start: int
+    start: int  # number of the start, from 1; of a gap, that of the start before
 
 
 def timeline(starts: Sequence[RunStart]) -> dict[str, Any] | None:

@@ -38,12 +38,7 @@ ENDED = ("done", "stopped")  # ends after which a run is not followed; a failed 
 
 
 class Followed:
-    """Run folder that is followed while the run writes it.
-
-    Args:
-        folder: The folder; the run need not have begun.
-        clock: Seconds since 1970.
-    """
+    """Run folder that is followed while the run writes it; the run need not have begun."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._clock = folder, clock
@@ -155,14 +150,7 @@ class Followed:
 
 
 def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
-    """Show a line for each run until all of them have ended.
-
-    Args:
-        every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
-
-    Raises:
-        ConfigError: A folder does not exist.
-    """
+    """Show a line for each run until all of them have ended; every 0 s means a second on a terminal, else a minute."""
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the folder of a run, as run.dir has it")

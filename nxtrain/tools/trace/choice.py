@@ -24,17 +24,12 @@ NXD = "neuronx-distributed"
 
 @dataclass(frozen=True)
 class StandIn:
-    """Value that is traced in place of the one that a run uses.
+    """Value that is traced in place of the one that a run uses."""
 
-    Args:
-        key: Dotted key of the configuration.
-        reason: Reason for another value in `TRACED`, in words.
-    """
-
-    key: str
+    key: str  # dotted key of the configuration
     configured: str
     run: str
-    reason: str
+    reason: str  # reason for another value in `TRACED`, in words
 
     def __str__(self) -> str:
         """Text of the note for the user."""
@@ -46,13 +41,9 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of a run that are traced, and notes on them for the user.
+    """Choices of a run that are traced, and notes on them for the user."""
 
-    Args:
-        layers: `native` or `nxd`.
-    """
-
-    layers: str
+    layers: str  # `native` or `nxd`
     instance: Machine
     stand_ins: tuple[StandIn, ...]
     notes: tuple[str, ...] = ()

@@ -41,19 +41,12 @@ from nxtrain.train.step import DeviceBatch, train_step
 
 @dataclass(frozen=True)
 class Traced:
-    """Memory of a rank by kind, in bytes.
+    """Memory of a rank by kind, in bytes."""
 
-    Args:
-        params: Trained parameters, as the rank stores them.
-        frozen: Other parameters.
-        optimizer: Optimizer state, and ZeRO-1's own rows of the parameters.
-        step: Most bytes of a step besides the other kinds: gradients, activations, logits and buffers.
-    """
-
-    params: int
-    frozen: int
-    optimizer: int
-    step: int
+    params: int  # trained parameters, as the rank stores them
+    frozen: int  # other parameters
+    optimizer: int  # optimizer state, and ZeRO-1's own rows of the parameters
+    step: int  # most bytes of a step besides the other kinds: gradients, activations, logits and buffers
 
     @property
     def total(self) -> int:
@@ -174,12 +167,7 @@ def trace_job(job: Job, stage: int) -> Traced:
 
 
 def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:
-    """Memory of a training step of one rank, whose configuration has all degrees.
-
-    Args:
-        resolved: Checked configuration; its global batch has as many micro-batches as are run.
-        ranks_per_node: Ranks of a machine, which hybrid sharding groups.
-    """
+    """Memory of a training step of one rank; the configuration has all degrees, and as many micro-batches as run."""
     with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)

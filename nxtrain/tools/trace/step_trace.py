@@ -61,11 +61,7 @@ class _Backward(torch.autograd.Function):
 
 
 def record_events(model: nn.Module) -> list[str]:
-    """List to which later steps of a sharded model append `gather`, `forward`, `backward` and `reduce` of each unit.
-
-    Args:
-        model: A `CausalLM` under `fully_shard`.
-    """
+    """List to which later steps of a fully sharded `CausalLM` append `gather`, `forward`, `backward` and `reduce`."""
     events: list[str] = []
     _record(model, REST, events)
     units: dict[int, nn.Module] = {}

@@ -54,12 +54,7 @@ def trace(
     hlo: Path | None,
     bind: Callable[[Backend], Binding] | None = None,
 ) -> dict[str, Any]:
-    """Trace the ranks and return the report.
-
-    Args:
-        plan: The checked configuration; its backend is xla.
-        bind: Binds a vendor's library to each rank; None: our own layers.
-    """
+    """Trace the ranks and return the report; `bind` binds a vendor's library to each rank."""
     tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
     axes: dict[Groups, Axis] = {}
     stages: dict[int, int] = {}

@@ -19,12 +19,7 @@ def programs(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) 
 
 
 def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]) -> dict[str, float]:
-    """Estimates of pass@k of one problem.
-
-    Args:
-        references: Test of the problem.
-        predictions: Programs of the problem.
-    """
+    """Estimates of pass@k of one problem, from its test and its programs."""
     import evaluate
 
     _, results = evaluate.load("code_eval").compute(references=references, predictions=predictions, k=[1])

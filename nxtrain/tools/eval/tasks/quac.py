@@ -17,14 +17,7 @@ LEAST_AGREEMENT = 0.4  # F1 of people among themselves below which a question do
 
 
 def turns(docs: Any) -> Any:
-    """Questions of dialogues, one a row, each with the questions and answers before it.
-
-    Args:
-        docs: Data set of dialogues, with the columns of `allenai/quac`.
-
-    Returns:
-        Data set of the questions on which people agree.
-    """
+    """Questions of dialogues on which people agree, one a row, each with the questions and answers before it."""
     return docs.map(_questions, batched=True, batch_size=100, remove_columns=docs.column_names)
 
 
