@@ -27,16 +27,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.train import (
-    BREAKDOWN,
-    COMPILED,
-    OURS,
-    PEAK,
-    PEER,
-    PEER_COMPILED,
-    TITAN,
-    Workload,
-)
+from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 

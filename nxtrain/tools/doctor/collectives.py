@@ -147,11 +147,7 @@ def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s:
 
 
 def _judge(
-    name: str,
-    results: Sequence[Mapping[str, Any]],
-    size: int,
-    name_of: Callable[[int], str],
-    machine: Machine | None,
+    name: str, results: Sequence[Mapping[str, Any]], size: int, name_of: Callable[[int], str], machine: Machine | None
 ) -> Finding:
     errors = list(dict.fromkeys(result["error"] for result in results if result["error"]))
     missing = sorted(set().union(*(result["missing"] for result in results)))

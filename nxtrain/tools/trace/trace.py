@@ -69,15 +69,7 @@ def trace(
     if mesh.pp_size == 1:
         stages.clear()
     recording = Recording(
-        world,
-        ranks,
-        steps,
-        mesh.dp_size,
-        list(axes.values()),
-        tape.cuts,
-        tape.graphs,
-        tape.reads,
-        stages,
+        world, ranks, steps, mesh.dp_size, list(axes.values()), tape.cuts, tape.graphs, tape.reads, stages
     )
     findings = report(recording)
     if hlo is not None:
