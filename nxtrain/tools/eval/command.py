@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,19 +15,19 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io import jsonl
 from nxtrain.common.io.object_store import open_store, place_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.progress import Progress
-from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR, EVALUATIONS_FILE
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
 from nxtrain.tools.eval.offline import offline_task, texts_of
-from nxtrain.tools.eval.record import Record
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.suites import Choice, choose_tasks
-from nxtrain.tools.eval.task import Metrics, Task
+from nxtrain.tools.eval.task import Metrics, Task, is_number
 from nxtrain.tools.eval.trained import Trained
 
 DEFAULT_LIMIT = 200  # requests of a local task
@@ -230,3 +231,38 @@ def table(evaluations: Sequence[Evaluation]) -> str:
                 line += f" chance {metrics['chance']:.3f}"
             lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+class Record:
+    """Results of a run folder; results of other models stay in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / EVALUATIONS_FILE if folder else None
+        self._done: dict[tuple[object, ...], Metrics] = {}
+        if self._file:
+            for line in jsonl.read(self._file):
+                if _is_whole(line):
+                    self._done[line["weights"], line["task"], line["question"]] = line["metrics"]
+
+    def find(self, model: Trained, task: str, question: str) -> Metrics | None:
+        """Result of a task for requests of an identity, which depends on seed and limit; None if it is not done."""
+        return self._done.get((model.identity, task, question))
+
+    def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:
+        """Append a result."""
+        line = {"step": model.step, "tokens": model.tokens, "weights": model.identity}
+        line |= {"task": task, "question": question, "metrics": dict(metrics)}
+        if self._file:
+            jsonl.append(self._file, json.dumps(line, allow_nan=False))
+        self._done[model.identity, task, question] = metrics
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """True if a line is a valid record of this file, with metrics as `Metrics` describes them."""
+    metrics = line.get("metrics")
+    if not isinstance(metrics, dict) or not metrics.keys() >= {"stderr", "n"} or next(iter(metrics)) in ("stderr", "n"):
+        return False
+    for name, value in metrics.items():
+        if not is_number(value) and (name != "stderr" or value is not None):
+            return False
+    return all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))

@@ -10,11 +10,10 @@ from typing import Any
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.run_folder import REPORT_FILE
+from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.facts import results
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.parity import Bounds, parity
 from nxtrain.tools.report.run import read_runs
-from nxtrain.tools.report.scaling import scaling
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import nxtrain
 from nxtrain.common.text import short
 from nxtrain.tools.report import facts
 from nxtrain.tools.report.chart import HEIGHT, WIDTH
-from nxtrain.tools.report.evaluations import evaluations
-from nxtrain.tools.report.figures import breakdown, charts
-from nxtrain.tools.report.ranks import rank_times
+from nxtrain.tools.report.facts import rank_times
+from nxtrain.tools.report.figures import breakdown, charts, evaluations
 from nxtrain.tools.report.run import RecordedRun, printable, shortened
 from nxtrain.tools.report.timeline import USES, timeline
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.run_folder import EVALUATIONS_FILE
-from nxtrain.tools.report.evaluations import evaluations
+from nxtrain.tools.report.figures import evaluations
 from nxtrain.tools.report.page import render
 from nxtrain.tools.report.run import read_runs
 

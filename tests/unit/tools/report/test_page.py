@@ -18,10 +18,9 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 from nxtrain.metrics.start_log import StartLog
 from nxtrain.tools.report.command import report
+from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.parity import Bounds, parity
 from nxtrain.tools.report.run import read_run, read_runs, shortened
-from nxtrain.tools.report.scaling import scaling
 from tests.support.ports import patient_s
 from tests.support.run_folders import record, restarted, start, write_run
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
-from nxtrain.tools.report.parity import FEWEST, WINDOWS, Bounds, parity, window_means
+from nxtrain.tools.report.comparison import FEWEST, WINDOWS, Bounds, parity, scaling, window_means
 from nxtrain.tools.report.run import RecordedRun, read_run
-from nxtrain.tools.report.scaling import scaling
 from tests.support.run_folders import record, write_run
 
 
