@@ -104,11 +104,7 @@ def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
-    """Profile one step.
-
-    Args:
-        step: Training step; the device is idle before and after the step.
-        on_device: Count the device's time of each operation; the rest of the step is waiting for the device.
+    """Profile one step; `on_device` counts the device's time of each operation.
 
     Returns:
         `step_s`, by a clock around the step; `kinds`, each with its seconds, operations and share of the sum.

@@ -122,38 +122,28 @@ class FilledState:
         self._staging = Staging(self._layout)
         self._staged = self._staging.fill(self._shards)
         self._block = mmap.mmap(-1, BLOCK_BYTES)
-        self.num_bytes = sum(x.nbytes for x in self._flat.values())
-        self._num_blocks = max(1, self.num_bytes // BLOCK_BYTES)
+        self._num_blocks = max(1, sum(x.nbytes for x in flat.values()) // BLOCK_BYTES)
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
-
-    def clear(self) -> None:
-        """Delete the written files, so that no turn pays for it: a checkpoint of a run replaces none."""
-        for file in self._folder.iterdir():
-            if file.is_dir():
-                shutil.rmtree(file)
-            else:
-                file.unlink()
 
     def seconds(self, act: Callable[[], object]) -> float:
         """Time one turn, with a cold page cache and, at the begin of a round, an empty folder."""
-        if act == self.copy:
-            self.clear()
-        self.forget()
-        began = time.perf_counter()
-        act()
-        return time.perf_counter() - began
-
-    def forget(self) -> None:
-        """Drop every file from the page cache, so that reads go to the disk."""
+        if act == self.copy:  # no turn pays for deletion: a checkpoint of a run replaces none
+            for file in self._folder.iterdir():
+                if file.is_dir():
+                    shutil.rmtree(file)
+                else:
+                    file.unlink()
         os.sync()
         for file in self._folder.rglob("*"):
             if file.is_file():
                 descriptor = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
 
     def copy(self) -> None:
-        """Copy the state once in memory."""
         for key, x in self._flat.items():
             self._into[key].copy_(x)
 
@@ -162,7 +152,6 @@ class FilledState:
         self._staging.fill(self._shards)
 
     def write_raw(self) -> None:
-        """Write raw blocks at the disk's own speed."""
         file = os.open(self._folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.pwrite(file, self._block, index * BLOCK_BYTES)
@@ -170,14 +159,12 @@ class FilledState:
         os.close(file)
 
     def read_raw(self) -> None:
-        """Read raw blocks at the disk's own speed."""
         file = os.open(self._folder / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.preadv(file, [self._block], index * BLOCK_BYTES)
         os.close(file)
 
     def save(self) -> None:
-        """Write a checkpoint, up to its commit."""
         self._written = write(directory.step_path(self._folder, 1), self._staged, self._meta, ALONE)
 
     def read_back(self) -> None:
@@ -185,30 +172,25 @@ class FilledState:
         read_back(directory.step_path(self._folder, 1), self._written, ALONE)
 
     def load(self) -> None:
-        """Load the whole checkpoint, verified."""
         load(directory.step_path(self._folder, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
-        """Save the state with `torch.save`, and wait until it is on disk."""
         with (self._folder / "torch.pt").open("wb") as file:
             torch.save(self._flat, file)
             file.flush()
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
-        """Load the state with `torch.load`, into the tensors of a model."""
         loaded = torch.load(self._folder / "torch.pt", weights_only=True)
         for key, x in loaded.items():
             self._into[key].copy_(x)
 
     def dcp_save(self) -> None:
-        """Save the state with torch's own writer of checkpoints, which waits for the disk as well."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True)
 
     def dcp_load(self) -> None:
-        """Load the state with torch's own reader of checkpoints."""
         into: dict[str, Any] = self._into
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -52,11 +52,7 @@ class BenchWorker:
         self._process.communicate()  # closes the pipes
 
     def turn(self, request: str = "") -> Any:
-        """Run one turn and return its measurement, parsed from JSON.
-
-        Raises:
-            BackendError: The process ended; its output contains the reason.
-        """
+        """Run one turn and return its measurement; a BackendError if the process ended, whose output has the reason."""
         self.begin(request)
         return self.end()
 

@@ -215,10 +215,7 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
 def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
     """Clock of the ratios: the device's, the CPU time of one thread, or else wall.
 
-    CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
-
-    Args:
-        clocks: Clocks that every measurement has.
+    CPU time is steadier than wall on a machine that others use. Of several threads it also counts those that wait.
     """
     if "device" in clocks:
         return "device"

@@ -61,11 +61,7 @@ class LazyWorkload:
 
 
 def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_json: bool) -> None:
-    """Measure the host cost of each implementation and print the results.
-
-    Raises:
-        BackendError: torch-xla or transformers is not installed.
-    """
+    """Measure the host cost of each implementation and print the results."""
     for package in ("torch_xla", "transformers"):
         if find_spec(package) is None:
             raise BackendError(

@@ -60,11 +60,7 @@ class World:
 def world_of(first_node: str, rank: int, size: int, host: Host | None = None) -> World:
     """Machines that check their links together, with the names that Slurm gives them.
 
-    Args:
-        first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
-
-    Raises:
-        ConfigError: The rank is not one of the machines, or the name or the port is invalid.
+    A rank that is not one of the machines, or an invalid `NAME` or `NAME:PORT` of the first, is a ConfigError.
     """
     name, port = rendezvous_address(first_node)
     if rank >= size:

@@ -34,9 +34,6 @@ def examine(
         path: Configuration of a run that is about to start here; None: the machine is checked for any run.
         collectives: Test the links, too, which starts processes that import torch.
         world: Machines that test their links together; None: this one alone.
-
-    Raises:
-        ConfigError: The configuration cannot be read.
     """
     loaded: Loaded | None = None
     config = RunConfig()

@@ -42,7 +42,7 @@ class Host:
 
     Args:
         root: Folder under which /proc, /sys, /dev and the rest are.
-        path: Folders with programs, as in PATH; empty: those of PATH, and `TOOL_FOLDERS`.
+        path: Folders with programs; empty: those of PATH, and `TOOL_FOLDERS`.
     """
 
     def __init__(self, root: Path = Path("/"), path: str = "") -> None:
@@ -60,11 +60,7 @@ class Host:
             return ""
 
     def run(self, *argv: str, limit_s: float = TOOL_LIMIT_S) -> str | None:
-        """Standard output of a program; None if it is not installed.
-
-        Raises:
-            ToolError: The program fails, or takes too long.
-        """
+        """Standard output of a program; None if it is not installed, a ToolError if it fails or takes too long."""
         program = shutil.which(argv[0], path=self._path or f"{os.environ.get('PATH', '')}:{TOOL_FOLDERS}")
         if program is None:
             return None

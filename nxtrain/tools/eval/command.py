@@ -73,12 +73,6 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
 
     Args:
         address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
-
-    Raises:
-        ConfigError: A task is unknown, the limit is too high, the model has no tokenizer, or tp does not divide it or
-            the world.
-        CheckpointError: A checkpoint is absent or damaged.
-        DivergedError: The model's scores are not finite.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices, registry = choose_tasks(options.tasks, options.folder)

@@ -114,18 +114,11 @@ class Stops:
 
 
 class Continuation:
-    """A text that grows token by token.
+    """A text that grows token by token, by `count` tokens at most, until one of `ends` or a stop text.
 
     Args:
         ids: Tokens of the prompt.
-        count: Most tokens to add.
-        ends: Ids that end the text.
-        stops: Stop texts; the continuation ends before the first one found.
         seed: Seed of the random generator; a text's tokens depend on no other text.
-
-    Attributes:
-        prompt: Text of the prompt's tokens.
-        text: Text that was added.
     """
 
     def __init__(
@@ -176,11 +169,7 @@ class Continuation:
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
-    """Continue texts until each has ended; texts that have ended are not scored.
-
-    Yields:
-        Number of a text, and the next piece of the text in whole characters.
-    """
+    """Continue texts until each has ended, and yield the number of a text with its next piece in whole characters."""
     decoder.begin(len(texts))
     pieces: list[Sequence[int]] = [text.ids for text in texts]
     while any(pieces):
@@ -227,11 +216,6 @@ def generate(
         address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
         show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
         on_found: Called with the model before its weights are read.
-
-    Raises:
-        CheckpointError: The checkpoint is absent or damaged.
-        ConfigError: The checkpoint has no tokenizer, or a prompt does not fit the model.
-        DivergedError: The model's scores are not finite.
     """
     model = Trained.find(address)
     for prompt in request.prompts:

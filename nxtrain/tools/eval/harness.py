@@ -55,14 +55,10 @@ class HarnessTask:
         return identity
 
     def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
-        """Run the task; only the leader calls this.
-
-        Args:
-            answers: Folder for answers, from which a killed evaluation goes on; None: answers are not stored.
+        """Run the task; only the leader calls this. A killed evaluation goes on from the folder of answers.
 
         Raises:
             DataError: The task's data is unavailable, its files are damaged, or it measures nothing.
-            OSError: The folder of answers cannot be created.
         """
         from lm_eval.evaluator import simple_evaluate
 

@@ -43,16 +43,9 @@ class LedScorer:
 
 
 def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
-    """Run a program on the leader, and its calls of the scorer on every rank; every rank calls this.
+    """Result of a program on the leader, whose calls of the scorer run on every rank; every rank calls this.
 
-    Args:
-        ranks: The ranks. A rank waits for the leader's next call as long as their group allows.
-
-    Returns:
-        Result of the program, on every rank.
-
-    Raises:
-        NxtrainError: The program failed, or the scorer did; raised on every rank.
+    An error of the program or of the scorer is raised on every rank.
     """
     if ranks.is_leader:
         try:

@@ -53,13 +53,9 @@ class Likelihood:
 class Scorer:
     """A model that scores and continues texts; every rank makes one, and calls its methods with the same texts.
 
-    Args:
-        ranks: Ranks that share the work, with a model in each tensor parallel group.
-
     Attributes:
         length: Tokens of the longest sequence.
         prefix: Token that begins a text.
-        ranks: Ranks that share the work.
         progress: Gets the rows that this rank has done, and all of its rows, after each batch.
     """
 
@@ -245,10 +241,6 @@ def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
     """Rows that score the last tokens of a sequence once, each within the model's length.
 
     Scored tokens are divided into pieces of `length` tokens. Each piece comes after as many earlier tokens as fit.
-
-    Args:
-        ids: Tokens that are known, at least one, then tokens that are scored.
-        length: Tokens that the model reads at most.
 
     Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.
     """

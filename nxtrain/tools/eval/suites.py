@@ -57,17 +57,10 @@ def listed() -> str:
 
 
 def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list[Choice], TaskManager | None]:
-    """Choose tasks by name.
-
-    Args:
-        names: Suites, local tasks, or tasks of the harness, as `NAME` or `NAME:SHOTS`; none: the offline suite.
+    """Choose suites, local tasks, and tasks of the harness as `NAME` or `NAME:SHOTS`; by default the offline suite.
 
     Returns:
         The tasks, and the registry of those of the harness.
-
-    Raises:
-        ConfigError: A name is unknown, a task is chosen twice, the folder does not exist, or the harness is not
-            installed.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")

@@ -37,15 +37,9 @@ class Trained:
 
     @staticmethod
     def find(address: str) -> Trained:
-        """Find a model, and read all but its weights.
+        """Find a model at a checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
 
-        Args:
-            address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
-
-        Raises:
-            CheckpointError: The checkpoint is absent or damaged.
-            DataError: The tokenizer of a Hugging Face folder is damaged.
-            ConfigError: No tokenizer is there, an adapter is there, or the configuration does not describe a model.
+        All but the weights is read.
         """
         place = place_of(address)
         if isinstance(place, Path) and is_hf_folder(place):

@@ -75,11 +75,7 @@ class Columns:
 
 
 def read_columns(file: Path) -> Columns:
-    """Read a metrics file.
-
-    Raises:
-        OSError: The file is absent or cannot be read.
-    """
+    """Read a metrics file."""
     reader = _ColumnsReader()
     with open(open_regular(file), "rb") as lines:
         size_bytes = os.fstat(lines.fileno()).st_size

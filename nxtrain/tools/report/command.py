@@ -40,10 +40,6 @@ def report(
         out: File to write; None: `report.html` in the first folder.
         bounds: Compare each run with the first by these bounds; None: do not.
         price_usd_h: Price of a machine's hour; None: that of the table of machines.
-
-    Raises:
-        ConfigError: A folder does not exist, or parity lacks a second run.
-        OSError: The page cannot be written.
     """
     if bounds is not None and len(folders) < 2:  # noqa: PLR2004 - a run and another
         raise ConfigError("--parity compares runs with the first; name two run folders or more")

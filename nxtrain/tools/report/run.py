@@ -74,11 +74,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Read run folders, and give each run a name of its own.
-
-    Raises:
-        ConfigError: A folder does not exist.
-    """
+    """Read run folders, and give each run a name of its own; a folder that does not exist is a ConfigError."""
     for folder in folders:
         if not folder.is_dir():
             kind = "is a file, not a run folder" if folder.exists() else "does not exist"

@@ -220,17 +220,11 @@ def _num_bytes(tensors: list[Tensor]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations return in this context.
+    """Bytes of the storages of all tensors that operations return in this context, and their `peak`.
 
     A storage counts once, whatever views show it, from the operation that returns it until it is freed. Full sharding
     frees and restores parameters by resizing their storage, which is not an operation; so the context watches storages
-    too.
-
-    Attributes:
-        peak: Most live bytes at the end of an operation.
-
-    Args:
-        excluded: Tensors whose storages do not count.
+    too. Storages of the `excluded` tensors do not count.
     """
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:

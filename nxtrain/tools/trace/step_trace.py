@@ -91,8 +91,7 @@ def _record(module: nn.Module, unit: str, events: list[str]) -> None:
 def trace_step(resolved: Resolved, job: Job) -> list[str]:
     """Events of a step of one micro-batch on rank 0, in order; nothing is computed.
 
-    Raises:
-        ConfigError: The layout gathers no units, or has pipeline stages.
+    A layout that gathers no units, or has pipeline stages, is a ConfigError.
     """
     parallel, train = job.config.parallel, job.config.train
     if not job.is_fully_sharded:
