@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of the results of torch's collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import new_group
 from torch.distributed.tensor import DTensor

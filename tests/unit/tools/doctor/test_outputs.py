@@ -164,21 +164,6 @@ def test_a_garbled_word_is_refused_or_changes_its_own_line_alone(parse: Callable
         assert expected <= found, (number, bad)
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-def test_a_number_that_is_not_finite_is_an_unknown_form(number: str) -> None:
-    for parse, text in (
-        (parse_nccom_test, sick_machine.NCCOM.replace("78.80", number)),
-        (parse_nccom_test, sick_machine.NCCOM.replace("768 ", f"{number} ")),
-        (parse_chronyc, f"A9FEA97B,169.254.169.123,4,1763800000.1,{number},0.00001,0,1,0,0,0,0,16,Normal"),
-    ):
-        with pytest.raises(ToolOutputError):
-            parse(text)
-
-
-def test_a_device_of_fi_info_is_named_on_its_own_line() -> None:
-    assert parse_fi_info("provider: efa\n    domain: \n    version: 120.0\n") == ()
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["neuron_device", "nc_count", "pid", "x"]), inner),
