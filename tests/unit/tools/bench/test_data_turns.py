@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.tools.bench import data_turns
-from nxtrain.tools.bench.data_turns import TextTime, TimedTokenizer, packing_turns, take_text_turns
+from nxtrain.tools.bench.data_turns import TextTime, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
 from nxtrain.tools.bench.data_wait import MOST_WAITING, open_batches, share_waiting
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 
@@ -38,38 +36,46 @@ def test_the_bare_tokenizer_gets_the_documents_of_the_turn(
     identity = PreparedCorpus(tmp_path / "o.arrow").identity
     options = (tokenizer.path, tokenizer.end, 300, 0.0)
     source = CorpusLanes((tmp_path / "o.arrow",), (identity,), None, *options, packing=packing, seq_len=24)
-    made: list[TimedTokenizer] = []
+    bare, sided = list[str](), list[str]()
+    encode_bare, encode = WatchedTokenizer._encode_bare, WatchedTokenizer.encode_batch_fast
 
-    class Seen(TimedTokenizer):
-        def __init__(self, tokenizer: Tokenizer) -> None:
-            super().__init__(tokenizer)
-            made.append(self)
+    def note_bare(self: WatchedTokenizer, texts: list[str]) -> float:
+        bare.extend(texts)
+        return encode_bare(self, texts)
+
+    def note_side(self: WatchedTokenizer, texts: list[str], **options: Any) -> Any:
+        sided.extend(texts)
+        return encode(self, texts, **options)
 
     turns = packing_turns(source, 3, lambda name: None)
-    monkeypatch.setattr(data_turns, "TimedTokenizer", Seen)
+    monkeypatch.setattr(WatchedTokenizer, "_encode_bare", note_bare)
+    monkeypatch.setattr(WatchedTokenizer, "encode_batch_fast", note_side)
     found = take_text_turns({"ours": turns}, 2)
-    sides, bare = made[::2], made[1::2]
-    assert [one.texts for one in sides] == [one.texts for one in bare] == [one.texts for one in sides[:3]] * 3
-    once = sum(ids.size + 1 for one in sides[:3] for ids in tokenizer.encode(one.texts))
+    assert bare == sided and len(bare) % 3 == 0  # each of three rounds has the same documents
+    once = sum(ids.size + 1 for ids in tokenizer.encode(bare[: len(bare) // 3]))
     assert found["tokens"]["ours"] == once
     assert 0 < found["inside"]["ours"] < 1 and len(found["rows"][0]["rounds"]) == 2
 
 
-@pytest.mark.parametrize("slow", [1.0, 9.0])
-def test_ratios_are_of_both_times_of_a_turn(slow: float) -> None:
-    """The machine is up to nine times as slow from turn to turn, and the second of each turn takes 0.8 of its time."""
-    orders: list[bool] = []
-
-    def turn(speed: float, bare_first: bool) -> TextTime:
-        orders.append(bare_first)
-        side_s, bare_s = (0.8, 1.0) if bare_first else (1.0, 0.8)
-        return TextTime(2 * speed * side_s, 1.5 * speed * side_s, speed * bare_s, tokens=100)
-
-    turns = [partial(turn, 1.0), partial(turn, slow)]
-    found = take_text_turns({"ours": turns}, 2)
-    assert orders == [False, True, True, False, False, True]  # each turn in both orders, one round after the other
-    assert found["inside"] == {"ours": 0.75}
-    assert found["ratios"]["ours"] == pytest.approx((0.4 + 0.625) / 2)
+@pytest.mark.parametrize(("slower", "outside", "expected"), [(1.0, 0.0, 1.0), (1.25, 0.0, 0.8), (1.0, 0.2, 0.8)])
+@pytest.mark.parametrize("number", [4, 5])
+def test_the_ratio_follows_neither_the_machine_nor_the_order(
+    slower: float, outside: float, expected: float, number: int
+) -> None:
+    """The machine is 1 to 9 times as slow from call to call, and the second of each call takes 0.8 of the first."""
+    turns = []
+    for turn in range(6):
+        spent = TextTime()
+        for call in range(number):
+            bare_first = (turn + call) % 2 == 1
+            speed = 1 + (7 * turn + 5 * call) % 9
+            bare_s, inside_s = speed * (1.0 if bare_first else 0.8), speed * slower * (0.8 if bare_first else 1.0)
+            spent.bare_s += bare_s
+            spent.inside_s += inside_s
+            spent.calls.append((bare_s / inside_s, bare_first))
+        spent.own_s = spent.inside_s / (1 - outside)
+        turns.append(spent)
+    assert speed_ratio(turns) == pytest.approx(expected)
 
 
 class SlowLane:
