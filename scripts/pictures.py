@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from nxtrain.tools import svg
 
 if TYPE_CHECKING:
     from nxtrain.parallel.simulate import Span
-    from nxtrain.tools.bench.overlap import Interval, Profile
+    from tests.support.overlap import Interval, Profile
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
@@ -42,7 +43,7 @@ def main() -> None:
     if options.picture != "pipeline" and options.run is None:
         parser.error(f"{options.picture} needs RUN, a run folder")
     if options.picture == "overlap":
-        from nxtrain.tools.bench.overlap import read_profiles
+        from tests.support.overlap import read_profiles
 
         drawn = overlaps(read_profiles(options.run))
     elif options.picture == "loss":
@@ -148,12 +149,12 @@ def overlaps(profiles: Sequence[Profile]) -> str:
     drawn = []
     for profile in profiles:
         drawn += [interval for _, interval in profile.sections]
-    begin_s, end_s = min(interval.begin_s for interval in drawn), max(interval.end_s for interval in drawn)
+    begin_s, end_s = min(begin for begin, _ in drawn), max(end for _, end in drawn)
     scale = (WIDTH - LEFT - 8) / (end_s - begin_s)
 
     def box(interval: Interval, y: float, tall: int) -> tuple[float, float, float, float]:
-        width = max(0.5, (interval.end_s - interval.begin_s) * scale - 0.5)
-        return LEFT + (interval.begin_s - begin_s) * scale, y, width, tall
+        begin, end = interval
+        return LEFT + (begin - begin_s) * scale, y, max(0.5, (end - begin) * scale - 0.5), tall
 
     parts = []
     y = 30
@@ -181,9 +182,10 @@ def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
     ends_s: list[float] = []
     lanes = []
     for interval in intervals:
-        free = [number for number, end_s in enumerate(ends_s) if end_s <= interval.begin_s]
+        begin_s, end_s = interval
+        free = [number for number, busy_s in enumerate(ends_s) if busy_s <= begin_s]
         lane = min(free, default=len(ends_s))
-        ends_s[lane : lane + 1] = [interval.end_s]
+        ends_s[lane : lane + 1] = [end_s]
         lanes.append((interval, lane))
     return lanes
 
@@ -205,4 +207,5 @@ def _measured() -> list[tuple[str, list[Span]]]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(IMAGES.parents[1]))  # for the reader of profiles, which the tests have
     main()

@@ -41,7 +41,7 @@ def report(
     Runs may still train, or be damaged: the page then says so.
     """
     from nxtrain.tools.report.command import report as write_report
-    from nxtrain.tools.report.parity import Bounds
+    from nxtrain.tools.report.comparison import Bounds
 
     bounds = None
     if parity:

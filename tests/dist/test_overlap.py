@@ -18,13 +18,13 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
-from nxtrain.tools.bench.overlap import read_profiles
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import batch, ours
 from nxtrain.train import build
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
+from tests.support.overlap import read_profiles
 from tests.support.parity import batches, layout, local_batch, start
 from tests.support.ports import patient_s
 from tests.support.ranks import RankPool

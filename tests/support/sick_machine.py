@@ -108,7 +108,7 @@ SMI = """#!/bin/sh
 case "$1" in
 --query-gpu=name,compute_cap) echo "{capabilities}" ;;
 --query-gpu=index,uuid) for i in 0 1 2 3 4 5 6 7; do echo "$i, GPU-$i"; done ;;
---query-gpu=*) for i in {present}; do echo "$i, 570.133.20, {ecc}"; done ;;
+--query-gpu=*) for i in {present}; do echo "$i, {ecc}"; done ;;
 *) printf '%s' '{processes}' ;;
 esac
 """

@@ -31,6 +31,7 @@ from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import transformers_step
 from tests.support.commands import command as forked_command
+from tests.support.ports import patient_s
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
 BATCH, SEQ_LEN = 2, 64
@@ -41,7 +42,7 @@ def command(*argv: str) -> dict[str, Any]:
         [sys.executable, "-m", "nxtrain", "bench", *argv, "--json"],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=patient_s(250),
         check=False,
     )
     of_others = [line for line in done.stderr.splitlines() if " so far" not in line]

@@ -9,11 +9,12 @@ import sys
 import pytest
 
 from nxtrain.tools.bench.collectives import GIB, KIB, OPERATIONS
+from tests.support.ports import patient_s
 
 
 def test_collectives_are_measured_at_every_size() -> None:
     argv = [sys.executable, "-m", "nxtrain", "bench", "collectives", "--sizes-kib", "4,256", "--rounds", "1", "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["name"]: row for row in found["rows"]}

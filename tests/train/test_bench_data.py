@@ -9,13 +9,14 @@ import sys
 import pytest
 
 from nxtrain.tools.bench.data_wait import LADDER
+from tests.support.ports import patient_s
 
 
 def test_the_loader_is_measured_beside_numpy() -> None:
     """The memory of a start is that of a Python that has imported nothing else."""
     argv = [sys.executable, "-m", "nxtrain", "bench", "data", "--rounds", "1", "--json"]
     argv += ["--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     ids = {row["name"]: row["value"] for row in found["rows"]}

@@ -11,6 +11,7 @@ import pytest
 
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.bench import materialize
+from tests.support.ports import patient_s
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 
@@ -41,7 +42,7 @@ def test_a_shard_of_tp_32_and_pp_8_is_made_in_bounded_memory(
 ) -> None:
     """The bound counts the interpreter and torch; what is added must be the shard and little else."""
     argv = [sys.executable, "-m", "nxtrain", "bench", "materialize", "--preset", preset, "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["tp"], found["pp"], found["stage"]) == (32, 8, 4)

@@ -84,14 +84,13 @@ def test_split_backwards_are_pictured_and_compared() -> None:
     assert out.splitlines()[-1] == last
 
 
-def test_chunks_have_no_split_backwards() -> None:
-    options = ["--schedule", "zero_bubble", "--virtual-pp", "2"]
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--schedule", "zero_bubble", "--virtual-pp", "2"), "--virtual-pp 2 has no schedule zero_bubble"),
+        (("--pp", "1"), "--pp 1 is no pipeline"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(options: tuple[str, ...], words: str) -> None:
     code, _, errors = outcome("bench", "pipeline", *options)
-    assert code == 2
-    assert "--virtual-pp 2 has no schedule zero_bubble, which is for 1" in errors
-
-
-def test_one_stage_is_no_pipeline() -> None:
-    code, _, errors = outcome("bench", "pipeline", "--pp", "1")
-    assert code == 2
-    assert "--pp 1 is no pipeline" in errors
+    assert (code, words in errors) == (2, True)

@@ -12,13 +12,14 @@ import pytest
 
 from nxtrain.tools.bench.breakdown import COMMUNICATION
 from nxtrain.tools.bench.scaling import ONE, TWO
+from tests.support.ports import patient_s
 
 
 def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None:
     chart = tmp_path / "efficiency.svg"
     argv = [sys.executable, "-m", "nxtrain", "bench", "scaling", "--preset", "tiny", "--layouts", "pp2", "--json"]
     argv += ["--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32", "--chart", str(chart)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
     of_others = [line for line in done.stderr.splitlines() if " so far" not in line]
     assert (done.returncode, of_others) == (0, []), "a library prints lines of its own"
     found = json.loads(done.stdout)

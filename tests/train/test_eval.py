@@ -178,6 +178,7 @@ def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:
     samples = ours.continuations([request] * 5, Sampling(1.0))
     assert len(set(samples)) == 5
     assert ours.continuations([("x", 3, ()), *[request] * 5], Sampling(1.0))[1:] == samples
+    assert not set(ours.continuations([request] * 5, Sampling(1.0), seed=2)) & set(samples)
 
 
 def test_results_are_a_table_or_json(run: Path) -> None:
@@ -319,10 +320,3 @@ def test_a_long_task_shows_the_share_of_its_rows(run: Path, monkeypatch: pytest.
     code, _, err = in_process("eval", run, "--tasks", "arithmetic", "--limit", "20")
     assert code == 0, err
     assert [one for one in shown if one[1] == 80] == [(32, 80), (64, 80), (80, 80)]
-
-
-def test_other_seeds_draw_other_samples_of_a_text(hf: Path) -> None:
-    scorer, asked = open_scorer(hf), [("the ", 8, ())] * 3
-    first, again, other = (scorer.continuations(asked, Sampling(1.0, 0, 1.0), seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert not set(first) & set(other)

@@ -168,7 +168,7 @@ def failing(backend: Backend, place: Path, error: Exception) -> tuple[str, str]:
     ranks = Ranks(mesh, backend.host_group)
 
     def program(led: Any) -> None:
-        led.rolling(["fox"], lambda number, found: None)
+        led.rolling(["fox"], done=lambda number, found: None)
         raise error
 
     try:

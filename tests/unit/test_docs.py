@@ -23,7 +23,6 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
 from nxtrain.parallel.schedule import Action, Kind
 from nxtrain.parallel.simulate import Span
-from nxtrain.tools.bench.overlap import Interval, Profile
 from tests.support import generated_docs
 from tests.support.generated_docs import (
     FENCE,
@@ -39,6 +38,7 @@ from tests.support.generated_docs import (
     num_words,
     sentences,
 )
+from tests.support.overlap import Profile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -367,9 +367,9 @@ def test_the_loss_curve_goes_through_every_record(pictures: ModuleType) -> None:
 
 
 def test_the_overlap_has_a_box_for_each_section_and_sum(pictures: ModuleType) -> None:
-    sections = [(name, Interval(n, n + 1.0)) for n, name in enumerate(("forward", "backward", "reduce", "optimizer"))]
-    sums = [Interval(1.0, 1.5), Interval(1.2, 2.0), Interval(1.6, 1.8)]
-    profiles = [Profile(rank, sections, sums, [Interval(1.5, 2.0)]) for rank in range(2)]
+    sections = [(name, (float(n), n + 1.0)) for n, name in enumerate(("forward", "backward", "reduce", "optimizer"))]
+    sums = [(1.0, 1.5), (1.2, 2.0), (1.6, 1.8)]
+    profiles = [Profile(rank, sections, sums, [(1.5, 2.0)]) for rank in range(2)]
     root = ET.fromstring(pictures.overlaps(profiles))
     boxes = [re.findall(r"M([\d.]+) (\d+)", path.attrib["d"]) for path in root.iter("{http://www.w3.org/2000/svg}path")]
     assert [len(found) for found in boxes] == [1, 1, 1, 1, 3] * 2

@@ -39,20 +39,11 @@ KINDS = {
     OUTSIDE: "Python between operations",
 }
 
-STEP = "nxtrain.step"
-"""Mark of the whole step in the profile."""
-
-UPDATE = "nxtrain.optimizer"
-"""Mark of the update."""
-
-WAIT = "nxtrain.wait"
-"""Mark of waits for other ranks."""
-
-EXCHANGE = "nxtrain.exchange"
-"""Mark of starts of exchanges with other ranks."""
-
-PROFILES = 3
-"""Profiles of a step, of which one counts."""
+STEP = "nxtrain.step"  # mark of the whole step in the profile
+UPDATE = "nxtrain.optimizer"  # mark of the update
+WAIT = "nxtrain.wait"  # mark of waits for other ranks
+EXCHANGE = "nxtrain.exchange"  # mark of starts of exchanges with other ranks
+PROFILES = 3  # profiles of a step, of which one counts
 
 _COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
@@ -67,21 +58,15 @@ _VIEWS = re.compile(
     r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
     r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
 )
-_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")
-"""Loops of compilers."""
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")  # loops of compilers
 
 
 @dataclass(frozen=True)
 class Event:
-    """Operation in a profile.
+    """Operation in a profile."""
 
-    Args:
-        chain: Name of the operation, then the names of those around it, outwards.
-        self_s: Seconds of the operation, without the operations inside it.
-    """
-
-    chain: tuple[str, ...]
-    self_s: float
+    chain: tuple[str, ...]  # name of the operation, then the names of those around it, outwards
+    self_s: float  # seconds of the operation, without the operations inside it
 
 
 def kind_of(chain: Sequence[str]) -> str:
@@ -111,11 +96,7 @@ def kind_of(chain: Sequence[str]) -> str:
 
 
 def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Seconds and operations of each kind.
-
-    Args:
-        events: Operations of the step, the mark `STEP` among them.
-    """
+    """Seconds and operations of each kind, of events with the mark `STEP` among them."""
     times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for event in events:
         times_s[kind_of(event.chain)].append(event.self_s)
@@ -123,11 +104,7 @@ def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
-    """Profile one step.
-
-    Args:
-        step: Training step; the device is idle before and after the step.
-        on_device: Count the device's time of each operation; the rest of the step is waiting for the device.
+    """Profile one step; `on_device` counts the device's time of each operation.
 
     Returns:
         `step_s`, by a clock around the step; `kinds`, each with its seconds, operations and share of the sum.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
@@ -29,17 +30,14 @@ from nxtrain.checkpoint.save import read_back, write
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io.checksummed_file import BLOCK_BYTES
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.tools.bench import harness
 
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-ROWS = 1024
-"""Rows and columns of each tensor in float32, which has 4 MiB."""
-MATRICES_MIB = 4 * len(KINDS)
-"""MiB of one tensor of each kind."""
+ROWS = 1024  # rows and columns of each tensor in float32, which has 4 MiB
+MATRICES_MIB = 4 * len(KINDS)  # MiB of one tensor of each kind
 
 DISK_WRITE = "disk, write"
 DISK_READ = "disk, read"
@@ -58,21 +56,11 @@ FLOORS = {
 """Reference measurement for each measurement."""
 
 
-TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
-"""Least share of the reference's speed, for each measurement."""
+TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}  # least share of the reference's speed, for each measurement
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
-    """Measure the speed of checkpoints and print the results.
-
-    Args:
-        folder: Folder on the disk to measure. A subfolder is made there and removed.
-        mib: MiB of the state, at least one matrix of each kind.
-        check: Compare the results with `TARGETS`.
-
-    Returns:
-        False if `check` is set and a target was missed.
-    """
+    """Measure checkpoints in a subfolder, and print the results; False if `check` is set and a target was missed."""
     mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
     scratch = folder / f"nxtrain-bench-{os.getpid()}"
     scratch.mkdir(parents=True)
@@ -82,10 +70,8 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
         shutil.rmtree(scratch)
     result = summarize(seconds, mib)
     missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
-    if as_json:
-        write_document({"mib": mib, "rounds": rounds, "results": result, "missed": missed})
-    else:
-        _show(result, mib, rounds)
+    document = {"mib": mib, "rounds": rounds, "results": result, "missed": missed}
+    harness.present(document, lambda: [_table(result, mib, rounds)], as_json=as_json, of_machine=False)
     return not (check and missed)
 
 
@@ -119,11 +105,7 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
 
 
 class FilledState:
-    """Training state of a model that has matrices only, with a method for each measured operation.
-
-    Attributes:
-        num_bytes: Exact size of the state in bytes.
-    """
+    """Training state of a model that has matrices only, with a method for each measured operation."""
 
     def __init__(self, folder: Path, mib: int) -> None:
         self._folder, self._mib = folder, mib
@@ -140,38 +122,28 @@ class FilledState:
         self._staging = Staging(self._layout)
         self._staged = self._staging.fill(self._shards)
         self._block = mmap.mmap(-1, BLOCK_BYTES)
-        self.num_bytes = sum(x.nbytes for x in self._flat.values())
-        self._num_blocks = max(1, self.num_bytes // BLOCK_BYTES)
+        self._num_blocks = max(1, sum(x.nbytes for x in flat.values()) // BLOCK_BYTES)
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
-
-    def clear(self) -> None:
-        """Delete the written files, so that no turn pays for it: a checkpoint of a run replaces none."""
-        for file in self._folder.iterdir():
-            if file.is_dir():
-                shutil.rmtree(file)
-            else:
-                file.unlink()
 
     def seconds(self, act: Callable[[], object]) -> float:
         """Time one turn, with a cold page cache and, at the begin of a round, an empty folder."""
-        if act == self.copy:
-            self.clear()
-        self.forget()
-        began = time.perf_counter()
-        act()
-        return time.perf_counter() - began
-
-    def forget(self) -> None:
-        """Drop every file from the page cache, so that reads go to the disk."""
+        if act == self.copy:  # no turn pays for deletion: a checkpoint of a run replaces none
+            for file in self._folder.iterdir():
+                if file.is_dir():
+                    shutil.rmtree(file)
+                else:
+                    file.unlink()
         os.sync()
         for file in self._folder.rglob("*"):
             if file.is_file():
                 descriptor = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+        began = time.perf_counter()
+        act()
+        return time.perf_counter() - began
 
     def copy(self) -> None:
-        """Copy the state once in memory."""
         for key, x in self._flat.items():
             self._into[key].copy_(x)
 
@@ -180,7 +152,6 @@ class FilledState:
         self._staging.fill(self._shards)
 
     def write_raw(self) -> None:
-        """Write raw blocks at the disk's own speed."""
         file = os.open(self._folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.pwrite(file, self._block, index * BLOCK_BYTES)
@@ -188,14 +159,12 @@ class FilledState:
         os.close(file)
 
     def read_raw(self) -> None:
-        """Read raw blocks at the disk's own speed."""
         file = os.open(self._folder / "raw", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.preadv(file, [self._block], index * BLOCK_BYTES)
         os.close(file)
 
     def save(self) -> None:
-        """Write a checkpoint, up to its commit."""
         self._written = write(directory.step_path(self._folder, 1), self._staged, self._meta, ALONE)
 
     def read_back(self) -> None:
@@ -203,37 +172,32 @@ class FilledState:
         read_back(directory.step_path(self._folder, 1), self._written, ALONE)
 
     def load(self) -> None:
-        """Load the whole checkpoint, verified."""
         load(directory.step_path(self._folder, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
-        """Save the state with `torch.save`, and wait until it is on disk."""
         with (self._folder / "torch.pt").open("wb") as file:
             torch.save(self._flat, file)
             file.flush()
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
-        """Load the state with `torch.load`, into the tensors of a model."""
         loaded = torch.load(self._folder / "torch.pt", weights_only=True)
         for key, x in loaded.items():
             self._into[key].copy_(x)
 
     def dcp_save(self) -> None:
-        """Save the state with torch's own writer of checkpoints, which waits for the disk as well."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(self._flat, checkpoint_id=self._folder / "dcp", no_dist=True)
 
     def dcp_load(self) -> None:
-        """Load the state with torch's own reader of checkpoints."""
         into: dict[str, Any] = self._into
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load(into, checkpoint_id=self._folder / "dcp", no_dist=True)
 
 
-def _show(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> None:
+def _table(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Table:
     rows = []
     for name, figures in result.items():
         cells = [name, f"{figures['gib_per_s']:.2f}"]
@@ -244,4 +208,4 @@ def _show(result: Mapping[str, Mapping[str, Any]], mib: int, rounds: int) -> Non
         rows.append(cells)
     heads = ("", "GiB/s", "share of", "share", "at least")
     caption = f"medians over {rounds} rounds, in turns"
-    harness.show(harness.table(f"a checkpoint of {mib} MiB", heads, rows, caption, left=("share of",)))
+    return harness.table(f"a checkpoint of {mib} MiB", heads, rows, caption, left=("share of",))

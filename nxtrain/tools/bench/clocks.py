@@ -11,11 +11,7 @@ from torch import Tensor
 
 
 class Clocks:
-    """Clocks of one device.
-
-    Args:
-        read: Function that runs the recorded operations, waits for the device, and reads a () tensor.
-    """
+    """Clocks of one device; `read` runs the recorded operations, waits for the device, and reads a () tensor."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
         self.device, self.read = device, read

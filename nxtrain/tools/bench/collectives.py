@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
@@ -35,14 +35,10 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class CollectivesJob:
-    """Ranks and tensor sizes of a measurement.
-
-    Args:
-        sizes_kib: KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent.
-    """
+    """Ranks and tensor sizes of a measurement."""
 
     ranks: int
-    sizes_kib: Sequence[int]
+    sizes_kib: Sequence[int]  # KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent
 
     def repeats(self, kib: int) -> int:
         """Repetitions of a size in one turn."""
@@ -50,11 +46,7 @@ class CollectivesJob:
 
 
 def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> None:
-    """Measure the collectives and print the results.
-
-    Raises:
-        ConfigError: An odd number of ranks, or a size that is not a multiple of the ranks.
-    """
+    """Measure the collectives and print the results."""
     if job.ranks % 2:
         reason = f"{job.ranks} ranks are an odd number, and each sends to one other"
         raise ConfigError([Problem("--ranks", reason, hint="use 2 or another even number")])
@@ -66,10 +58,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
         workers = start_ranks(stack, "collectives", "rank", asdict(job), job.ranks)
         measured = take_turns({"collectives": lambda: turn_at_once(workers)}, rounds)["collectives"]
     result = {"machine": harness.machine(), **asdict(job), "rounds": rounds, **summarize(measured)}
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json)
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -123,11 +112,7 @@ def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable
 
 
 def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank's wall time, and of the CPU time of all ranks.
-
-    Args:
-        turns: In each round, of each rank, mean seconds by operation, size in KiB and clock.
-    """
+    """Medians over rounds of the slowest rank's wall time and of the CPU time of all ranks, by operation and KiB."""
     rows = []
     for op, sizes in turns[0][0].items():
         for kib in sizes:
@@ -147,7 +132,7 @@ def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         share = f"{result['ratios'][row['name']]:.1%}" if row["name"] in result["ratios"] else ""
@@ -158,4 +143,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"medians over {result['rounds']} rounds"
     )
     heads = ("", "KiB", "GiB/s", "of a copy", "ms", "CPU ms, all ranks")
-    harness.show(harness.table(f"{result['ranks']} ranks, bfloat16", heads, rows, caption), machine=result["machine"])
+    return harness.table(f"{result['ranks']} ranks, bfloat16", heads, rows, caption)

@@ -2,33 +2,50 @@
 
 The loader reads token ids in a file, drawn in random order, on one core. The reference is numpy's copy of as many
 random rows out of the same file.
+
+The text is Python's standard library, the tokenizer a BPE that is trained on it. The CPU time of all of its threads
+counts. The file of the start has holes in place of its documents, so that a disk need not hold them.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from rich.table import Table
 
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
+from nxtrain.data.arrow import ipc
+from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
+from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.preparation import BATCH_BYTES, PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.seal import Sealing
+from nxtrain.data.arrow.streams import WINDOW_ROWS
+from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.data_streams import measure_streams
-from nxtrain.tools.bench.data_wait import MOST_WAITING
+from nxtrain.tools.bench.data_turns import packing_turns, take_text_turns
+from nxtrain.tools.bench.data_wait import MOST_WAITING, measure_wait
 
 LOADER, NUMPY = "loader", "numpy"
-
-VOCAB = 32000
+VOCAB, TEXT_VOCAB = 32000, 4096  # of the ids, and of the tokenizer of the text
 BATCH = 32
+TRAINED_CHARS = 2 << 20
+DOCUMENT_BYTES = 4096
 
 
 def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
@@ -38,16 +55,21 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
         sizes: `mib` of token ids, two bytes each; `text_mib` to tokenize; `file_mib` of a corpus to open; `seq_len`.
     """
     seq_len = sizes["seq_len"]
-    ids = summarize(measure(sizes["mib"], seq_len, rounds))
-    streams = measure_streams(text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds)
-    result = {"machine": harness.machine(), **sizes, "rounds": rounds, **ids, **streams}
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    rates = measure_ids(sizes["mib"], seq_len, rounds)
+    result: dict[str, Any] = {"machine": harness.machine(), **sizes, "rounds": rounds}
+    result["rows"] = [harness.row(name, "tokens/s", rates_of) for name, rates_of in rates.items()]
+    result["ratios"] = {NUMPY: harness.median_ratio(rates[LOADER], rates[NUMPY])}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpora, tokenizer = prepare_text(sizes["text_mib"] << 20, seq_len, folder)
+        result["text"] = measure_text(corpora["text"], tokenizer, rounds)
+        result["wait"] = measure_wait(corpora)
+        with Progress(f"opening a corpus of {sizes['file_mib']:,} MiB"):
+            result["start"] = measure_start(sizes["file_mib"] << 20, folder / "large.arrow")
+    harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
-def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
+def measure_ids(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
     """Tokens per CPU second of each side in every round."""
     num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,13 +117,99 @@ def _loader(file: Path, seq_len: int) -> Loader:
     return Loader(data.train, share, seed=0, shuffle=True)
 
 
-def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and the ratio of the loader to numpy inside each round."""
-    rows = [harness.row(name, "tokens/s", rates) for name, rates in measured.items()]
-    return {"rows": rows, "ratios": {NUMPY: harness.median_ratio(measured[LOADER], measured[NUMPY])}}
+def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, CorpusLanes], TextTokenizer]:
+    """Prepare the documents of the standard library as text and as ids, by a tokenizer that is trained on some."""
+    texts = list(stdlib_texts(num_bytes))
+    jsonl, vocab = folder / "text.jsonl", folder / "tokenizer.json"
+    with jsonl.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
+    sample = list[str]()
+    num_chars = 0
+    for text in texts:
+        sample.append(text)
+        num_chars += len(text)
+        if num_chars > TRAINED_CHARS:
+            break
+    train_bpe(sample, TEXT_VOCAB, vocab)
+    tokenizer = load_tokenizer(vocab, TEXT_VOCAB)
+    corpora = {}
+    # The tokenizer of the text works in training, that of the ids in the preparation.
+    for name, in_training, in_preparation in (("text", tokenizer.path, None), ("ids", None, tokenizer.path)):
+        path = folder / f"{name}.arrow"
+        prepare_corpus(PreparationRequest([jsonl], path, tokenizer=in_preparation), Watcher())
+        options = (in_training, tokenizer.end, TEXT_VOCAB, 0.0)
+        corpora[name] = CorpusLanes((path,), (PreparedCorpus(path).identity,), None, *options, "concat", seq_len)
+    return corpora, tokenizer
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def measure_text(source: CorpusLanes, tokenizer: TextTokenizer, rounds: int) -> dict[str, Any]:
+    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents."""
+    corpus = PreparedCorpus(source.paths[0])
+    texts = [corpus.text(number) for number in range(len(corpus))]
+    num_tokens = sum(ids.size + 1 for ids in tokenizer.encode(texts))
+    number = max(1, num_tokens // (WINDOW_ROWS * (source.seq_len + 1)))
+    fitted = replace(source, packing="best_fit")
+    sides = {
+        "concat": packing_turns(source, number),
+        "best_fit": packing_turns(fitted, number),
+        "best_fit in a worker": packing_turns(fitted, number, lambda name: None),
+    }
+    return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
+
+
+def measure_start(num_bytes: int, path: Path) -> dict[str, float]:
+    """Seconds and memory of a fresh process that opens a large corpus and reads a document at its end."""
+    num_documents = write_sparse(path, num_bytes)
+    began = time.perf_counter()
+    with harness.BenchWorker("data", "opening", {"path": str(path)}, os.environ) as worker:
+        measured = worker.turn()
+        wall_s = time.perf_counter() - began
+    return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **measured}
+
+
+def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, float]]]:
+    """Turn that opens a corpus and reads one document: CPU seconds and memory of this process."""
+
+    def turn() -> dict[str, float]:
+        corpus = PreparedCorpus(Path(job["path"]))
+        assert len(corpus.content(len(corpus) - 1)) == DOCUMENT_BYTES
+        # The peak of getrusage includes that of the parent before the program was loaded.
+        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        peak = next(line for line in status if line.startswith("VmHWM:"))
+        return {"cpu_s": time.process_time(), "rss_mib": int(peak.split()[1]) / 1024}
+
+    return {"": turn}
+
+
+def write_sparse(path: Path, num_bytes: int) -> int:
+    """Write a prepared corpus whose documents are holes of a sparse file, and return their number."""
+    column, settings = TextColumn(), Settings("text", False, "", 0)
+    schema = schema_of(column, "sparse", settings, 0)
+    array, _ = column.array([bytes(DOCUMENT_BYTES)] * (BATCH_BYTES // DOCUMENT_BYTES), [])
+    batch = pa.record_batch([array], schema=schema)
+    blocks = []
+    sealing = Sealing()
+    entries = b""
+    with path.open("wb") as file:
+        entries += sealing.add(memoryview(ipc.begin(schema)))
+        file.write(ipc.begin(schema))
+        for _ in range(max(1, num_bytes // BATCH_BYTES)):
+            content, block = ipc.message(batch, file.tell())
+            held = content.size - BATCH_BYTES  # the documents are the last buffer
+            file.write(content.slice(0, held))
+            file.truncate(file.tell() + BATCH_BYTES)
+            file.seek(0, 2)
+            blocks.append(block)
+            entries += sealing.add_batch(memoryview(content), block.metadata)[0]
+        entries += sealing.add(memoryview(ipc.END_OF_STREAM))
+        footer = ipc.end(schema, blocks)
+        file.write(ipc.END_OF_STREAM)
+        covered = file.tell()
+        file.write(entries + sealing.finish(covered, footer) + footer)
+    return len(array) * len(blocks)
+
+
+def _shown(result: Mapping[str, Any]) -> list[str | Table]:
     text = result["text"]
     start = result["start"]
     wait = result["wait"]
@@ -131,4 +239,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"
     )
-    harness.show(ids_table, text_table, *waits, opened, machine=result["machine"])
+    return [ids_table, text_table, *waits, opened]

@@ -27,36 +27,24 @@ from nxtrain.tools.bench import harness
 
 @dataclass
 class TextTime:
-    """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
+    """CPU seconds of all threads in a turn, and the tokens of the turn's documents."""
 
-    Attributes:
-        own_s: Seconds of the side, including those inside its tokenizer.
-        inside_s: Seconds inside the side's tokenizer.
-        bare_s: Seconds of the bare tokenizer on the same documents.
-        tokens: Tokens of the documents, each with the end of text.
-        calls: For each call, the bare tokenizer's time divided by that of the side's, and True if the bare one ran
-            first.
-    """
+    own_s: float = 0.0  # seconds of the side, including those inside its tokenizer
+    inside_s: float = 0.0  # seconds inside the side's tokenizer
+    bare_s: float = 0.0  # seconds of the bare tokenizer on the same documents
+    tokens: int = 0  # tokens of the documents, each with the end of text
 
-    own_s: float = 0.0
-    inside_s: float = 0.0
-    bare_s: float = 0.0
-    tokens: int = 0
+    # For each call, the bare tokenizer's time divided by that of the side's, and True if the bare one ran first.
     calls: list[tuple[float, bool]] = field(default_factory=list)
 
 
 @dataclass
 class WatchedTokenizer:
-    """Tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts.
-
-    Attributes:
-        spent: Counts so far; without `own_s`.
-        bare_first: True if the bare tokenizer runs first at the next call; the order alternates.
-    """
+    """Tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts."""
 
     tokenizer: Tokenizer
-    spent: TextTime = field(default_factory=TextTime)
-    bare_first: bool = False
+    spent: TextTime = field(default_factory=TextTime)  # so far, without `own_s`
+    bare_first: bool = False  # at the next call; the order alternates
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
         """Encode texts by the tokenizer."""
@@ -81,24 +69,8 @@ class WatchedTokenizer:
         return time.process_time() - began
 
 
-@dataclass(frozen=True)
-class TextTurn:
-    """One turn of a side's work.
-
-    Args:
-        act: Function that does the work with the tokenizer that it gets.
-    """
-
-    act: Callable[[Tokenizer], object]
-    tokenizer: Tokenizer
-
-    def take(self, bare_first: bool) -> TextTime:
-        """Do the work and return the CPU seconds."""
-        watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
-        began = time.process_time()
-        self.act(cast("Tokenizer", watched))
-        watched.spent.own_s = time.process_time() - began - watched.spent.bare_s
-        return watched.spent
+TextTurn = Callable[[bool], TextTime]
+"""One turn of a side's work; the argument is True if the bare tokenizer runs first."""
 
 
 def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[TextTurn]:
@@ -123,9 +95,17 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
                 lane.row()
         return lane.place
 
-    turns, begin = [], BEGIN
+    def turn(begin: Place, bare_first: bool) -> TextTime:
+        watched = WatchedTokenizer(of_documents.tokenizer, bare_first=bare_first)
+        began = time.process_time()
+        window(begin, cast("Tokenizer", watched))
+        watched.spent.own_s = time.process_time() - began - watched.spent.bare_s
+        return watched.spent
+
+    turns: list[TextTurn] = []
+    begin = BEGIN
     for _ in range(number):
-        turns.append(TextTurn(partial(window, begin), of_documents.tokenizer))
+        turns.append(partial(turn, begin))
         begin = window(begin, of_documents.tokenizer)
     return turns
 
@@ -138,33 +118,24 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
         next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """
-    takers = {name: _taker(turns) for name, turns in sides.items()}
-    times = harness.take_turns(takers, rounds, label="tokenizing, ")
+
+    def taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
+        """Function that takes all turns of a side; the order of both tokenizers alternates from round to round."""
+        rounds = count()
+        return lambda: [turn(number % 2 == 1) for number, turn in enumerate(turns, next(rounds))]
+
+    times = harness.take_turns({name: taker(turns) for name, turns in sides.items()}, rounds, label="tokenizing, ")
     result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
     for name, taken in times.items():
         tokens = sum(spent.tokens for spent in taken[0])
-        rates, bare_rates = [], []
-        counted: list[TextTime] = []
-        for turns in taken:
-            rates.append(tokens / sum(spent.own_s for spent in turns))
-            bare_rates.append(tokens / sum(spent.bare_s for spent in turns))
-            counted += turns
+        rates = [tokens / sum(spent.own_s for spent in turns) for turns in taken]
+        bare = [tokens / sum(spent.bare_s for spent in turns) for turns in taken]
+        counted = list(chain.from_iterable(taken))
         result["tokens"][name] = tokens
-        result["rows"].append(harness.row(name, "tokens/s", rates, bare=bare_rates))
+        result["rows"].append(harness.row(name, "tokens/s", rates, bare=bare))
         result["inside"][name] = median(spent.inside_s / spent.own_s for spent in counted)
         result["ratios"][name] = speed_ratio(counted)
     return result
-
-
-def _taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
-    """Function that takes all turns of a side; the order of both tokenizers alternates from round to round."""
-    rounds = count()
-
-    def take() -> list[TextTime]:
-        number = next(rounds)
-        return [turn.take(bare_first=(number + index) % 2 == 1) for index, turn in enumerate(turns)]
-
-    return take
 
 
 def speed_ratio(turns: Sequence[TextTime]) -> float:

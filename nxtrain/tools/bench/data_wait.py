@@ -21,11 +21,8 @@ from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.metrics.work_meter import WorkMeter
 from nxtrain.tools.bench.harness import num_cores
 
-TOKENS_PER_S = 1_000_000
-"""Speed of a node that the loader serves."""
-
-MOST_WAITING = 0.01
-"""Largest share of a step that may wait for data."""
+TOKENS_PER_S = 1_000_000  # speed of a node that the loader serves
+MOST_WAITING = 0.01  # largest share of a step that may wait for data
 
 LADDER = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
 """Rates that are tried, from the highest on, as parts of `TOKENS_PER_S`."""
@@ -77,12 +74,7 @@ def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int =
 
 
 def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
-    """Share of the time of steps that a device with a fixed time for each row waits for data.
-
-    Args:
-        row_s: Seconds of a row on the device.
-        steps: Steps that count, after `WARMUP_STEPS`.
-    """
+    """Share of the time that a device waits for data in steps that take `row_s` for each row."""
     meter = WorkMeter()
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.launch.environment import QUIET_PROFILER
 
@@ -29,16 +31,17 @@ Turn = TypeVar("Turn")
 
 
 class BenchWorker:
-    """Process that runs one side for one turn on each request; see `nxtrain.tools.bench.worker`.
+    """Process that runs one side for one turn on each request, by `serve`.
 
     Args:
-        program: Module of `nxtrain.tools.bench` that has the side.
+        program: Module of `nxtrain.tools.bench`. Its function `turns(name, job)` makes the turns of the side, by the
+            line that requests each.
         job: Workload, of types that JSON has.
     """
 
     def __init__(self, program: str, name: str, job: Mapping[str, Any], env: Mapping[str, str]) -> None:
         self._name = name
-        argv = [sys.executable, "-m", "nxtrain.tools.bench.worker", program, name, json.dumps(job)]
+        argv = [sys.executable, "-m", "nxtrain.tools.bench.harness", program, name, json.dumps(job)]
         self._process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> BenchWorker:
@@ -49,11 +52,7 @@ class BenchWorker:
         self._process.communicate()  # closes the pipes
 
     def turn(self, request: str = "") -> Any:
-        """Run one turn and return its measurement, parsed from JSON.
-
-        Raises:
-            BackendError: The process ended; its output contains the reason.
-        """
+        """Run one turn and return its measurement; a BackendError if the process ended, whose output has the reason."""
         self.begin(request)
         return self.end()
 
@@ -67,11 +66,7 @@ class BenchWorker:
             pass  # `end` reports it
 
     def end(self) -> Any:
-        """Wait for the end of the turn and return the measurement.
-
-        Raises:
-            BackendError: The process ended; its output contains the reason.
-        """
+        """Wait for the end of the turn and return the measurement."""
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
@@ -80,6 +75,19 @@ class BenchWorker:
                 f"the benchmark process of {self._name} ended with exit code {code}; see its lines above"
             )
         return json.loads(answer)
+
+
+def serve(program: str, name: str, job: str) -> None:
+    """Run one turn for each line on standard input, and print the measurement as JSON, until standard input ends.
+
+    Standard output has the measurements only. Output of libraries goes to standard error.
+    """
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        turns = import_module(f"nxtrain.tools.bench.{program}").turns(name, json.loads(job))
+        for line in sys.stdin:
+            print(json.dumps(turns[line.strip()]()), file=answers, flush=True)
 
 
 def start_ranks(
@@ -110,11 +118,7 @@ def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]
 def take_turns(
     sides: Mapping[str, Callable[[], Turn]], rounds: int, *, warm_up: int = 1, label: str = ""
 ) -> dict[str, list[Turn]]:
-    """Run each side once in every round, after rounds that warm up, whose measurements are dropped.
-
-    Args:
-        label: Text of the progress, before the number of the round.
-    """
+    """Run each side once in every round, after rounds that warm up, whose measurements are dropped."""
     measured: dict[str, list[Turn]] = {name: [] for name in sides}
     done = 0
     with Progress("starting", (warm_up + rounds) * len(sides)) as progress:
@@ -148,29 +152,27 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 
 def refuse_unknown(option: str, noun: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names that an option does not have.
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Refuse names that an option does not have, by a ConfigError."""
     hint = f"known: {', '.join(known)}"
     problems = [Problem(option, f"there is no {noun} {name!r}", hint=hint) for name in names if name not in known]
     if problems:
         raise ConfigError(problems)
 
 
-def show(*shown: str | Table, machine: Mapping[str, Any] | None = None) -> None:
-    """Print the machine, and lines and tables for people."""
+def present(
+    result: Mapping[str, Any], shown: Callable[[], Sequence[str | Table]], *, as_json: bool, of_machine: bool = True
+) -> None:
+    """Print a result as JSON, or its lines and tables for people, after the machine."""
+    if as_json:
+        write_document(result)
+        return
     console = Console(highlight=False, soft_wrap=True)
-    if machine is not None:
-        instructions = ", ".join(machine["instructions"]) or "unknown instruction sets"
-        load = f"load {machine['load'][0]:.1f}"
-        console.print(f"{machine['cpu']}, {machine['cores']} cores, {instructions}, {load}", markup=False)
-    for part in shown:
-        if isinstance(part, str):
-            console.print(part, markup=False)
-        else:
-            console.print(part)
+    if of_machine:
+        cpu = result["machine"]
+        instructions = ", ".join(cpu["instructions"]) or "unknown instruction sets"
+        console.print(f"{cpu['cpu']}, {cpu['cores']} cores, {instructions}, load {cpu['load'][0]:.1f}", markup=False)
+    for part in shown():
+        console.print(part, markup=not isinstance(part, str))
 
 
 def table(
@@ -213,3 +215,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
         "cores": num_cores(),
         "load": list(os.getloadavg()),
     }
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.table import Table
+
 from nxtrain.backends import open_backend
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
@@ -26,24 +27,19 @@ from nxtrain.tools.bench import harness
 from nxtrain.train.build import build_meta, fill_model, parts_of
 
 FAMILY = "llama"
-SEQ_LEN = 2048
-"""Tokens of the rotary tables, the only thing here that depends on them."""
+SEQ_LEN = 2048  # tokens of the rotary tables, the only thing here that depends on them
 SHARE, SLACK_BYTES = 1.3, 1 << 30
 """Bound of the peak: a multiple of the shard's bytes, and the bytes of the interpreter and torch."""
 
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """Rank of one pipeline stage whose part of the model is materialized.
-
-    Args:
-        stage: Pipeline stage, 0 <= stage < pp.
-    """
+    """Rank of one pipeline stage whose part of the model is materialized."""
 
     preset: str
     tp: int
     pp: int
-    stage: int
+    stage: int  # pipeline stage, 0 <= stage < pp
 
     @property
     def rank(self) -> int:
@@ -52,15 +48,7 @@ class BuildTarget:
 
 
 def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_json: bool) -> None:
-    """Measure the memory and time of making a rank's shard, and print the results.
-
-    Args:
-        stage: Pipeline stage; None: a middle one.
-
-    Raises:
-        ConfigError: No such preset, or degrees that it cannot have.
-        BackendError: The peak exceeds the bound, or this system does not report it.
-    """
+    """Measure the memory and time of making a rank's shard, and print the results; by default of a middle stage."""
     if stage is None:
         stage = pp // 2
     target = BuildTarget(preset, tp, pp, stage)
@@ -70,10 +58,7 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
         harness.BenchWorker("materialize", f"stage {stage}", asdict(target), os.environ) as worker,
     ):
         result = judge({**asdict(target), "rank": target.rank, **worker.turn()})
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
     if not result["within"]:
         raise BackendError(
             f"the peak of {result['peak_bytes']:,} bytes exceeds {result['bound_bytes']:,}, "
@@ -82,11 +67,7 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
 
 
 def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the bound, and whether the peak is within it.
-
-    Raises:
-        BackendError: The system does not report the peak.
-    """
+    """Add the bound, and whether the peak is within it."""
     if not measured["peak_bytes"]:
         raise BackendError("bench materialize reads the peak of resident memory from Linux's /proc, which is not here")
     bound = int(SHARE * measured["shard_bytes"]) + SLACK_BYTES
@@ -141,7 +122,7 @@ def make_shard(target: BuildTarget) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     first, last = result["blocks"]
     sizes = {
         "bytes in bf16": result["shard_bytes"],
@@ -156,4 +137,4 @@ def _show(result: Mapping[str, Any]) -> None:
     rows.append(("draw the weights", f"{result['fill_s']:.2f} s"))
     title = f"{result['preset']}, {result['num_params']:,} parameters, tp {result['tp']} x pp {result['pp']}"
     caption = "the peak is within the bound" if result["within"] else "the peak exceeds the bound"
-    harness.show(harness.table(title, ("", ""), rows, caption))
+    return harness.table(title, ("", ""), rows, caption)

@@ -15,13 +15,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig, RunConfig
@@ -41,14 +41,10 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Update rule, with the number types that it is measured with.
-
-    Args:
-        params, state: Types of parameters and running means.
-    """
+    """Update rule, with the number types that it is measured with."""
 
     update: Update
-    params: str
+    params: str  # types of parameters and running means
     state: str
 
     @property
@@ -68,12 +64,7 @@ CASES = (
 
 
 def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> None:
-    """Measure the cost of an update under each rule, and print the results.
-
-    Args:
-        layers: Blocks of the model whose parameters are updated.
-        threads: Number of CPU threads; 0: all cores.
-    """
+    """Measure the cost of an update under each rule on some blocks of a model, and print the results."""
     if threads:
         torch.set_num_threads(threads)
     backend = open_backend("cpu")
@@ -89,10 +80,7 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
     result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
     result["rules"] = summarize(seconds, num_params, bytes_per_param)
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
 
 
 def _cpu_s(update: Callable[[], object]) -> float:
@@ -104,12 +92,7 @@ def _cpu_s(update: Callable[[], object]) -> float:
 def summarize(
     seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds of each rule.
-
-    Args:
-        seconds: Seconds of each turn of each rule, including `PEER`.
-        bytes_per_param: Bytes of a parameter and its optimizer state, by rule.
-    """
+    """Medians over rounds of each rule, compared with those of `PEER`."""
     rules = {}
     for name, turns in seconds.items():
         rules[name] = {
@@ -154,11 +137,11 @@ def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for name, rule in result["rules"].items():
         figures = (f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
         rows.append((name, *figures))
     heads = ("rule", "ns per parameter", "x torch fused", "bytes per parameter")
     caption = f"processor time of {result['threads']} threads, medians over {result['rounds']} rounds"
-    harness.show(harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption))
+    return harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption)

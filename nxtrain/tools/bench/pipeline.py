@@ -32,26 +32,19 @@ from nxtrain.tools.bench.train import SHAPE
 
 MIB = 1 << 20
 
-BACKWARD = 2
-"""Ratio of a backward's sleep to a forward's, as for matrix products."""
+BACKWARD = 2  # ratio of a backward's sleep to a forward's, as for matrix products
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Workload of the ranks of a pipeline.
-
-    Args:
-        micro: Micro-batches of a step.
-        forward_s: Sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that.
-        seq_len: Tokens of a micro-batch, whose hidden states stages send.
-    """
+    """Workload of the ranks of a pipeline."""
 
     pp: int
     virtual_pp: int
     schedule: Order
-    micro: int
-    forward_s: float
-    seq_len: int
+    micro: int  # micro-batches of a step
+    forward_s: float  # sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that
+    seq_len: int  # tokens of a micro-batch, whose hidden states stages send
 
     @property
     def boundary_bytes(self) -> int:
@@ -85,13 +78,9 @@ class StageWork:
 
 @dataclass(frozen=True)
 class PipelineTurn:
-    """Measurement of all ranks in one step.
+    """Measurement of all ranks in one step."""
 
-    Args:
-        spans: Spans of each rank in order; a transfer's span is the time to start it.
-    """
-
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # spans of each rank in order; a transfer's span is the time to start it
     sent_bytes: tuple[int, ...]
 
     @staticmethod
@@ -106,11 +95,7 @@ class PipelineTurn:
 
 
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
-    """Measure a pipeline and print the results.
-
-    Raises:
-        ConfigError: There is no such pipeline.
-    """
+    """Measure a pipeline and print the results; a ConfigError says why there is no such pipeline."""
     if work.pp == 1 and (not dry_run or work.virtual_pp > 1):
         raise ConfigError("--pp 1 is no pipeline: a single stage sends nothing and waits for nobody; use 2 or more")
     if work.schedule == "zero_bubble" and work.virtual_pp > 1:
@@ -132,11 +117,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
 
 
 def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]:
-    """Run the steps of several pipelines in turn, each rank in a process of its own.
-
-    Raises:
-        BackendError: A process ended; its output contains the reason.
-    """
+    """Run the steps of several pipelines in turn, each rank in a process of its own."""
     with ExitStack() as stack:
         sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:

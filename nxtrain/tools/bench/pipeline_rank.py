@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import Backend, BackendSettings
+from nxtrain.backends.base import BackendSettings
 from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.stages import StagePart
@@ -27,23 +27,15 @@ PATIENCE_S = 60.0
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn of a rank in a worker process: begin and end of each action, and the bytes sent."""
+    """Turn of a rank in a worker process, by the executor that training uses.
+
+    A turn measures begin and end of each action, and the bytes sent.
+    """
     work = StageWork(**job)
     torch.set_num_threads(1)
     backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
     mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
     backend.lay_out(mesh)
-    run = step(work, backend, mesh)
-
-    def turn() -> dict[str, Any]:
-        backend.collectives.barrier()
-        return run()
-
-    return {"": turn}
-
-
-def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
-    """Step of the executor that training uses; records begin and end of each action."""
     blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
@@ -79,12 +71,13 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 
     def turn() -> dict[str, Any]:
         nonlocal sent_bytes
+        backend.collectives.barrier()
         actions.clear()
         sent_bytes = 0
         pipeline.train(batch, lambda last: None, lambda loss, targets: None)
         return {"actions": actions, "sent_bytes": sent_bytes}
 
-    return turn
+    return {"": turn}
 
 
 class _Chunks(nn.Module):

@@ -15,16 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.process.document import write_document
+from rich.table import Table
+
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.chart import check_chart, write_chart
 from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
 from nxtrain.tools.bench.train import BREAKDOWN, Workload
 
-ALONE = "alone"
-ONE = "one"
-TWO = "two_independent"
+ONE, TWO = "one", "two_independent"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
@@ -40,15 +39,7 @@ RANKS = 2
 def bench_scaling(
     *, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool, chart: Path | None = None
 ) -> None:
-    """Measure the speed of each layout and print the results.
-
-    Args:
-        work: Workload of each rank.
-        layouts: Names from `LAYOUTS`; empty: all.
-
-    Raises:
-        ConfigError: There is no such layout, or the chart cannot be written.
-    """
+    """Measure the speed of each layout, by default of all, and print the results."""
     check_chart(chart)
     harness.refuse_unknown("--layouts", "layout", layouts, LAYOUTS)
     names = list(layouts or LAYOUTS)
@@ -62,14 +53,11 @@ def bench_scaling(
     }
     if chart is not None:
         speeds = {row["name"]: row["rounds"] for row in result["rows"]}
-        bars = []
+        bars = {}
         for name in names:
-            bars.append(Bar(name, [ours / two for ours, two in zip(speeds[name], speeds[TWO], strict=True)]))
+            bars[name] = [ours / two for ours, two in zip(speeds[name], speeds[TWO], strict=True)]
         write_chart(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: [_table(result)], as_json=as_json)
 
 
 def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -101,7 +89,7 @@ def measure(
     """Turns of the processes of each measurement, and the parts of a step of rank 0 in each layout."""
     job = asdict(work)
     with ExitStack() as stack:
-        alone = start_ranks(stack, "scaling", ALONE, job, copies=RANKS)
+        alone = start_ranks(stack, "scaling", ONE, job, copies=RANKS)
         groups = {ONE: alone[:1], TWO: alone}
         for name in names:
             groups[name] = start_ranks(stack, "scaling", name, job, RANKS)
@@ -115,12 +103,7 @@ def measure(
 
 
 def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tokens: int) -> dict[str, Any]:
-    """Tokens per second by wall time, CPU seconds per token, and both over those of two independent runs.
-
-    Args:
-        measured: By name, for each round, the seconds of each process by clock.
-        tokens: Tokens of one rank in one turn.
-    """
+    """Tokens per second by wall time, CPU seconds per token, and both over those of two independent runs."""
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     rows = []
@@ -147,7 +130,7 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
     }
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = []
     for row in result["rows"]:
         name = row["name"]
@@ -165,4 +148,4 @@ def _show(result: Mapping[str, Any]) -> None:
         f"communication, of the profiled step; medians over {result['rounds']} rounds"
     )
     heads = ("", "tokens/s", "over one", "efficiency", "by CPU", "waiting", "comm.")
-    harness.show(harness.table("two ranks of one thread each", heads, rows, caption), machine=result["machine"])
+    return harness.table("two ranks of one thread each", heads, rows, caption)

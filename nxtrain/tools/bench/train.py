@@ -18,12 +18,11 @@ from rich.table import Table
 
 from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
-from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.breakdown import KINDS
-from nxtrain.tools.bench.chart import Bar, check_chart, write_chart
+from nxtrain.tools.bench.chart import check_chart, write_chart
 from nxtrain.tools.bench.harness import BenchWorker, take_turns
 
 SHAPE = {
@@ -43,24 +42,18 @@ PEER_COMPILED = "transformers_compiled"
 TITAN = "torchtitan"
 PEAK = "gemm"
 
-BREAKDOWN = "breakdown"
-"""Request for the parts of a step."""
+BREAKDOWN = "breakdown"  # request for the parts of a step
 
 CLOCKS = {"device": "the device's clock", "cpu": "CPU time", "wall": "wall time"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Implementation that is measured.
-
-    Args:
-        package: Package that it needs, "" for none.
-        compiled: The model goes through torch.compile.
-    """
+    """Implementation that is measured."""
 
     text: str
-    package: str = ""
-    compiled: bool = False
+    package: str = ""  # package that it needs, "" for none
+    compiled: bool = False  # the model goes through torch.compile
 
 
 CANDIDATES = {
@@ -78,38 +71,21 @@ MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * 
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload that every implementation computes.
+    """Workload that every implementation computes."""
 
-    Args:
-        steps: Updates per round and implementation.
-        batch: Sequences per update.
-        precision: Type of the weights and activations, `bf16` or `fp32`.
-        shape: Model, under Hugging Face's names.
-        preset: Name of the model, "" for `SHAPE`.
-        stock_allocator: Peers get glibc's default settings.
-    """
-
-    steps: int
-    batch: int
+    steps: int  # updates per round and implementation
+    batch: int  # sequences per update
     seq_len: int
-    precision: str
-    shape: Mapping[str, Any]
-    preset: str = ""
+    precision: str  # type of the weights and activations, `bf16` or `fp32`
+    shape: Mapping[str, Any]  # model, under Hugging Face's names
+    preset: str = ""  # name of the model, "" for `SHAPE`
     threads: int = 1
     backend: str = "cpu"
-    stock_allocator: bool = False
+    stock_allocator: bool = False  # peers get glibc's default settings
 
 
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
-    """Measure the training speed of each candidate and print the results.
-
-    Args:
-        candidates: Names from `CANDIDATES`; empty: all that are installed.
-
-    Raises:
-        BackendError: The backend cannot run here, or a package of a chosen candidate is not installed.
-        ConfigError: There is no such candidate, or the chart cannot be written.
-    """
+    """Measure the training speed of each candidate, by default of all that are installed, and print the results."""
     check_chart(chart)
     names, left_out = choose_candidates(candidates, work.backend)
     check_backend(work.backend)
@@ -123,26 +99,18 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
         "breakdown": parts,
     }
     if chart is not None:
-        bars = []
+        bars = {}
         for ours, ratios in result["ratios_of"].items():
             for peer, ratio in ratios.items():
                 if peer not in result["ratios_of"]:
-                    bars.append(Bar(f"{ours} / {peer}", ratio["rounds"]))
+                    bars[f"{ours} / {peer}"] = ratio["rounds"]
         title = f"nxtrain bench train: speed over peers ({result['clock']} time, 1.0 = equal)"
         write_chart(chart, bars, title, result["machine"], f"; {work.precision}, {work.threads} threads")
-    if as_json:
-        write_document(result)
-    else:
-        _show(result)
+    harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
 def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
-    """Candidates to measure, and those that are left out, each with the reason.
-
-    Raises:
-        ConfigError: A wanted candidate does not exist.
-        BackendError: A wanted candidate cannot run here.
-    """
+    """Candidates to measure, and those that are left out, each with the reason."""
     harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
     for name in wanted or CANDIDATES:
@@ -158,11 +126,7 @@ def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], d
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that cannot run on this machine.
-
-    Raises:
-        BackendError: There is no such backend, or it cannot run here; the message gives the reason.
-    """
+    """Refuse a backend that does not exist or cannot run on this machine, by a BackendError."""
     from nxtrain.backends import support
 
     supported = support(backend)
@@ -173,11 +137,7 @@ def check_backend(backend: str) -> None:
 def workload(  # 8 arguments: one for each option
     *, steps: int, batch: int, seq_len: int, precision: str, preset: str, threads: int, backend: str, stock: bool
 ) -> Workload:
-    """Workload of the command's options; 0 threads: all cores.
-
-    Raises:
-        ConfigError: No such preset.
-    """
+    """Workload of the command's options; 0 threads: all cores."""
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
     if preset:
         shape = find_family("llama").preset(preset).model_dump(mode="json")
@@ -212,11 +172,7 @@ def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
-    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round.
-
-    Args:
-        measured: Turns of each candidate with seconds by clock; turns of the peak with FLOPs per second by clock.
-    """
+    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round."""
     family = find_family("llama")
     flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]
@@ -259,10 +215,7 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
 def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
     """Clock of the ratios: the device's, the CPU time of one thread, or else wall.
 
-    CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
-
-    Args:
-        clocks: Clocks that every measurement has.
+    CPU time is steadier than wall on a machine that others use. Of several threads it also counts those that wait.
     """
     if "device" in clocks:
         return "device"
@@ -288,7 +241,7 @@ def _row(
     )
 
 
-def _show(result: Mapping[str, Any]) -> None:
+def _shown(result: Mapping[str, Any]) -> list[str | Table]:
     lines = [f"left out {name}: {reason}" for name, reason in result["left_out"].items()]
     notes = chain.from_iterable(row.get("notes", ()) for row in result["rows"])
     lines += dict.fromkeys(notes)
@@ -298,7 +251,7 @@ def _show(result: Mapping[str, Any]) -> None:
     if peers:
         tables.append(_ratios(result, peers))
     tables += [_parts(name, parts) for name, parts in result["breakdown"].items()]
-    harness.show(*lines, *tables, machine=result["machine"])
+    return [*lines, *tables]
 
 
 def _speeds(result: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> Table:

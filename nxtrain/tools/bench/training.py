@@ -27,28 +27,17 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.train import (
-    BREAKDOWN,
-    COMPILED,
-    OURS,
-    PEAK,
-    PEER,
-    PEER_COMPILED,
-    TITAN,
-    Workload,
-)
+from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 
-Step: TypeAlias = Callable[[], float]
-"""One update; returns the loss, after which the device is idle."""
+Step: TypeAlias = Callable[[], float]  # one update; returns the loss, after which the device is idle
 
 Turn: TypeAlias = Callable[[], dict[str, Any]]
 
 LR, CLIP = 1e-4, 1.0
 WARM_UP_STEPS = 3
-PIPELINED = 8
-"""Micro-batches of a pipeline's step, if its sequences can be so divided."""
+PIPELINED = 8  # micro-batches of a pipeline's step, if its sequences can be so divided
 
 PATIENCE_S = 600.0
 
@@ -114,12 +103,7 @@ def batch(work: Workload, sequences: int = 0) -> tuple[Tensor, Tensor]:
 def ours(
     work: Workload, backend: Backend, *, compiled: bool = False, parallel: Mapping[str, Any] | None = None
 ) -> tuple[Step, TrainState]:
-    """nxtrain's own step, as `nxtrain train` runs it, and its state.
-
-    Args:
-        work: Workload; with several ranks its batch is that of each rank.
-        parallel: Table [parallel].
-    """
+    """nxtrain's own step, as `nxtrain train` runs it, and its state; the batch of the workload is that of each rank."""
     degrees = dict(parallel or {})
     sequences = work.batch * backend.world
     per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
@@ -149,11 +133,7 @@ def ours(
 
 
 def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: bool) -> Step:
-    """Step of transformers' model as its documentation trains it; returns the loss.
-
-    Args:
-        fused: torch's fused AdamW; otherwise AdamW's defaults.
-    """
+    """Step of transformers' model as its documentation trains it, with torch's fused AdamW or AdamW's defaults."""
     import transformers
 
     torch.manual_seed(0)
@@ -186,11 +166,7 @@ def hf_config(work: Workload) -> dict[str, Any]:
 
 
 def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], dict[str, float]]:
-    """Turn that measures FLOPs per second by each clock, each the best of several matrix products.
-
-    Args:
-        dtype: Type of the matrices; on a CPU without instructions for this type, float32 is the faster one.
-    """
+    """Turn that measures FLOPs per second by each clock, each the best of several matrix products."""
     shapes = ON_HOST if on_host else ON_ACCELERATOR
     if on_host and not has_products(dtype):
         dtype = torch.float32

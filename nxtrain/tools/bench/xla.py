@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from nxtrain.backends import open_backend
@@ -23,7 +24,6 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.document import write_document
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench import harness
@@ -32,25 +32,19 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step
 
 TRACE = "trace"
-WORLD, TP = 4096, 8
-"""The world that a rank is traced in."""
+WORLD, TP = 4096, 8  # the world that a rank is traced in
 
 LR, CLIP = 1e-4, 1.0
 
 
 @dataclass(frozen=True)
 class LazyWorkload:
-    """Workload that every implementation records.
-
-    Args:
-        steps: Steps of each turn.
-        seq_len: Tokens per sequence; each micro-batch is one.
-    """
+    """Workload that every implementation records."""
 
     layers: int
     micro_batches: int
-    steps: int
-    seq_len: int = 32
+    steps: int  # steps of each turn
+    seq_len: int = 32  # tokens per sequence; each micro-batch is one
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -67,11 +61,7 @@ class LazyWorkload:
 
 
 def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_json: bool) -> None:
-    """Measure the host cost of each implementation and print the results.
-
-    Raises:
-        BackendError: torch-xla or transformers is not installed.
-    """
+    """Measure the host cost of each implementation and print the results."""
     for package in ("torch_xla", "transformers"):
         if find_spec(package) is None:
             raise BackendError(
@@ -84,18 +74,12 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
         for name in (OURS, PEER, TRACE):
             sides[name] = stack.enter_context(harness.BenchWorker("xla", name, asdict(work), env)).turn
         result = summarize(harness.take_turns(sides, rounds))
-    if as_json:
-        write_document({**asdict(work), "rounds": rounds, **result})
-    else:
-        _show(result, work)
+    document = {**asdict(work), "rounds": rounds, **result}
+    harness.present(document, lambda: [_table(document)], as_json=as_json, of_machine=False)
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds.
-
-    Args:
-        measured: Seconds per step of both implementations, and seconds to trace a rank.
-    """
+    """Medians over rounds of the seconds per step of both implementations, and of those to trace a rank."""
     ratios = [peer / ours for ours, peer in zip(measured[OURS], measured[PEER], strict=True)]
     return {
         **{name: {"host_ms_per_step": 1e3 * median(measured[name])} for name in (OURS, PEER)},
@@ -105,14 +89,14 @@ def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def _show(result: Mapping[str, Any], work: LazyWorkload) -> None:
+def _table(result: Mapping[str, Any]) -> Table:
     rows = [(name, f"{result[name]['host_ms_per_step']:.1f}") for name in (OURS, PEER)]
     caption = (
         f"transformers takes {result['ratio']:.2f} x as long; one rank of {WORLD} is traced in "
         f"{result['trace_s_per_rank']:.2f} s; medians over {len(result['ratios'])} rounds"
     )
-    title = f"{work.layers} layers, {work.micro_batches} micro-batches per step"
-    harness.show(harness.table(title, ("", "host ms per step"), rows, caption))
+    title = f"{result['layers']} layers, {result['micro_batches']} micro-batches per step"
+    return harness.table(title, ("", "host ms per step"), rows, caption)
 
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Callable[[], float]]:

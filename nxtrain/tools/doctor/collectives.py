@@ -18,14 +18,9 @@ from nxtrain.launch.local import rendezvous_address
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
-LIMIT_S = 30.0
-"""Seconds that ranks wait for one another."""
-
-MEASURE_S = 15.0
-"""Seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed."""
-
-MIN_SHARE = 0.1
-"""Share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple."""
+LIMIT_S = 30.0  # seconds that ranks wait for one another
+MEASURE_S = 15.0  # seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed
+MIN_SHARE = 0.1  # share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple
 
 NCCOM = ("nccom-test", "--minbytes", "1kb", "--maxbytes", "64mb", "--stepfactor", "256", "--datatype", "fp32")
 WHY = "the first collective of a run would wait for its time limit, and end the run"
@@ -33,17 +28,13 @@ WHY = "the first collective of a run would wait for its time limit, and end the 
 
 @dataclass(frozen=True)
 class World:
-    """Machines that are checked together, and the rank of this one.
-
-    Args:
-        names: Name of each machine by rank; empty: unknown.
-    """
+    """Machines that are checked together, and the rank of this one."""
 
     first_node: str
     port: int
     rank: int
     size: int
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # name of each machine by rank; empty: unknown
 
     def name(self, rank: int) -> str:
         """Machine of a rank, by name where known."""
@@ -69,11 +60,7 @@ class World:
 def world_of(first_node: str, rank: int, size: int, host: Host | None = None) -> World:
     """Machines that check their links together, with the names that Slurm gives them.
 
-    Args:
-        first_node: Name of the machine of rank 0, with `:<port>` unless the port is `PORT`.
-
-    Raises:
-        ConfigError: The rank is not one of the machines, or the name or the port is invalid.
+    A rank that is not one of the machines, or an invalid `NAME` or `NAME:PORT` of the first, is a ConfigError.
     """
     name, port = rendezvous_address(first_node)
     if rank >= size:
@@ -88,11 +75,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 def check_collectives(
     host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
-    """Check the links within this machine or, with a world, the links between its machines.
-
-    Args:
-        world: Machines that run this check at the same time; None: this one alone.
-    """
+    """Check the links within this machine or, with a world, the links between its machines."""
     gpus: Machine | None = None
     backend = "cpu"
     if machine is not None and machine.resource == GPU:
@@ -160,11 +143,7 @@ def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s:
 
 
 def _judge(
-    name: str,
-    results: Sequence[Mapping[str, Any]],
-    size: int,
-    name_of: Callable[[int], str],
-    machine: Machine | None,
+    name: str, results: Sequence[Mapping[str, Any]], size: int, name_of: Callable[[int], str], machine: Machine | None
 ) -> Finding:
     errors = list(dict.fromkeys(result["error"] for result in results if result["error"]))
     missing = sorted(set().union(*(result["missing"] for result in results)))

@@ -37,12 +37,7 @@ REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, 
 
 
 def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
-    """Check accelerators and EFA.
-
-    Args:
-        machine: Kind of machine, whose devices are expected; None: unknown, so that nothing is expected.
-        needs_all: A run is about to start, so that no process may hold a device.
-    """
+    """Check accelerators and EFA; `needs_all`: a run is about to start, so that no process may hold a device."""
     try:
         devices = _list_devices(host, machine)
     except (ToolError, ToolOutputError) as error:
@@ -79,7 +74,7 @@ def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
         numbers = sorted(int(name) for name in names if name.isdigit())
     if not numbers:
         return None
-    return Devices(tuple(numbers), 0, ())
+    return Devices(tuple(numbers))
 
 
 def _count(devices: Devices | None, machine: Machine | None) -> Finding:

@@ -22,8 +22,7 @@ from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault
 from nxtrain.tools.doctor.host import MIN_FREE_BYTES, check_cache, check_disk, check_host, check_instance, check_port
 from nxtrain.tools.doctor.packages import check_packages
 
-EXIT_CODE = BackendError.exit_code
-"""Exit code if a check found a fault."""
+EXIT_CODE = BackendError.exit_code  # exit code if a check found a fault
 
 
 def examine(
@@ -35,9 +34,6 @@ def examine(
         path: Configuration of a run that is about to start here; None: the machine is checked for any run.
         collectives: Test the links, too, which starts processes that import torch.
         world: Machines that test their links together; None: this one alone.
-
-    Raises:
-        ConfigError: The configuration cannot be read.
     """
     loaded: Loaded | None = None
     config = RunConfig()

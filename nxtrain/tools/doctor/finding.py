@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOL_LIMIT_S = 10.0
-"""Limit for a program such as neuron-ls, which may hang next to a broken driver."""
-
-SHOWN = 8
-"""Most values that one line lists."""
+TOOL_LIMIT_S = 10.0  # limit for a program such as neuron-ls, which may hang next to a broken driver
+SHOWN = 8  # most values that one line lists
 
 TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin"
 """Folders of the tools, which the PATH of a scheduler may lack."""
@@ -21,20 +18,13 @@ TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Args:
-        ok: False: the check found a fault.
-        what: Observation, with values.
-        why: Consequence for a run; empty if all is well.
-        fix: Remedy; empty if all is well.
-    """
+    """Result of one check."""
 
     name: str
-    ok: bool
-    what: str
-    why: str = ""
-    fix: str = ""
+    ok: bool  # false: the check found a fault
+    what: str  # observation, with values
+    why: str = ""  # consequence for a run; empty if all is well
+    fix: str = ""  # remedy; empty if all is well
 
 
 def fault(name: str, what: str, why: str, fix: str) -> Finding:
@@ -52,7 +42,7 @@ class Host:
 
     Args:
         root: Folder under which /proc, /sys, /dev and the rest are.
-        path: Folders with programs, as in PATH; empty: those of PATH, and `TOOL_FOLDERS`.
+        path: Folders with programs; empty: those of PATH, and `TOOL_FOLDERS`.
     """
 
     def __init__(self, root: Path = Path("/"), path: str = "") -> None:
@@ -70,11 +60,7 @@ class Host:
             return ""
 
     def run(self, *argv: str, limit_s: float = TOOL_LIMIT_S) -> str | None:
-        """Standard output of a program; None if it is not installed.
-
-        Raises:
-            ToolError: The program fails, or takes too long.
-        """
+        """Standard output of a program; None if it is not installed, a ToolError if it fails or takes too long."""
         program = shutil.which(argv[0], path=self._path or f"{os.environ.get('PATH', '')}:{TOOL_FOLDERS}")
         if program is None:
             return None

@@ -19,32 +19,16 @@ from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
 GIB = 1 << 30
 
-MIN_FILES = 8192
-"""Open files that a rank may need: shards, sockets to all peers, logs."""
-
-MIN_SHM_BYTES = GIB
-"""Shared memory that ranks of a machine need; a container has 64 MiB unless it asks for more."""
-
-MIN_FREE_BYTES = 5 * GIB
-"""Free space on a disk that a run writes to, if nothing better is known."""
-
-MIN_CACHE_BYTES = 10 * GIB
-"""Free space for compiled graphs."""
-
-MAX_OFFSET_S = 1.0
-"""Offset of a clock beyond which logs of several machines cannot be put in order."""
-
-SET_SINCE = 1735689600.0
-"""2025-01-01: a clock that shows less is not set."""
+MIN_FILES = 8192  # open files that a rank may need: shards, sockets to all peers, logs
+MIN_SHM_BYTES = GIB  # shared memory that ranks of a machine need; a container has 64 MiB unless it asks for more
+MIN_FREE_BYTES = 5 * GIB  # free space on a disk that a run writes to, if nothing better is known
+MIN_CACHE_BYTES = 10 * GIB  # free space for compiled graphs
+MAX_OFFSET_S = 1.0  # offset of a clock beyond which logs of several machines cannot be put in order
+SET_SINCE = 1735689600.0  # 2025-01-01: a clock that shows less is not set
 
 
 def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
-    """Check the kind of machine.
-
-    Args:
-        name: Instance type that the machine reports; empty: none.
-        wanted: `cluster.instance` of the run; empty: any.
-    """
+    """Check the kind of machine that reports its name against the one that the run wants; both may be empty."""
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
@@ -105,11 +89,7 @@ def _clock(host: Host) -> Finding:
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
-    """Check the disk of a run.
-
-    Args:
-        folder: Folder of the run; need not exist.
-    """
+    """Check the disk of a run, whose folder need not exist."""
     there = _existing(folder)
     free = shutil.disk_usage(there).free
     if not there.is_dir():

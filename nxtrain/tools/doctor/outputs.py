@@ -23,40 +23,24 @@ class ToolOutputError(ValueError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that holds devices.
-
-    Args:
-        command: Command line, perhaps shortened.
-    """
+    """Process that holds devices."""
 
     pid: int
-    command: str
+    command: str  # command line, perhaps shortened
     devices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators as their tool lists them.
-
-    Args:
-        cores: Ranks that the devices serve together.
-        driver: Version of the driver, if the tool has it.
-        ecc: Uncorrected errors by device, where counted.
-    """
+    """Accelerators as their tool lists them."""
 
     numbers: tuple[int, ...]
-    cores: int
-    holders: tuple[Holder, ...]
-    driver: str = ""
-    ecc: tuple[tuple[int, int], ...] = ()
+    holders: tuple[Holder, ...] = ()
+    ecc: tuple[tuple[int, int], ...] = ()  # uncorrected errors by device, where counted
 
 
 def parse_neuron_ls(text: str) -> Devices:
-    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
-
-    Raises:
-        ToolOutputError: The output is neither.
-    """
+    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key."""
     try:
         rows = json.loads(text)
         if isinstance(rows, dict):
@@ -67,38 +51,29 @@ def parse_neuron_ls(text: str) -> Devices:
                 _, devices = held.setdefault(int(process["pid"]), (str(process.get("command", "")), []))
                 devices.append(int(row["neuron_device"]))
         numbers = tuple(int(row["neuron_device"]) for row in rows)
-        cores = sum(int(row["nc_count"]) for row in rows)
     except (RecursionError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ToolOutputError(f"neuron-ls printed no list of devices: {error!r}") from error
-    return Devices(numbers, cores, _holders(held))
+    return Devices(numbers, _holders(held))
 
 
-GPU_QUERY = "index,driver_version,ecc.errors.uncorrected.volatile.total"
+GPU_QUERY = "index,ecc.errors.uncorrected.volatile.total"
 PROCESS_QUERY = "gpu_uuid,pid,process_name"
 UUID_QUERY = "index,uuid"
 
 
 def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
-    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`.
-
-    Raises:
-        ToolOutputError: A line has another number of fields, or no number where one must be.
-    """
+    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`."""
     try:
-        rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
+        rows = [(int(index), errors) for index, errors in _lines(gpus)]
         index_of = {uuid: int(index) for index, uuid in _lines(uuids)}
         held: dict[int, tuple[str, list[int]]] = {}
         for uuid, pid, command in _lines(processes):
             _, devices = held.setdefault(int(pid), (command, []))
             devices.append(index_of[uuid])
-        ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
+        ecc = tuple((index, int(errors)) for index, errors in rows if errors.isdecimal())  # else [N/A]
     except (csv.Error, ValueError, KeyError) as error:
         raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
-    numbers = tuple(index for index, _, _ in rows)
-    driver = ""
-    if rows:
-        driver = rows[0][1]
-    return Devices(numbers, len(rows), _holders(held), driver, ecc)
+    return Devices(tuple(index for index, _ in rows), _holders(held), ecc)
 
 
 def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
@@ -122,24 +97,15 @@ def parse_fi_info(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One line of a sweep over sizes.
+    """One line of a sweep over sizes."""
 
-    Args:
-        size_bytes: Bytes of the whole tensor.
-        bus_bytes_s: Bandwidth of each rank's link, by the convention of nccl-tests.
-    """
-
-    size_bytes: int
+    size_bytes: int  # bytes of the whole tensor
     time_s: float
-    bus_bytes_s: float
+    bus_bytes_s: float  # bandwidth of each rank's link, by the convention of nccl-tests
 
 
 def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
-    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
-
-    Raises:
-        ToolOutputError: There is no table, or a line of it lacks a number.
-    """
+    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s."""
     rows: list[Bandwidth] = []
     columns: list[str] = []
     for line in text.splitlines():
@@ -168,11 +134,7 @@ def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
 
 
 def parse_chronyc(text: str) -> float | None:
-    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source.
-
-    Raises:
-        ToolOutputError: The line has other fields.
-    """
+    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source."""
     fields: list[Any] = text.strip().split(",")
     try:
         offset, leap = abs(float(fields[4])), fields[13]

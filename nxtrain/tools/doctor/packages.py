@@ -17,11 +17,7 @@ AWS_PACKAGES = (
 
 
 def check_packages(machine: Machine | None) -> Iterator[Finding]:
-    """Check the environment of this Python.
-
-    Args:
-        machine: Kind of machine; None: unknown, so that no vendor's package is expected.
-    """
+    """Check the environment of this Python; without a machine, no vendor's package is expected."""
     yield _placeholders()
     yield _torch(machine)
     if machine is not None and machine.resource == NEURON:

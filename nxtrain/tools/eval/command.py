@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,26 +15,23 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io import jsonl
 from nxtrain.common.io.object_store import open_store, place_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.progress import Progress
-from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR, EVALUATIONS_FILE
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
 from nxtrain.tools.eval.offline import offline_task, texts_of
-from nxtrain.tools.eval.record import Record
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.suites import Choice, choose_tasks
-from nxtrain.tools.eval.task import Metrics, Task
+from nxtrain.tools.eval.task import Metrics, Task, is_number
 from nxtrain.tools.eval.trained import Trained
 
-DEFAULT_LIMIT = 200
-"""Requests of a local task."""
-
-MAX_LIMIT = 1_000_000
-"""Most requests of a local task, all of which are in memory; most tasks could go on without end."""
+DEFAULT_LIMIT = 200  # requests of a local task
+MAX_LIMIT = 1_000_000  # most requests of a local task, all of which are in memory; most tasks could go on without end
 
 WAIT_S = 86_400.0
 """Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
@@ -41,35 +39,23 @@ WAIT_S = 86_400.0
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an evaluation.
+    """Options of an evaluation."""
 
-    Args:
-        tasks: Names of tasks and suites; empty: the offline suite.
-        every: True for every checkpoint of a run, not only the newest.
-        limit: Most requests of a task; 0: 200 of each local task, all of the others.
-        folder: Folder of the user's own tasks of the harness.
-        tp: Ranks that share each model.
-    """
-
-    tasks: tuple[str, ...] = ()
-    every: bool = False
+    tasks: tuple[str, ...] = ()  # names of tasks and suites; empty: the offline suite
+    every: bool = False  # True for every checkpoint of a run, not only the newest
     seed: int = 0
-    limit: int = 0
-    folder: Path | None = None
-    tp: int = 1
+    limit: int = 0  # most requests of a task; 0: 200 of each local task, all of the others
+    folder: Path | None = None  # folder of the user's own tasks of the harness
+    tp: int = 1  # ranks that share each model
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one checkpoint.
-
-    Args:
-        texts: Origin of the texts of the local tasks.
-    """
+    """Results of one checkpoint."""
 
     model: Trained
     tasks: dict[str, Metrics]
-    texts: str
+    texts: str  # origin of the texts of the local tasks
 
     def to_json(self) -> dict[str, Any]:
         """Content of `--json`."""
@@ -87,12 +73,6 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
 
     Args:
         address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
-
-    Raises:
-        ConfigError: A task is unknown, the limit is too high, the model has no tokenizer, or tp does not divide it or
-            the world.
-        CheckpointError: A checkpoint is absent or damaged.
-        DivergedError: The model's scores are not finite.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices, registry = choose_tasks(options.tasks, options.folder)
@@ -245,3 +225,38 @@ def table(evaluations: Sequence[Evaluation]) -> str:
                 line += f" chance {metrics['chance']:.3f}"
             lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+class Record:
+    """Results of a run folder; results of other models stay in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = folder / EVALUATIONS_FILE if folder else None
+        self._done: dict[tuple[object, ...], Metrics] = {}
+        if self._file:
+            for line in jsonl.read(self._file):
+                if _is_whole(line):
+                    self._done[line["weights"], line["task"], line["question"]] = line["metrics"]
+
+    def find(self, model: Trained, task: str, question: str) -> Metrics | None:
+        """Result of a task for requests of an identity, which depends on seed and limit; None if it is not done."""
+        return self._done.get((model.identity, task, question))
+
+    def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:
+        """Append a result."""
+        line = {"step": model.step, "tokens": model.tokens, "weights": model.identity}
+        line |= {"task": task, "question": question, "metrics": dict(metrics)}
+        if self._file:
+            jsonl.append(self._file, json.dumps(line, allow_nan=False))
+        self._done[model.identity, task, question] = metrics
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """True if a line is a valid record of this file, with metrics as `Metrics` describes them."""
+    metrics = line.get("metrics")
+    if not isinstance(metrics, dict) or not metrics.keys() >= {"stderr", "n"} or next(iter(metrics)) in ("stderr", "n"):
+        return False
+    for name, value in metrics.items():
+        if not is_number(value) and (name != "stderr" or value is not None):
+            return False
+    return all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))

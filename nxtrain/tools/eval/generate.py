@@ -27,27 +27,15 @@ Ending = Literal["", "end", "stop", "tokens", "length"]
 class Sampling:
     """Rule by which tokens are drawn.
 
-    Args:
-        temperature: Divides the scores; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to choose among; 0: all.
-        top_p: Joint probability of the likeliest tokens to choose among; 1: all.
-
     Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
     """
 
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 1.0
+    temperature: float = 0.8  # divides the scores; 0 takes the likeliest token
+    top_k: int = 50  # number of likeliest tokens to choose among; 0: all
+    top_p: float = 1.0  # joint probability of the likeliest tokens to choose among; 1: all
 
     def draw(self, scores: Tensor, generator: torch.Generator) -> int:
-        """Choose a token.
-
-        Args:
-            scores: (V,) of the vocabulary.
-
-        Raises:
-            DivergedError: Scores are not finite.
-        """
+        """Choose a token by the scores (V,) of the vocabulary; scores that are not finite are a DivergedError."""
         if not bool(torch.isfinite(scores).all()):
             raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
         if self.temperature == 0:
@@ -60,8 +48,7 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Character that a tokenizer decodes from bytes that form no whole character."""
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # character that a tokenizer decodes from bytes that form no whole character
 
 
 class Detokenizer:
@@ -98,14 +85,7 @@ class Detokenizer:
 
 
 class Stops:
-    """Filter that ends a text before the first stop text.
-
-    Args:
-        texts: Stop texts, none of them empty.
-
-    Attributes:
-        found: True once a stop text was found, which ends the text.
-    """
+    """Filter that ends a text before the first stop text; `found` is True once there was one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts, self._held, self.found = tuple(texts), "", False
@@ -134,18 +114,11 @@ class Stops:
 
 
 class Continuation:
-    """A text that grows token by token.
+    """A text that grows token by token, by `count` tokens at most, until one of `ends` or a stop text.
 
     Args:
         ids: Tokens of the prompt.
-        count: Most tokens to add.
-        ends: Ids that end the text.
-        stops: Stop texts; the continuation ends before the first one found.
         seed: Seed of the random generator; a text's tokens depend on no other text.
-
-    Attributes:
-        prompt: Text of the prompt's tokens.
-        text: Text that was added.
     """
 
     def __init__(
@@ -196,14 +169,7 @@ class Continuation:
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
-    """Continue texts until each has ended; texts that have ended are not scored.
-
-    Yields:
-        Number of a text, and the next piece of the text in whole characters.
-
-    Raises:
-        DivergedError: The model's scores are not finite.
-    """
+    """Continue texts until each has ended, and yield the number of a text with its next piece in whole characters."""
     decoder.begin(len(texts))
     pieces: list[Sequence[int]] = [text.ids for text in texts]
     while any(pieces):
@@ -218,17 +184,12 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Texts to continue together.
-
-    Args:
-        max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
-        stops: Stop texts; a continuation ends before the first one found.
-    """
+    """Texts to continue together."""
 
     prompts: tuple[str, ...]
-    max_new_tokens: int
+    max_new_tokens: int  # tokens to add; fewer if a text ends or reaches the model's length
     seed: int = 0
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # stop texts; a continuation ends before the first one found
 
     def __post_init__(self) -> None:
         if not all(self.prompts) or not self.prompts or "" in self.stops:
@@ -255,11 +216,6 @@ def generate(
         address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
         show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
         on_found: Called with the model before its weights are read.
-
-    Raises:
-        CheckpointError: The checkpoint is absent or damaged.
-        ConfigError: The checkpoint has no tokenizer, or a prompt does not fit the model.
-        DivergedError: The model's scores are not finite.
     """
     model = Trained.find(address)
     for prompt in request.prompts:

@@ -31,26 +31,19 @@ PACKAGE = "lm_eval"
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 """Variable by which the user allows programs that the model writes to run on this machine."""
 
-ADDED_TOKENS = 256
-"""Tokens to add where a task gives no number."""
+ADDED_TOKENS = 256  # tokens to add where a task gives no number
 
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """A task or a group of tasks of the harness.
-
-    Args:
-        num_shots: Solved examples before each question; None: as the task has it.
-        limit: Most requests of each task; 0: all.
-        definition: Digest of the files that define the task, as `definition_of` gives it.
-    """
+    """A task or a group of tasks of the harness."""
 
     name: str
-    num_shots: int | None
-    limit: int
+    num_shots: int | None  # solved examples before each question; None: as the task has it
+    limit: int  # most requests of each task; 0: all
     seed: int
     registry: TaskManager
-    definition: str = ""
+    definition: str = ""  # digest of the files that define the task, as `definition_of` gives it
 
     @property
     def identity(self) -> str:
@@ -62,14 +55,10 @@ class HarnessTask:
         return identity
 
     def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
-        """Run the task; only the leader calls this.
-
-        Args:
-            answers: Folder for answers, from which a killed evaluation goes on; None: answers are not stored.
+        """Run the task; only the leader calls this. A killed evaluation goes on from the folder of answers.
 
         Raises:
             DataError: The task's data is unavailable, its files are damaged, or it measures nothing.
-            OSError: The folder of answers cannot be created.
         """
         from lm_eval.evaluator import simple_evaluate
 
@@ -113,16 +102,11 @@ def is_installed() -> bool:
     return True
 
 
-OWN_TASKS = Path(__file__).parent / "tasks"
-"""Folder of nxtrain's tasks in the harness's YAML."""
+OWN_TASKS = Path(__file__).parent / "tasks"  # folder of nxtrain's tasks in the harness's YAML
 
 
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
-    """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
-
-    Args:
-        folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
-    """
+    """Registry of tasks: nxtrain's, those of the user's folder, and those of the harness if others are wanted."""
     # The harness has thousands of files, which take seconds to read.
     own = _registry(folder, own_only=True)
     if set(wanted) <= set(own.all_tasks):
@@ -202,7 +186,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
             def keep(number: int, score: Likelihood) -> None:
                 self.cache_hook.add_partial("loglikelihood", pairs[number], (score.nats, score.is_greedy))
 
-            return [(score.nats, score.is_greedy) for score in scorer.likelihoods(pairs, keep)]
+            return [(score.nats, score.is_greedy) for score in scorer.likelihoods(pairs, done=keep)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             asked = [request.args for request in requests]
@@ -210,7 +194,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
             def keep(number: int, score: Likelihood) -> None:
                 self.cache_hook.add_partial("loglikelihood_rolling", asked[number], score.nats)
 
-            return [score.nats for score in scorer.rolling([text for (text,) in asked], keep)]
+            return [score.nats for score in scorer.rolling([text for (text,) in asked], done=keep)]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)
@@ -221,12 +205,7 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
 def _continued(
     scorer: Scorer | LedScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continuations of texts; those with the same rule of sampling are made together.
-
-    Args:
-        asked: Texts with their options of the harness.
-        keep: Stores an answer as soon as it is known; sampled answers are not stored.
-    """
+    """Continuations of texts; those with the same rule of sampling are made together, and drawn ones are not kept."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}
@@ -246,7 +225,7 @@ def _continued(
             if sampling.temperature == 0:
                 keep("generate_until", asked[numbers[number]], text)
 
-        continued = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
+        continued = scorer.continuations([requests[n] for n in numbers], sampling, done=done, seed=seed)
         for number, text in zip(numbers, continued, strict=True):
             texts[number] = text
     return texts

@@ -6,7 +6,7 @@ also ask for different texts, since each would keep answers of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from traceback import walk_tb
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import NxtrainError
-from nxtrain.tools.eval.generate import Sampling
-from nxtrain.tools.eval.scorer import Likelihood, Scorer
+from nxtrain.tools.eval.scorer import Scorer
 
 T = TypeVar("T")
 
@@ -27,55 +26,26 @@ END = ""
 
 
 class LedScorer:
-    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank.
-
-    Args:
-        ranks: Ranks that wait for calls.
-    """
+    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank."""
 
     def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
         self._scorer, self._ranks = scorer, ranks
         self.model = scorer.model
 
-    def likelihoods(
-        self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None]
-    ) -> list[Likelihood]:
-        """Log-likelihoods of continuations."""
-        self._announce("likelihoods", pairs)
-        return self._scorer.likelihoods(pairs, done)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Method of the scorer; its `done` is called on the leader alone."""
 
-    def rolling(self, texts: Sequence[str], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
-        """Log-likelihoods of whole texts."""
-        self._announce("rolling", texts)
-        return self._scorer.rolling(texts, done)
+        def call(*arguments: Any, done: Callable[[int, Any], None], **options: Any) -> Any:
+            self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
+            return getattr(self._scorer, method)(*arguments, done=done, **options)
 
-    def continuations(
-        self,
-        requests: Sequence[tuple[str, int, tuple[str, ...]]],
-        sampling: Sampling,
-        done: Callable[[int, str], None],
-        *,
-        seed: int,
-    ) -> list[str]:
-        """Texts continued to a stop."""
-        self._announce("continuations", requests, sampling, seed=seed)
-        return self._scorer.continuations(requests, sampling, done, seed=seed)
-
-    def _announce(self, method: str, *arguments: Any, **options: Any) -> None:
-        self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
+        return call
 
 
 def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
-    """Run a program on the leader, and its calls of the scorer on every rank; every rank calls this.
+    """Result of a program on the leader, whose calls of the scorer run on every rank; every rank calls this.
 
-    Args:
-        ranks: The ranks. A rank waits for the leader's next call as long as their group allows.
-
-    Returns:
-        Result of the program, on every rank.
-
-    Raises:
-        NxtrainError: The program failed, or the scorer did; raised on every rank.
+    An error of the program or of the scorer is raised on every rank.
     """
     if ranks.is_leader:
         try:

@@ -25,11 +25,7 @@ def is_hf_folder(place: Path) -> bool:
 
 
 def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
-    """Family, shape, and the end-of-text ids that a Hugging Face folder declares.
-
-    Raises:
-        ConfigError: The folder's configuration does not describe a model.
-    """
+    """Family, shape, and the end-of-text ids that a Hugging Face folder declares."""
     try:
         content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
         family = find_family(str(content["model_type"]))

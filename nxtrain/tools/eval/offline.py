@@ -24,29 +24,14 @@ from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_held_out
 from nxtrain.tools.eval.task import Request, Task
 
-MAX_TOKENS = 1 << 18
-"""Most tokens of a run's held-out text that are read."""
-
-MAX_MODULES = 100
-"""Most modules of the standard library that are read."""
-
-NUM_CHOICES = 4
-"""Choices of a request, but for induction."""
-
-_TEXT_CHARS = 1024
-"""Most characters of a text whose bits are counted."""
-
-_CONTEXT_CHARS = 400
-"""Most characters before the missing word of a cloze."""
-
-_LIST_WORDS = 6
-"""Words of a list that is copied or continued."""
-
-_LARGEST = 9
-"""Largest summand of arithmetic."""
-
-_EXAMPLES = 4
-"""Solved examples before a question of arithmetic."""
+MAX_TOKENS = 1 << 18  # most tokens of a run's held-out text that are read
+MAX_MODULES = 100  # most modules of the standard library that are read
+NUM_CHOICES = 4  # choices of a request, but for induction
+_TEXT_CHARS = 1024  # most characters of a text whose bits are counted
+_CONTEXT_CHARS = 400  # most characters before the missing word of a cloze
+_LIST_WORDS = 6  # words of a list that is copied or continued
+_LARGEST = 9  # largest summand of arithmetic
+_EXAMPLES = 4  # solved examples before a question of arithmetic
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -119,14 +104,7 @@ OFFLINE: Mapping[str, Maker] = {
 
 
 def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task:
-    """Make a task of the suite.
-
-    Args:
-        name: Name in `OFFLINE`.
-
-    Returns:
-        The task, without requests if the texts are too short.
-    """
+    """Make a task of the suite, without requests if the texts are too short."""
     drawn = random.Random(f"{seed} {name}")
     return Task(name, tuple(islice(OFFLINE[name](drawn, texts), limit)))
 
@@ -137,8 +115,7 @@ def _again(drawn: random.Random, texts: Sequence[str]) -> Iterator[str]:
         yield from drawn.sample(texts, len(texts))
 
 
-_ROUNDS = 1000
-"""Most times that a text gives a request."""
+_ROUNDS = 1000  # most times that a text gives a request
 
 
 def _vocabulary(texts: Sequence[str]) -> list[str]:
@@ -155,12 +132,7 @@ def _choose(drawn: random.Random, context: str, right: str, others: Sequence[str
 
 
 def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tuple[str, list[str]]:
-    """Texts for a model, and their origin in words.
-
-    Args:
-        run: Run folder of the model; None: there is none.
-        ends: Ids that end a text.
-    """
+    """Texts for a model of a run folder or of none, and their origin in words; `ends` are ids that end a text."""
     texts = []
     if run is not None:
         texts = _held_out_texts(run, tokenizer, ends)

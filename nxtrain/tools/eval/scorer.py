@@ -27,37 +27,24 @@ from nxtrain.tools.eval.trained import Trained
 
 T = TypeVar("T")
 
-LOGITS = 1 << 25
-"""Most logits that are computed at once; 128 MiB in float32."""
-
-MAX_ROWS = 32
-"""Most rows of a batch."""
+LOGITS = 1 << 25  # most logits that are computed at once; 128 MiB in float32
+MAX_ROWS = 32  # most rows of a batch
 
 
 @dataclass(frozen=True)
 class Row:
-    """Sequence of tokens, of which the last are scored.
+    """Sequence of tokens, of which the last are scored."""
 
-    Args:
-        ids: Tokens that are known, then tokens that are scored.
-        num_scored: Number of tokens that are scored, fewer than all.
-    """
-
-    ids: tuple[int, ...]
-    num_scored: int
+    ids: tuple[int, ...]  # tokens that are known, then tokens that are scored
+    num_scored: int  # number of tokens that are scored, fewer than all
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Log-likelihood of some tokens.
+    """Log-likelihood of some tokens."""
 
-    Args:
-        nats: Sum of the natural logarithms of the tokens' probabilities.
-        is_greedy: True if each token is the likeliest one at its position.
-    """
-
-    nats: float
-    is_greedy: bool
+    nats: float  # sum of the natural logarithms of the tokens' probabilities
+    is_greedy: bool  # True if each token is the likeliest one at its position
 
     def __add__(self, other: Likelihood) -> Likelihood:
         return Likelihood(self.nats + other.nats, self.is_greedy and other.is_greedy)
@@ -66,13 +53,9 @@ class Likelihood:
 class Scorer:
     """A model that scores and continues texts; every rank makes one, and calls its methods with the same texts.
 
-    Args:
-        ranks: Ranks that share the work, with a model in each tensor parallel group.
-
     Attributes:
         length: Tokens of the longest sequence.
         prefix: Token that begins a text.
-        ranks: Ranks that share the work.
         progress: Gets the rows that this rank has done, and all of its rows, after each batch.
     """
 
@@ -102,11 +85,7 @@ class Scorer:
     def rolling(
         self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, found: None
     ) -> list[Likelihood]:
-        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it.
-
-        Args:
-            done: Called on every rank with each text, as soon as it is scored.
-        """
+        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it."""
         groups = []
         for text in texts:
             ids = self.model.tokenizer.encode(text).ids
@@ -262,10 +241,6 @@ def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
     """Rows that score the last tokens of a sequence once, each within the model's length.
 
     Scored tokens are divided into pieces of `length` tokens. Each piece comes after as many earlier tokens as fit.
-
-    Args:
-        ids: Tokens that are known, at least one, then tokens that are scored.
-        length: Tokens that the model reads at most.
 
     Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.
     """

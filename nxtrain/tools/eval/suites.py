@@ -37,22 +37,16 @@ RECIPE: Mapping[str, Mapping[str, int]] = {
 }
 """Tasks by field, of the lm-evaluation-harness or ours in its YAML, with the solved examples before each question."""
 
-SUITES = ("offline", "recipe", *RECIPE)
-"""Names of suites."""
+SUITES = ("offline", "recipe", *RECIPE)  # names of suites
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Task that the user chose by name.
-
-    Args:
-        is_local: The task is one of the offline suite.
-        num_shots: Solved examples before each question; None: as the task has it.
-    """
+    """Task that the user chose by name."""
 
     name: str
-    is_local: bool
-    num_shots: int | None = None
+    is_local: bool  # the task is one of the offline suite
+    num_shots: int | None = None  # solved examples before each question; None: as the task has it
 
 
 def listed() -> str:
@@ -63,17 +57,10 @@ def listed() -> str:
 
 
 def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list[Choice], TaskManager | None]:
-    """Choose tasks by name.
-
-    Args:
-        names: Suites, local tasks, or tasks of the harness, as `NAME` or `NAME:SHOTS`; none: the offline suite.
+    """Choose suites, local tasks, and tasks of the harness as `NAME` or `NAME:SHOTS`; by default the offline suite.
 
     Returns:
         The tasks, and the registry of those of the harness.
-
-    Raises:
-        ConfigError: A name is unknown, a task is chosen twice, the folder does not exist, or the harness is not
-            installed.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")

@@ -21,17 +21,11 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """Text with its possible continuations.
+    """Text with its possible continuations."""
 
-    Args:
-        context: The text; empty: the continuations begin a text.
-        choices: Continuations whose log-likelihoods are wanted.
-        answer: Number of the right choice.
-    """
-
-    context: str
-    choices: tuple[str, ...]
-    answer: int = 0
+    context: str  # the text; empty: the continuations begin a text
+    choices: tuple[str, ...]  # continuations whose log-likelihoods are wanted
+    answer: int = 0  # number of the right choice
 
 
 @dataclass(frozen=True)
@@ -40,13 +34,10 @@ class Task:
 
     With several choices, the metric is `accuracy`: the share of requests whose right choice is the likeliest one. With
     one choice, the metric is `bits_per_byte` of that choice.
-
-    Args:
-        requests: The requests, all with several choices, or all with one.
     """
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[Request, ...]  # the requests, all with several choices, or all with one
 
     @property
     def identity(self) -> str:
@@ -54,11 +45,7 @@ class Task:
         return hashlib.blake2b(repr(self.requests).encode(), digest_size=8).hexdigest()
 
     def measure(self, likelihoods: Sequence[Sequence[float]]) -> Metrics:
-        """Compute the metric.
-
-        Args:
-            likelihoods: Log-likelihood in nats of each choice of each request.
-        """
+        """Compute the metric from the log-likelihood in nats of each choice of each request."""
         if len(self.requests[0].choices) > 1:
             return self._accuracy(likelihoods)
         return self._bits_per_byte([scores[0] for scores in likelihoods])

@@ -23,37 +23,23 @@ from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of a checkpoint or of a Hugging Face folder.
+    """A model of a checkpoint or of a Hugging Face folder."""
 
-    Args:
-        place: Location of the checkpoint or the folder.
-        ends: Ids that end a text, as the checkpoint or folder declares them.
-        step: Finished updates; 0 for a Hugging Face folder.
-        tokens: Positions of the rows that the updates consumed; 0 for a Hugging Face folder.
-        identity: Name of the weights, which differs from that of other weights of the same step.
-    """
-
-    place: Location
+    place: Location  # location of the checkpoint or the folder
     is_hf: bool
     family: ModelFamily
     config: ModelConfig
     tokenizer: Tokenizer
-    ends: frozenset[int]
-    step: int = 0
-    tokens: int = 0
-    identity: str = ""
+    ends: frozenset[int]  # ids that end a text, as the checkpoint or folder declares them
+    step: int = 0  # finished updates; 0 for a Hugging Face folder
+    tokens: int = 0  # positions of the rows that the updates consumed; 0 for a Hugging Face folder
+    identity: str = ""  # name of the weights, which differs from that of other weights of the same step
 
     @staticmethod
     def find(address: str) -> Trained:
-        """Find a model, and read all but its weights.
+        """Find a model at a checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
 
-        Args:
-            address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
-
-        Raises:
-            CheckpointError: The checkpoint is absent or damaged.
-            DataError: The tokenizer of a Hugging Face folder is damaged.
-            ConfigError: No tokenizer is there, an adapter is there, or the configuration does not describe a model.
+        All but the weights is read.
         """
         place = place_of(address)
         if isinstance(place, Path) and is_hf_folder(place):
@@ -76,13 +62,7 @@ class Trained:
         return Trained(place, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
-        """Build the model, and read the weights of this rank; every rank calls this.
-
-        Raises:
-            CheckpointError: The weights of a checkpoint are damaged.
-            InputError: The weights of a Hugging Face folder are not all finite.
-            ConfigError: The model cannot be sharded so.
-        """
+        """Build the model, and read the weights of this rank; every rank calls this."""
         problems = self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len)
         if problems:
             raise ConfigError(problems)
@@ -92,14 +72,7 @@ class Trained:
         return open_model(self.place, backend, seq_len, mesh)
 
     def refuse_foreign(self, largest: int) -> None:
-        """Refuse a tokenizer whose ids the model does not have.
-
-        Args:
-            largest: Largest id of a text.
-
-        Raises:
-            ConfigError: The id is beyond the vocabulary.
-        """
+        """Refuse a tokenizer whose largest id the model does not have, by a ConfigError."""
         if largest >= self.config.vocab_size:
             reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,133 +20,65 @@ from nxtrain.tools.report.columns import Column
 
 WIDTH, HEIGHT = 1000, 400
 
-BUCKETS = 600
-"""Buckets of a thinned curve; each keeps its first, lowest, highest and last point."""
+BUCKETS = 600  # of a thinned curve; each keeps its first, lowest, highest and last point
+MOST_MARKS = 100  # of a curve, the highest
 
-MOST_MARKS = 100
-"""Most marks of a curve, the highest."""
-
+# A positive curve whose highest value is so many times the middle one gets a logarithmic axis, with edges above zero.
 LOG_FACTOR = 30.0
-"""Ratio of the highest to the middle value from which a positive curve gets a logarithmic axis."""
-
-
 LOG_LEAST = 1e-100
-"""Least value on a logarithmic axis, whose edges must stay above zero."""
-
-_MARKS = ("dots", "spikes")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a chart.
-
-    Args:
-        steps, values: (N,) points, with rising steps and finite values.
-        kind: `line`, `faint`, `dashed`, or `dots` and `spikes` without a line.
-    """
+    """Curve of a chart."""
 
     name: str
     color: int
-    steps: Column
+    steps: Column  # (N,) points, with rising steps and finite values
     values: Column
-    kind: str = "line"
+    kind: str = "line"  # `line`, `faint`, `dashed`, or `dots` and `spikes` without a line
+    path: str = ""  # SVG path, once the curve is drawn
 
-
-@dataclass(frozen=True)
-class Tick:
-    """Label of an axis.
-
-    Args:
-        at: Position along the axis in percent, from the left or the top.
-    """
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Curve of a chart as an SVG path, with its name, color and kind."""
-
-    name: str
-    color: int
-    kind: str
-    path: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Chart for the template of the page.
-
-    Args:
-        key: Identifier, of letters and hyphens.
-        x_range, y_range: Values at the edges.
-        text: Description for a reader who does not see the chart.
-        rows: Some of the points as text, by column.
-    """
-
-    key: str
-    title: str
-    unit: str
-    curves: tuple[Drawn, ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    is_log: bool = False
-    text: str = ""
-    rows: tuple[tuple[str, ...], ...] = ()
-    note: str = ""
-    wide: bool = False
-    names: tuple[str, ...] = field(default=())
+    @property
+    def is_marks(self) -> bool:
+        """True for marks without a line between them."""
+        return self.kind in ("dots", "spikes")
 
 
 def draw(
     key: str, title: str, unit: str, curves: Sequence[Curve], *, note: str = "", wide: bool = False, zero: bool = False
-) -> Chart | None:
-    """Draw curves on common axes.
-
-    Args:
-        curves: Curves without a point are left out.
-        zero: The vertical axis includes zero.
-
-    Returns:
-        The chart; None if no curve has a point.
-    """
+) -> dict[str, Any] | None:
+    """Draw curves on common axes, for the template of the page; None if no curve has a point."""
     curves = [curve for curve in curves if len(curve.values)]
     if not curves:
         return None
-    lines = [curve for curve in curves if curve.kind in ("line", "faint")] or curves
     x_range = _widened(min(float(c.steps[0]) for c in curves), max(float(c.steps[-1]) for c in curves))
     low, high = min(float(c.values.min()) for c in curves), max(float(c.values.max()) for c in curves)
+    lines = [curve for curve in curves if curve.kind in ("line", "faint")] or curves
     middle = max(float(np.median(c.values)) for c in lines)
     is_log = low > LOG_LEAST and high / middle > LOG_FACTOR and not zero
     y_range = _padded(low, high, is_log=is_log, zero=zero)
-    drawn = tuple(Drawn(c.name, c.color, c.kind, _path(c, x_range, y_range, is_log=is_log)) for c in curves)
-    return Chart(
-        key,
-        title,
-        unit,
-        drawn,
-        _ticks(x_range, is_log=False, flipped=False, most=6),
-        _ticks(y_range, is_log=is_log, flipped=True, most=5),
-        x_range,
-        y_range,
-        is_log,
-        " ".join(_sentence(curve) for curve in curves if curve.kind != "faint"),
-        _rows(curves),
-        note,
-        wide,
-        ("step", *(curve.name for curve in curves if curve.kind != "faint")),
-    )
+    described = [curve for curve in curves if curve.kind != "faint"]
+    return {
+        "key": key,
+        "title": title,
+        "unit": unit,
+        "note": note,
+        "wide": wide,
+        "curves": [replace(c, path=_path(c, x_range, y_range, is_log=is_log)) for c in curves],
+        "is_log": is_log,
+        "x_range": x_range,
+        "y_range": y_range,
+        "x_ticks": [(at, text) for at, text in _ticks(x_range, is_log=False, most=6)],
+        "y_ticks": [(round(100 - at, 3), text) for at, text in _ticks(y_range, is_log=is_log, most=5)],
+        "text": " ".join(_sentence(curve) for curve in described),
+        "head": ["step", *(curve.name for curve in described)],
+        "rows": _rows(described),
+    }
 
 
 def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Indices of the first, lowest, highest and last value of each bucket of neighbours, rising.
-
-    Args:
-        values: (N,) finite values.
-    """
+    """Indices of the first, lowest, highest and last of each bucket of (N,) finite values, rising."""
     if len(values) <= 4 * buckets:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)
@@ -163,30 +96,20 @@ def smooth(values: Column, window: int) -> Column:
     return np.asarray((total[last] - total[first]) / (last - first))
 
 
-def place(value: float, edges: tuple[float, float], *, is_log: bool = False) -> float:
-    """Position of a value between two edges, from 0 to 1."""
-    low, high = edges
-    if is_log:
-        value = math.log(value)
-        low, high = math.log(low), math.log(high)
-    return (value - low) / (high - low)
-
-
 def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, float], *, is_log: bool) -> str:
-    if curve.kind in _MARKS:
+    if curve.is_marks:
         indices = np.sort(np.argsort(curve.values, kind="stable")[-MOST_MARKS:])
     else:
         indices = thin(curve.values)
-    x = WIDTH * (curve.steps[indices] - x_range[0]) / (x_range[1] - x_range[0])
     values = curve.values[indices]
     low, high = y_range
     if is_log:
-        values = np.log(values)
-        low, high = math.log(low), math.log(high)
-    y = HEIGHT * (high - values) / (high - low)
-    if curve.kind in _MARKS or len(values) == 1:
-        return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-    return svg.path(x.tolist(), y.tolist())
+        values, low, high = np.log(values), math.log(low), math.log(high)
+    x = (WIDTH * (curve.steps[indices] - x_range[0]) / (x_range[1] - x_range[0])).tolist()
+    y = (HEIGHT * (high - values) / (high - low)).tolist()
+    if curve.is_marks or len(y) == 1:
+        return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in zip(x, y, strict=True))
+    return svg.path(x, y)
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
@@ -208,18 +131,16 @@ def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float
     return (low - room * (low != 0 or not zero), high + room)
 
 
-def _ticks(edges: tuple[float, float], *, is_log: bool, flipped: bool, most: int) -> tuple[Tick, ...]:
+def _ticks(edges: tuple[float, float], *, is_log: bool, most: int) -> list[tuple[float, str]]:
+    """Positions of round values along an axis in percent, with their texts."""
     low, high = edges
-    values = _powers(low, high) if is_log else _round_values(low, high, most)
-    ticks = []
-    for value in values:
-        at = place(value, edges, is_log=is_log)
-        if not 0 <= at <= 1:
-            continue
-        if flipped:
-            at = 1 - at
-        ticks.append(Tick(round(100 * at, 3), short(value)))
-    return tuple(ticks)
+    if is_log:
+        values = _powers(low, high)
+        scaled = [math.log(value / low) / math.log(high / low) for value in values]
+    else:
+        values = _round_values(low, high, most)
+        scaled = [(value - low) / (high - low) for value in values]
+    return [(round(100 * at, 3), short(value)) for at, value in zip(scaled, values, strict=True) if 0 <= at <= 1]
 
 
 def _round_values(low: float, high: float, most: int) -> list[float]:
@@ -233,12 +154,11 @@ def _round_values(low: float, high: float, most: int) -> list[float]:
 
 def _powers(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, (last - first) // 5)
     factors = [1]
     if last - first <= 2:  # noqa: PLR2004 - few powers leave room between them
         factors = [1, 2, 5]
     values = []
-    for power in range(first, last + 1, every):
+    for power in range(first, last + 1, max(1, (last - first) // 5)):
         values += [factor * 10.0**power for factor in factors]
     return values
 
@@ -252,19 +172,16 @@ def _sentence(curve: Curve) -> str:
     )
 
 
-def _rows(curves: Sequence[Curve]) -> tuple[tuple[str, ...], ...]:
+def _rows(curves: Sequence[Curve]) -> list[list[str]]:
     """About ten points of each curve, one row for each step."""
-    shown = [curve for curve in curves if curve.kind != "faint"]
-    longest = max(shown, key=lambda curve: len(curve.steps))
+    longest = max(curves, key=lambda curve: len(curve.steps))
     indices = np.unique(np.linspace(0, len(longest.steps) - 1, 11).astype(np.intp))
     rows = []
     for step in longest.steps[indices].tolist():
-        cells = []
-        for curve in shown:
+        cells = [f"{step:,.0f}"]
+        for curve in curves:
             at = int(np.searchsorted(curve.steps, step))
-            if at < len(curve.steps) and curve.steps[at] == step:
-                cells.append(short(float(curve.values[at])))
-            else:
-                cells.append("")
-        rows.append((f"{step:,.0f}", *cells))
-    return tuple(rows)
+            has_step = at < len(curve.steps) and curve.steps[at] == step
+            cells.append(short(float(curve.values[at])) if has_step else "")
+        rows.append(cells)
+    return rows

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,63 +29,34 @@ from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 Column = NDArray[np.float64]
 
 NUMBERS = (
-    *(
-        "loss",
-        "val_loss",
-        "grad_norm",
-        "grad_norm_mean",
-        "grad_norm_lowest",
-        "param_norm",
-        "param_norm_0",
-        "param_norm_expected",
-        "lost_update_frac",
-        "lr",
-        "tokens",
-    ),
-    *("tokens_per_s", "step_time_s", "mfu", "goodput", "peak_memory_bytes", *KINDS_S, *SECTIONS_S),
+    *("loss", "val_loss", "grad_norm", "grad_norm_mean", "grad_norm_lowest", "param_norm", "param_norm_0"),
+    *("param_norm_expected", "lost_update_frac", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "goodput"),
+    *("peak_memory_bytes", *KINDS_S, *SECTIONS_S),
 )
 """Keys of a record that hold a number."""
 
-BLOCK_BYTES = 1 << 25
-"""Bytes that are parsed at once; a longer line is damaged."""
+KEYS = ("step", *NUMBERS)
 
-FEW_BYTES = 1 << 16
-"""Bytes of a part with a line that pyarrow does not take, which is not divided further."""
-
-MOST = 1e100
-"""Largest magnitude that is drawn; sums and differences of such numbers stay finite."""
-
-MOST_STEP = 2.0**53
-"""Largest step that a float64 counts exactly."""
-
-MOST_ALARMS = 2000
-"""Most alarms that are kept, the newest; all are counted."""
+BLOCK_BYTES = 1 << 25  # that are parsed at once; a longer line is damaged
+FEW_BYTES = 1 << 16  # of a part with a line that pyarrow does not take, which is not divided further
+MOST = 1e100  # magnitude that is drawn; sums and differences of such numbers stay finite
+MOST_STEP = 2.0**53  # step that a float64 counts exactly
+MOST_ALARMS = 2000  # that are kept, the newest; all are counted
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Numbers of the records of a run, in the order of their steps.
+    """Numbers of the records of a run, in the order of their steps."""
 
-    Args:
-        steps: (N,) steps, rising.
-        numbers: (N,) values by key; NaN where a record has none.
-        alarms: Steps and texts of the newest alarms.
-        skipped: Steps that updated nothing.
-        spikes: First step and length of each spike of the gradient norm, in steps.
-        damaged: Number of lines that were left out.
-        torn: True if the last line has no end.
-        repeated: Number of records that a later record of the same step replaces.
-    """
-
-    steps: Column = field(default_factory=lambda: np.empty(0))
-    numbers: Mapping[str, Column] = field(default_factory=dict)
-    alarms: tuple[tuple[int, str], ...] = ()
+    steps: Column = field(default_factory=lambda: np.empty(0))  # (N,) steps, rising
+    numbers: Mapping[str, Column] = field(default_factory=dict)  # (N,) values by key; NaN where a record has none
+    alarms: tuple[tuple[int, str], ...] = ()  # steps and texts of the newest alarms
     num_alarms: int = 0
-    skipped: tuple[int, ...] = ()
-    spikes: tuple[tuple[int, int], ...] = ()
-    damaged: int = 0
-    torn: bool = False
-    repeated: int = 0
+    skipped: tuple[int, ...] = ()  # steps that updated nothing
+    spikes: tuple[tuple[int, int], ...] = ()  # first step and length of each spike of the gradient norm, in steps
+    damaged: int = 0  # number of lines that were left out
+    torn: bool = False  # True if the last line has no end
+    repeated: int = 0  # number of records that a later record of the same step replaces
 
     def series(self, key: str) -> tuple[Column, Column]:
         """Steps and values of a key, without the records that lack it."""
@@ -102,31 +75,19 @@ class Columns:
 
 
 def read_columns(file: Path) -> Columns:
-    """Read a metrics file.
-
-    Raises:
-        OSError: The file is absent or cannot be read.
-    """
+    """Read a metrics file."""
     reader = _ColumnsReader()
     with open(open_regular(file), "rb") as lines:
         size_bytes = os.fstat(lines.fileno()).st_size
         with Progress(f"reading {file}", size_bytes, on_terminals_only=True) as progress:
-            for block in _blocks(lines):
-                reader.add(block)
+            # A block has whole lines. The last may end without a line feed, and so may a block within an endless line.
+            for block in iter(lambda: lines.read(BLOCK_BYTES), b""):
+                whole = block
+                if not block.endswith(b"\n"):
+                    whole += lines.readline(BLOCK_BYTES)
+                reader.add(whole)
                 progress.show(lines.tell())
     return reader.columns()
-
-
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks of whole lines; the last may end without a line feed, and so may a block within an endless line."""
-    while True:
-        block = file.read(BLOCK_BYTES)
-        if not block:
-            return
-        rest = b""
-        if not block.endswith(b"\n"):
-            rest = file.readline(BLOCK_BYTES)
-        yield block + rest
 
 
 class _ColumnsReader:
@@ -134,10 +95,10 @@ class _ColumnsReader:
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Column]] = []
-        self._alarms: list[tuple[int, str]] = []
+        self._alarms = deque[tuple[int, str]](maxlen=MOST_ALARMS)
         self._num_alarms = 0
-        self._skipped: list[int] = []
-        self._spikes: list[tuple[int, int]] = []
+        self._skipped: set[int] = set()
+        self._spikes: set[tuple[int, int]] = set()
         self._damaged = 0
         self._torn = False
 
@@ -147,10 +108,11 @@ class _ColumnsReader:
         self._add_lines(block[:end])
         if end == len(block):
             return
-        line = _object(block[end:])
-        if line is not None:
-            self._add_objects([line])
-        elif block[end:].strip() and not is_begun(block[end:]):
+        rest = block[end:]
+        record = _object(rest)
+        if record is not None:
+            self._add_records([record])
+        elif rest.strip() and not is_begun(rest):
             self._torn = False
             self._damaged += 1
 
@@ -165,62 +127,53 @@ class _ColumnsReader:
             self._add_lines(whole[:middle])
             self._add_lines(whole[middle:])
             return
-        lines = [line for line in whole.split(b"\n") if line.strip()]
-        objects = []
-        for line in lines:
-            table_of_line = _object(line)
-            if table_of_line is None:
+        records = []
+        for line in whole.split(b"\n"):
+            record = _object(line)
+            if record is not None:
+                records.append(record)
+            elif line.strip():
                 self._damaged += 1
-            else:
-                objects.append(table_of_line)
-        self._add_objects(objects)
+        self._add_records(records)
 
     def _add_table(self, table: Any) -> None:
-        numbers = {key: _bounded(np.asarray(table[key].to_numpy(), dtype=np.float64)) for key in ("step", *NUMBERS)}
-        counted = _counts(numbers["step"])
-        self._damaged += int(len(counted) - counted.sum())
-        self._tables.append({key: values[counted] for key, values in numbers.items()})
+        counted = self._add_numbers({key: table[key].to_numpy() for key in KEYS})
         texts = table.select(["step", "alarm", "skipped_steps", "spikes"])
         has_text = np.zeros(len(counted), dtype=bool)
         for key in ("alarm", "skipped_steps", "spikes"):
             has_text |= np.asarray(texts[key].is_valid().to_numpy())
-        for line in texts.filter(pa.array(has_text & counted)).to_pylist():
-            self._add_texts(line)
+        for record in texts.filter(pa.array(has_text & counted)).to_pylist():
+            self._add_texts(record)
 
-    def _add_objects(self, objects: list[dict[str, Any]]) -> None:
+    def _add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add lines one by one, with those values that are numbers."""
-        if not objects:
-            return
-        rows = []
-        for line in objects:
-            rows.append([_number(line.get(key, math.nan)) for key in ("step", *NUMBERS)])
-        whole = _bounded(np.array(rows, dtype=np.float64))
-        counted = _counts(whole[:, 0])
-        self._damaged += int(len(counted) - counted.sum())
-        self._tables.append({key: whole[counted, at] for at, key in enumerate(("step", *NUMBERS))})
-        for line, counts in zip(objects, counted, strict=True):
-            if counts:
-                self._add_texts(line)
+        numbers = {key: np.array([number_of(record.get(key)) for record in records], dtype=np.float64) for key in KEYS}
+        for record in compress(records, self._add_numbers(numbers)):
+            self._add_texts(record)
 
-    def _add_texts(self, line: Mapping[str, Any]) -> None:
-        alarm = line.get("alarm")
+    def _add_numbers(self, numbers: Mapping[str, Column]) -> NDArray[np.bool_]:
+        """Add the lines whose step is a whole number from 0, without numbers that are too large to draw."""
+        steps = numbers["step"]
+        counted = np.asarray((steps >= 0) & (steps <= MOST_STEP) & (np.floor(steps) == steps))
+        self._damaged += int(len(counted) - counted.sum())
+        drawn = {key: np.where(np.abs(values) <= MOST, values, np.nan) for key, values in numbers.items()}
+        self._tables.append({key: values[counted] for key, values in drawn.items()})
+        return counted
+
+    def _add_texts(self, record: Mapping[str, Any]) -> None:
+        alarm = record.get("alarm")
         if isinstance(alarm, str):
             self._num_alarms += 1
-            self._alarms.append((int(line["step"]), alarm))
-            if len(self._alarms) > 2 * MOST_ALARMS:
-                del self._alarms[:-MOST_ALARMS]
-        self._skipped += [step for step in _list(line.get("skipped_steps")) if isinstance(step, int)]
-        for spike in _list(line.get("spikes")):
+            self._alarms.append((int(record["step"]), alarm))
+        self._skipped.update(step for step in _list(record.get("skipped_steps")) if _is_count(step))
+        for spike in _list(record.get("spikes")):
             pair = _list(spike)
             if len(pair) == 2 and _is_count(pair[0]) and _is_count(pair[1]):  # noqa: PLR2004 - step and length
-                self._spikes.append((pair[0], pair[1]))
+                self._spikes.add((pair[0], pair[1]))
 
     def columns(self) -> Columns:
         """The columns of all blocks."""
-        keys = ("step", *NUMBERS)
-        whole = {}
-        for key in keys:
-            whole[key] = np.concatenate([np.empty(0), *(table[key] for table in self._tables)])
+        whole = {key: np.concatenate([np.empty(0), *(table[key] for table in self._tables)]) for key in KEYS}
         steps = whole.pop("step")
         order = np.arange(len(steps))
         if len(steps) > 1 and not np.all(np.diff(steps) > 0):
@@ -229,10 +182,10 @@ class _ColumnsReader:
         return Columns(
             steps[order],
             {key: values[order] for key, values in whole.items() if np.isfinite(values[order]).any()},
-            tuple(self._alarms[-MOST_ALARMS:]),
+            tuple(self._alarms),
             self._num_alarms,
-            tuple(sorted(set(self._skipped))),
-            tuple(sorted(set(self._spikes))),
+            tuple(sorted(self._skipped)),
+            tuple(sorted(self._spikes)),
             self._damaged,
             self._torn,
             len(steps) - len(order),
@@ -241,7 +194,7 @@ class _ColumnsReader:
 
 _SCHEMA = pa.schema(
     [
-        *((key, pa.float64()) for key in ("step", *NUMBERS)),
+        *((key, pa.float64()) for key in KEYS),
         ("alarm", pa.string()),
         ("skipped_steps", pa.array([[0]]).type),
         ("spikes", pa.array([[[0]]]).type),
@@ -279,7 +232,8 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _number(value: object) -> float:
+def number_of(value: object) -> float:
+    """A number as a float; NaN for anything else, and for an integer without a float."""
     if type(value) is float:  # nearly all of millions of values
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -288,16 +242,6 @@ def _number(value: object) -> float:
         return float(value)
     except OverflowError:
         return math.nan
-
-
-def _bounded(values: Column) -> Column:
-    """The values, with NaN for those that are too large to draw."""
-    return np.where(np.abs(values) <= MOST, values, np.nan)
-
-
-def _counts(steps: Column) -> NDArray[np.bool_]:
-    """True where a step is a whole number from 0."""
-    return np.asarray((steps >= 0) & (steps <= MOST_STEP) & (np.floor(steps) == steps))
 
 
 def _list(value: object) -> list[Any]:

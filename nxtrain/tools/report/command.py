@@ -10,26 +10,20 @@ from typing import Any
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.run_folder import REPORT_FILE
+from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.facts import results
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.parity import Bounds, Parity, compare
 from nxtrain.tools.report.run import read_runs
-from nxtrain.tools.report.scaling import Point, scaling
 
 
 @dataclass(frozen=True)
 class Reported:
-    """Result of a report.
-
-    Args:
-        content: Content of `--json`.
-        passed: False if a run is outside the bounds of parity.
-    """
+    """Result of a report."""
 
     file: Path
     lines: tuple[str, ...]
-    content: dict[str, Any]
-    passed: bool
+    content: dict[str, Any]  # content of `--json`
+    passed: bool  # False if a run is outside the bounds of parity
 
 
 def report(
@@ -46,18 +40,14 @@ def report(
         out: File to write; None: `report.html` in the first folder.
         bounds: Compare each run with the first by these bounds; None: do not.
         price_usd_h: Price of a machine's hour; None: that of the table of machines.
-
-    Raises:
-        ConfigError: A folder does not exist, or parity lacks a second run.
-        OSError: The page cannot be written.
     """
     if bounds is not None and len(folders) < 2:  # noqa: PLR2004 - a run and another
         raise ConfigError("--parity compares runs with the first; name two run folders or more")
     runs = read_runs(folders)
-    parities: list[Parity] = []
+    parities: list[dict[str, Any]] = []
     if bounds is not None:
-        parities = compare(runs, bounds)
-    points: list[Point] = []
+        parities = [parity(runs[0], other, bounds) for other in runs[1:]]
+    points: list[dict[str, Any]] = []
     notes: list[str] = []
     if scales:
         points, notes = scaling(runs, price_usd_h)
@@ -65,38 +55,28 @@ def report(
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent} for {file.name}; make it first, or give another --out")
     replace_text(file, render(runs, parities=parities, points=points, notes=notes), durable=False)
+    content: dict[str, Any] = {"out": str(file), "runs": [results(run) for run in runs]}
+    if parities:
+        content["parity"] = parities
+    if scales:
+        content["scaling"] = points
+
     lines = []
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         lines += [prefix + note for note in run.notes]
     lines += notes
-    for parity in parities:
-        lines += _lines(parity)
-    lines += [_line(point) for point in points]
-    content: dict[str, Any] = {"out": str(file), "runs": [results(run) for run in runs]}
-    if parities:
-        content["parity"] = [parity.to_json() for parity in parities]
-    if scales:
-        content["scaling"] = [point.to_json() for point in points]
-    return Reported(file, (*lines, f"report: {file}"), content, all(parity.passed for parity in parities))
-
-
-_PASSED = {True: "pass", False: "FAIL"}
-
-
-def _lines(parity: Parity) -> list[str]:
-    lines = [f"parity of {parity.other} with {parity.first}: {_PASSED[parity.passed]}"]
-    lines += [f"  {_PASSED[check.passed]}  {check.name}: {check.text}" for check in parity.checks]
-    lines += [f"  {note}" for note in parity.notes]
-    return lines
-
-
-def _line(point: Point) -> str:
-    machine = f" x {point.instance}" if point.instance else " nodes"
-    cost = ""
-    if point.tokens_per_usd:
-        cost = f", {point.tokens_per_usd:,.0f} tokens per dollar"
-    return (
-        f"{point.name}: {point.nodes}{machine}, {point.tokens_per_s:,.0f} tokens/s, efficiency "
-        f"{point.efficiency:.1%}{cost}"
-    )
+    verdicts = {True: "pass", False: "FAIL"}
+    for compared in parities:
+        lines.append(f"parity of {compared['other']} with {compared['first']}: {verdicts[compared['passed']]}")
+        lines += [f"  {verdicts[check['passed']]}  {check['name']}: {check['text']}" for check in compared["checks"]]
+        lines += [f"  {note}" for note in compared["notes"]]
+    for point in points:
+        machine = f" x {point['instance']}" if point["instance"] else " nodes"
+        line = f"{point['name']}: {point['nodes']}{machine}, {point['tokens_per_s']:,.0f} tokens/s"
+        line += f", efficiency {point['efficiency']:.1%}"
+        if point["tokens_per_usd"]:
+            line += f", {point['tokens_per_usd']:,.0f} tokens per dollar"
+        lines.append(line)
+    passed = all(compared["passed"] for compared in parities)
+    return Reported(file, (*lines, f"report: {file}"), content, passed)

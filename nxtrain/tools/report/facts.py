@@ -1,72 +1,52 @@
-"""Tables of a page: overview, stability, plan next to measurement, configuration."""
+"""Tables of a page: overview, stability, times of the ranks, plan next to measurement, configuration."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
 
 from nxtrain.common.errors import NxtrainError
-from nxtrain.common.run_folder import CONFIG_FILE
+from nxtrain.common.io.regular import read_text
+from nxtrain.common.run_folder import CONFIG_FILE, LOGS_DIR, RANKS_FILE
 from nxtrain.common.text import duration, short, size
 from nxtrain.config.tables import toml_value
 from nxtrain.tools.report.run import RecordedRun, shortened
 
-FIT_FROM = 0.2
-"""Share of the steps before the part in which the loss is fitted."""
-
-FEWEST_FITTED = 20
-"""Fewest records of a fit."""
-
-LONGEST_VALUE = 300
-"""Most characters of a value of the configuration."""
+FIT_FROM = 0.2  # share of the steps before the part in which the loss is fitted
+FEWEST_FITTED = 20  # records
+LONGEST_VALUE = 300  # characters of a value of the configuration
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table with a row for each quantity and a column for each run.
-
-    Args:
-        marked: Numbers of rows whose cells differ.
-    """
+    """Table with a row for each quantity and a column for each run."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    marked: frozenset[int] = frozenset()
+    marked: frozenset[int] = frozenset()  # numbers of rows whose cells differ
 
     @property
     def differing(self) -> list[tuple[str, ...]]:
         """The marked rows."""
-        return [row for at, row in enumerate(self.rows) if at in self.marked]
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Fit of the loss as a straight line over the logarithm of the step.
-
-    Args:
-        slope: Change of the loss by a tenfold of the steps.
-        spread: Standard deviation of the records around the line.
-    """
-
-    first: float
-    slope: float
-    spread: float
+        return [row for number, row in enumerate(self.rows) if number in self.marked]
 
 
 def overview(runs: Sequence[RecordedRun]) -> Table:
     """Main results of each run."""
-    columns = [dict(_overview(run)) for run in runs]
-    return _table(columns, [run.name for run in runs])
+    return _table([dict(_overview(run)) for run in runs], runs)
 
 
 def stability(runs: Sequence[RecordedRun]) -> Table:
     """Stability of each run."""
-    return _table([dict(_stability(run)) for run in runs], [run.name for run in runs])
+    return _table([dict(_stability(run)) for run in runs], runs)
 
 
 def planned(run: RecordedRun) -> tuple[Table | None, str]:
@@ -114,7 +94,7 @@ def environment(runs: Sequence[RecordedRun]) -> Table:
     columns = []
     for run in runs:
         columns.append({shortened(k): shortened(_plain(v), LONGEST_VALUE) for k, v in run.environment.items()})
-    return _table(columns, [run.name for run in runs])
+    return _table(columns, runs)
 
 
 def typical(run: RecordedRun, key: str) -> float | None:
@@ -125,8 +105,13 @@ def typical(run: RecordedRun, key: str) -> float | None:
     return float(np.median(values))
 
 
-def fit_of(run: RecordedRun) -> Fit | None:
-    """Fit of the training loss after the first part of the run; None if the records are too few."""
+def fit_of(run: RecordedRun) -> dict[str, float] | None:
+    """Fit of the training loss, after the first part of the run, as a straight line over the logarithm of the step.
+
+    Returns:
+        `first` step, `slope` (change of the loss by a tenfold of the steps), and `spread` (standard deviation of the
+        records around the line); None if the records are too few.
+    """
     steps, losses = run.columns.series("loss")
     if len(steps):
         late = (steps > FIT_FROM * steps[-1]) & (steps > 0)
@@ -137,12 +122,12 @@ def fit_of(run: RecordedRun) -> Fit | None:
     centered = x - x.mean()
     slope = float((centered * losses).sum() / (centered * centered).sum())
     rest = losses - losses.mean() - slope * centered
-    return Fit(float(steps[0]), slope, float(rest.std()))
+    return {"first": float(steps[0]), "slope": slope, "spread": float(rest.std())}
 
 
 def results(run: RecordedRun) -> dict[str, Any]:
     """Main results of a run as JSON."""
-    columns, fit = run.columns, fit_of(run)
+    columns = run.columns
     step = 0
     if len(columns.steps):
         step = int(columns.steps[-1])
@@ -160,7 +145,7 @@ def results(run: RecordedRun) -> dict[str, Any]:
         "spikes_of_one_step": sum(length == 1 for _, length in columns.spikes),
         "alarms": columns.num_alarms,
         "skipped_steps": len(columns.skipped),
-        "loss_fit": None if fit is None else vars(fit),
+        "loss_fit": fit_of(run),
         "notes": list(run.notes),
     }
 
@@ -180,8 +165,6 @@ def _overview(run: RecordedRun) -> Iterator[tuple[str, str]]:
     bits = run.summary.get("bits_per_byte")
     if isinstance(bits, float) and math.isfinite(bits):
         yield "bits per byte", f"{bits:.4f}"
-    else:
-        yield "bits per byte", ""
     yield "tokens", _text(columns.last("tokens"), short)
     yield "tokens/s", _text(typical(run, "tokens_per_s"), short)
     yield "step time", _text(typical(run, "step_time_s"), duration)
@@ -204,9 +187,6 @@ def _stability(run: RecordedRun) -> Iterator[tuple[str, str]]:
         if lengths:
             yield "of one step", f"{lengths.count(1) / len(lengths):.0%}"
             yield "longest spike, in steps", f"{max(lengths):,}"
-        else:
-            yield "of one step", ""
-            yield "longest spike, in steps", ""
         mean, lowest = columns.last("grad_norm_mean"), columns.last("grad_norm_lowest")
         if mean is not None and lowest:
             yield "running mean, lowest", short(lowest)
@@ -215,8 +195,8 @@ def _stability(run: RecordedRun) -> Iterator[tuple[str, str]]:
     yield "steps that updated nothing", f"{len(columns.skipped):,}"
     fit = fit_of(run)
     if fit:
-        yield "loss by a tenfold of steps", f"{fit.slope:+.3f} after step {fit.first:,.0f}"
-        yield "spread around that line", f"{fit.spread:.3f}"
+        yield "loss by a tenfold of steps", f"{fit['slope']:+.3f} after step {fit['first']:,.0f}"
+        yield "spread around that line", f"{fit['spread']:.3f}"
     first, expected = columns.last("param_norm_0"), columns.last("param_norm_expected")
     if first is not None and expected is not None:
         yield "parameter norm, step 0", short(first)
@@ -227,13 +207,13 @@ def _stability(run: RecordedRun) -> Iterator[tuple[str, str]]:
         yield "parameter norm, last", short(float(norms[-1]))
 
 
-def _table(columns: Sequence[dict[str, str]], names: Sequence[str]) -> Table:
+def _table(columns: Sequence[dict[str, str]], runs: Sequence[RecordedRun]) -> Table:
     rows = []
     for key in dict.fromkeys(chain.from_iterable(columns)):
         cells = [column.get(key, "") for column in columns]
         if any(cells):
             rows.append((key, *cells))
-    return Table(("", *names), tuple(rows))
+    return Table(("", *(run.name for run in runs)), tuple(rows))
 
 
 def _peak(run: RecordedRun) -> float | None:
@@ -273,3 +253,71 @@ def _plain(value: object) -> str:
     if isinstance(value, str):
         return value
     return toml_value(value)
+
+
+KINDS = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "reduction",
+    "optimizer": "update",
+    "training": "steps",
+    "waiting": "waiting for others",
+    "log": "reading numbers",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "vote": "comparing replicas",
+}
+"""Kinds of work in the order of the columns."""
+
+SHOWN = 8  # ranks of a table, those that others wait for most
+MOST_S = 1e9  # largest time that is accepted
+
+
+def read_rates(folder: Path) -> dict[int, dict[str, float]]:
+    """Seconds per step of each rank by kind of work; empty if there are none, or if the file is damaged."""
+    try:
+        content = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
+        rates = {}
+        for rank, rate in content.items():
+            rates[int(rank)] = {kind: float(rate[kind]) for kind in KINDS if kind in rate}
+    except (AttributeError, OSError, OverflowError, RecursionError, TypeError, ValueError):
+        return {}
+    for rank, rate in rates.items():
+        if rank < 0 or not all(0 <= s <= MOST_S for s in rate.values()):
+            return {}
+    return rates
+
+
+def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
+    """Milliseconds per step of the ranks that others wait for most, and a sentence; None for a lone rank."""
+    rates = read_rates(run.folder)
+    if len(rates) < 2:  # noqa: PLR2004 - a rank and another
+        return None, ""
+    kinds = []
+    middle = {}
+    for kind in KINDS:
+        times_s = [rate.get(kind, 0.0) for rate in rates.values()]
+        if max(times_s) >= 5e-7:  # noqa: PLR2004 - less would be written as 0.00 ms
+            kinds.append(kind)
+            middle[kind] = median_low(times_s)
+    busy_s = {}
+    for rank, rate in rates.items():
+        busy_s[rank] = sum(s for kind, s in rate.items() if kind != "waiting")
+    shown = sorted(rates, key=lambda rank: (-busy_s[rank], rank))[:SHOWN]
+
+    def row(name: str, of: Mapping[str, float]) -> tuple[str, ...]:
+        return name, *(f"{1e3 * of.get(kind, 0.0):.2f}" for kind in kinds), f"{1e3 * sum(of.values()):.2f}"
+
+    # Medians of kinds do not add up to a step, so that their row has no sum.
+    rows = [*(row(f"rank {rank}", rates[rank]) for rank in shown), (*row("median", middle)[:-1], "")]
+    slowest = shown[0]
+    excess_s = {kind: rates[slowest].get(kind, 0.0) - middle[kind] for kind in kinds}
+    worst = max(kinds, key=lambda kind: -1.0 if kind == "waiting" else excess_s[kind])
+    sentence = f"Milliseconds per step over the last steps. Rank {slowest} is the busiest"
+    if excess_s[worst] > 0:
+        sentence += f", by {1e3 * excess_s[worst]:.2f} ms in {KINDS[worst]}"
+    sentence += "."
+    if len(rates) > SHOWN:
+        sentence += f" The {SHOWN} busiest of {len(rates):,} ranks are shown."
+    return Table(("", *(KINDS[kind] for kind in kinds), "sum"), tuple(rows)), sentence

@@ -1,30 +1,29 @@
-"""The charts of a page: one for each quantity, with a curve for each run."""
+"""The charts of a page: one for each quantity and for each task of `nxtrain eval`, with a curve for each run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from nxtrain.common.errors import NxtrainError
+from nxtrain.common.io import jsonl
+from nxtrain.common.run_folder import EVALUATIONS_FILE
 from nxtrain.common.text import short
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.tools import svg
-from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, smooth
-from nxtrain.tools.report.columns import Column
+from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Curve, draw, smooth
+from nxtrain.tools.report.columns import MOST, Column, number_of
 from nxtrain.tools.report.facts import typical
-from nxtrain.tools.report.run import RecordedRun
-from nxtrain.tools.report.verdict import Balance, TimeVerdict, verdict
+from nxtrain.tools.report.run import RecordedRun, shortened
+from nxtrain.tools.report.verdict import verdict
 
-NUM_COLORS = 8
-"""Colors of runs; further runs begin again."""
-
-FEWEST_SMOOTHED = 150
-"""Records from which a noisy curve gets its mean drawn over it."""
-
-BINS = 160
-"""Columns of a breakdown."""
+NUM_COLORS = 8  # of runs; further runs begin again
+FEWEST_SMOOTHED = 150  # records from which a noisy curve gets its mean drawn over it
+BINS = 160  # columns of a breakdown
 
 PARTS = {
     "data_s": "waiting for data",
@@ -42,48 +41,35 @@ PARTS = {
 """Kinds of work, in the order of the legend."""
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Breakdown of a run's time, for the template of the page.
+QUANTITIES = (
+    ("param-norm", "Parameter norm", "", "param_norm", 1.0),
+    ("lr", "Learning rate", "", "lr", 1.0),
+    ("throughput", "Throughput", "tokens/s", "tokens_per_s", 1.0),
+    ("step-time", "Step time", "ms", "step_time_s", 1e3),
+    ("mfu", "Model FLOPs utilization", "%", "mfu", 100.0),
+    ("memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", 1 / (1 << 30)),
+    ("goodput", "Goodput", "% of the time since the first start", "goodput", 100.0),
+    ("lost-updates", "Updates lost to rounding", "% of the parameters", "lost_update_frac", 100.0),
+)
+"""Charts of one column each: key, title, unit, column and scale."""
 
-    Args:
-        areas: Number of the color, name, SVG path and share of each kind of work.
-        verdict: Sentence that names the limit.
-    """
-
-    name: str
-    areas: tuple[tuple[int, str, str, float], ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    verdict: str
+NOISY = ("throughput", "step-time", "mfu")  # charts that get their mean drawn over them
 
 
-def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
+def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Charts of some runs; a quantity that no run recorded has none."""
-    loss_note = _mean_note(runs, "loss")
-    if any("val_loss" in run.columns.numbers for run in runs):
-        loss_note = f"Dots are evaluations on held-out text. {loss_note}".strip()
-    drawn = [
-        draw("loss", "Loss", "nats per token", list(_losses(runs)), wide=True, note=loss_note),
-        _difference(runs),
-        draw("grad-norm", "Gradient norm", "before clipping", list(_norms(runs)), note=_spike_note(runs)),
-        _plain(runs, "param-norm", "Parameter norm", "", "param_norm"),
-        _plain(runs, "lr", "Learning rate", "", "lr", zero=True),
-        _noisy(runs, "throughput", "Throughput", "tokens/s", "tokens_per_s", zero=True),
-        _noisy(runs, "step-time", "Step time", "ms", "step_time_s", scale=1e3, zero=True),
-        _noisy(runs, "mfu", "Model FLOPs utilization", "%", "mfu", scale=100, zero=True),
-        _plain(runs, "memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", scale=1 / (1 << 30), zero=True),
-        _plain(runs, "goodput", "Goodput", "% of the time since the first start", "goodput", scale=100, zero=True),
-        _plain(
-            runs,
-            "lost-updates",
-            "Updates lost to rounding",
-            "% of the parameters",
-            "lost_update_frac",
-            scale=100,
-            zero=True,
-        ),
-    ]
+    drawn = [_losses(runs), _difference(runs), _norms(runs)]
+    for key, title, unit, column, scale in QUANTITIES:
+        curves: list[Curve] = []
+        for color, run in _colored(runs):
+            steps, values = run.columns.series(column)
+            name = _main(runs, run, title.lower())
+            if key in NOISY:
+                curves += _with_mean(name, color, steps, scale * values)
+            else:
+                curves.append(Curve(name, color, steps, scale * values))
+        note = _mean_note(runs, column) if key in NOISY else ""
+        drawn.append(draw(key, title, unit, curves, zero=key != "param-norm", note=note))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -94,47 +80,38 @@ def difference(first: RecordedRun, other: RecordedRun, key: str = "loss") -> tup
     return steps, a[indices_a], b[indices_b]
 
 
-def breakdowns(runs: Sequence[RecordedRun]) -> list[Breakdown]:
-    """Breakdown of each run that recorded its times."""
-    drawn = [_breakdown(run) for run in runs]
-    return [breakdown for breakdown in drawn if breakdown is not None]
+def judge(run: RecordedRun) -> str:
+    """Verdict on a run's time; empty if no times are recorded."""
+    from nxtrain.plan.hardware import find_machine
 
-
-def judge(run: RecordedRun) -> TimeVerdict | None:
-    """Verdict on a run's time; None if no times are recorded."""
     sums = {}
     for key in (*KINDS_S, *SECTIONS_S):
         _, times_s = run.columns.series(key)
         if len(times_s):
             sums[key] = float(times_s.sum())
-    mfu = typical(run, "mfu")
-    queues = run.environment.get("asynchronous") is True and not any(key in sums for key in SECTIONS_S)
-    return verdict(sums, mfu=mfu, balance=_balance(run), queues=queues)
-
-
-def _balance(run: RecordedRun) -> Balance | None:
-    """Arithmetic of the machine that `cluster.instance` names, and of a micro-batch; None if either is unknown."""
-    from nxtrain.plan.hardware import find_machine
-
+    intensities = None
     micro, length = run.number("train.micro_batch"), run.number("train.seq_len")
-    try:
+    with suppress(NxtrainError):  # no instance is named, or an unknown one
         machine = find_machine(str(run.config.get("cluster.instance") or ""))
-    except NxtrainError:
-        return None
-    if not micro or not length:
-        return None
-    weight_bytes = 2
-    if run.config.get("precision.params", "fp32") == "fp32":
-        weight_bytes = 4
-    # Each weight of a pass is read once, and multiplied and added for each token.
-    return Balance(machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
+        if micro and length:
+            weight_bytes = 2
+            if run.config.get("precision.params", "fp32") == "fp32":
+                weight_bytes = 4
+            # Each weight of a pass is read once, and multiplied and added for each token.
+            intensities = (machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
+    queues = run.environment.get("asynchronous") is True and not any(key in sums for key in SECTIONS_S)
+    return verdict(sums, mfu=typical(run, "mfu"), intensities=intensities, queues=queues)
 
 
-def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
+def _losses(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
+    curves = []
+    note = _mean_note(runs, "loss")
     for color, run in _colored(runs):
-        yield from _with_mean(_main(runs, run, "training"), color, *run.columns.series("loss"))
-        steps, values = run.columns.series("val_loss")
-        yield Curve(_named(runs, run, "held-out"), color, steps, values, "dots")
+        curves += _with_mean(_main(runs, run, "training"), color, *run.columns.series("loss"))
+        curves.append(Curve(_named(runs, run, "held-out"), color, *run.columns.series("val_loss"), kind="dots"))
+    if any("val_loss" in run.columns.numbers for run in runs):
+        note = f"Dots are evaluations on held-out text. {note}".strip()
+    return draw("loss", "Loss", "nats per token", curves, note=note, wide=True)
 
 
 def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
@@ -143,11 +120,9 @@ def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
     return "The faint line has every record, the strong line their mean."
 
 
-def _difference(runs: Sequence[RecordedRun]) -> Chart | None:
+def _difference(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
     """Loss of each run minus that of the first, at the steps that both recorded."""
-    if len(runs) == 1:
-        return None
-    curves = []
+    curves: list[Curve] = []
     for color, run in list(_colored(runs))[1:]:
         steps, first, other = difference(runs[0], run)
         curves += _with_mean(f"{run.name} - {runs[0].name}", color, steps, other - first)
@@ -155,46 +130,25 @@ def _difference(runs: Sequence[RecordedRun]) -> Chart | None:
     return draw("difference", "Loss difference", "nats per token", curves, note=note, wide=True)
 
 
-def _norms(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
+def _norms(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
+    curves = []
     for color, run in _colored(runs):
         steps, values = run.columns.series("grad_norm")
-        yield Curve(_main(runs, run, "gradient norm"), color, steps, values)
-        yield Curve(_named(runs, run, "mean of 20 steps"), color, *run.columns.series("grad_norm_mean"), kind="dashed")
+        curves.append(Curve(_main(runs, run, "gradient norm"), color, steps, values))
+        means = run.columns.series("grad_norm_mean")
+        curves.append(Curve(_named(runs, run, "mean of 20 steps"), color, *means, kind="dashed"))
         marked = np.array([step for step, _ in run.columns.spikes], dtype=np.float64)
         # A spike between two records has no value of its own: its mark stands at the next record.
         at = np.unique(np.searchsorted(steps, marked))
         at = at[at < len(steps)]
         kind = "spikes" if len(runs) == 1 else "dots"
-        yield Curve(_named(runs, run, "spikes"), color, steps[at], values[at], kind)
-
-
-def _spike_note(runs: Sequence[RecordedRun]) -> str:
-    if not any(run.columns.spikes for run in runs):
-        return ""
-    note = "Dots are spikes above the running mean; one between two records is marked at the next."
+        curves.append(Curve(_named(runs, run, "spikes"), color, steps[at], values[at], kind))
+    note = ""
+    if any(run.columns.spikes for run in runs):
+        note = "Dots are spikes above the running mean; one between two records is marked at the next."
     if any(len(run.columns.spikes) > MOST_MARKS for run in runs):
         note += f" Of many, the {MOST_MARKS} highest are marked."
-    return note
-
-
-def _plain(
-    runs: Sequence[RecordedRun], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
-) -> Chart | None:
-    curves = []
-    for color, run in _colored(runs):
-        steps, values = run.columns.series(column)
-        curves.append(Curve(_main(runs, run, title.lower()), color, steps, scale * values))
-    return draw(key, title, unit, curves, zero=zero)
-
-
-def _noisy(
-    runs: Sequence[RecordedRun], key: str, title: str, unit: str, column: str, *, scale: float = 1.0, zero: bool = False
-) -> Chart | None:
-    curves: list[Curve] = []
-    for color, run in _colored(runs):
-        steps, values = run.columns.series(column)
-        curves += _with_mean(_main(runs, run, title.lower()), color, steps, scale * values)
-    return draw(key, title, unit, curves, zero=zero, note=_mean_note(runs, column))
+    return draw("grad-norm", "Gradient norm", "before clipping", curves, note=note)
 
 
 def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Curve]:
@@ -207,8 +161,13 @@ def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Cur
     ]
 
 
-def _breakdown(run: RecordedRun) -> Breakdown | None:
-    """Areas of the host's time over steps, in shares that add up to one."""
+def breakdown(run: RecordedRun) -> dict[str, Any] | None:
+    """Areas of the host's time over steps, in shares that add up to one; None if the run recorded no times.
+
+    Returns:
+        For the template of the page: `areas` has the number of the color, name, SVG path and share of each kind of
+        work, and `verdict` is a sentence that names the limit.
+    """
     times = {key: run.columns.numbers[key] for key in PARTS if key in run.columns.numbers}
     if not times or not len(run.columns.steps):
         return None
@@ -234,16 +193,19 @@ def _breakdown(run: RecordedRun) -> Breakdown | None:
             name = "rest of the steps"
         areas.append((color, name, _area(x, HEIGHT * (1 - bottom), HEIGHT * (1 - top)), share))
         bottom = top
-    ticks = tuple(
-        Tick(
-            100 * at / 4,
-            short(float(run.columns.steps[min(len(run.columns.steps) - 1, len(run.columns.steps) * at // 4)])),
-        )
-        for at in range(5)
-    )
-    shares = tuple(Tick(100 - part, f"{part}%") for part in (0, 50, 100))
-    sentence = str(judge(run) or "")
-    return Breakdown(run.name, tuple(areas), ticks, shares, sentence[:1].upper() + sentence[1:])
+    last = len(run.columns.steps) - 1
+    x_ticks = []
+    for quarter in range(5):
+        step = run.columns.steps[min(last, (last + 1) * quarter // 4)]
+        x_ticks.append((25 * quarter, short(float(step))))
+    sentence = judge(run)
+    return {
+        "name": run.name,
+        "areas": areas,
+        "x_ticks": x_ticks,
+        "y_ticks": [(100 - part, f"{part}%") for part in (0, 50, 100)],
+        "verdict": sentence[:1].upper() + sentence[1:],
+    }
 
 
 def _area(x: Column, low: Column, high: Column) -> str:
@@ -270,3 +232,56 @@ def _named(runs: Sequence[RecordedRun], run: RecordedRun, quantity: str) -> str:
 
 def _colored(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, RecordedRun]]:
     return ((number % NUM_COLORS, run) for number, run in enumerate(runs))
+
+
+MOST_TASKS = 40  # most tasks that the page shows, those that were measured first
+
+
+def evaluations(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Charts of the tasks that the runs have results of."""
+    tasks_of_runs = [_tasks(run) for run in runs]
+    names = list(dict.fromkeys(chain.from_iterable(tasks_of_runs)))
+    charts = []
+    for number, (task, metric) in enumerate(names[:MOST_TASKS]):
+        curves: list[Curve] = []
+        for number_of_run, (run, tasks) in enumerate(zip(runs, tasks_of_runs, strict=True)):
+            label = run.name if len(runs) > 1 else metric
+            points = tasks.get((task, metric), [])
+            tokens, values, errors = np.array(points, np.float64).reshape(-1, 3).T
+            color = number_of_run % NUM_COLORS
+            curves.append(Curve(label, color, tokens, values))
+            if errors.any():
+                curves.append(Curve(f"{label} + error", color, tokens, values + errors, "dashed"))
+                curves.append(Curve(f"{label} - error", color, tokens, values - errors, "dashed"))
+        title = shortened(f"{task}: {metric}", 60)
+        note = "Dashed lines are one standard error above and below."
+        charts.append(draw(f"evaluation-{number}", title, "over tokens", curves, note=note))
+    return [chart for chart in charts if chart is not None]
+
+
+def _tasks(run: RecordedRun) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
+    """Tokens, value and standard error (0 if unknown) of each task and metric, for the newest requests of the task."""
+    try:
+        lines = [line for line in jsonl.read(run.folder / EVALUATIONS_FILE) if _is_result(line)]
+    except OSError:  # the page shows what can be read
+        return {}
+    tasks = {}
+    newest = {line["task"]: line["question"] for line in lines}
+    for task, question in newest.items():
+        of_task = [line for line in lines if (line["task"], line["question"]) == (task, question)]
+        metric = next(iter(of_task[-1]["metrics"]))
+        points = {}
+        for line in of_task:
+            tokens, value = float(line["tokens"]), number_of(line["metrics"].get(metric))
+            error = number_of(line["metrics"].get("stderr"))
+            if abs(value) < MOST:
+                points[tokens] = (tokens, value, error if abs(error) < MOST else 0.0)
+        tasks[task, metric] = sorted(points.values())
+    return tasks
+
+
+def _is_result(line: Mapping[str, Any]) -> bool:
+    """True if a line is one that `nxtrain eval` writes."""
+    named = isinstance(line.get("task"), str) and isinstance(line.get("question"), str)
+    metrics = line.get("metrics")
+    return named and abs(number_of(line.get("tokens"))) < MOST and isinstance(metrics, dict) and bool(metrics)

@@ -18,82 +18,75 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.jsonl import read
 from nxtrain.common.run_folder import METRICS_FILE
 
-Point = tuple[float, float]
-"""Step and loss."""
+ROWS = 10  # characters of the plot's height; the axes take two more lines, and the title one
+WIDEST, NARROWEST = 100, 24  # bounds of the chart's width in characters
 
-ROWS = 10
-"""Height of the plot in characters; the axes take two more lines, and the title one."""
-
-WIDEST, NARROWEST = 100, 24
-"""Bounds of the chart's width in characters."""
-
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character's dots, by row and column (Unicode 15, section 21.1)."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """Characters of a chart.
+    """Characters of a chart."""
 
-    Args:
-        dots_x, dots_y: Dots of the curve in one character.
-        curve: Sample of the curve, for the legend.
-        held_out: Mark of an evaluation.
-    """
-
-    dots_x: int
+    dots_x: int  # dots of the curve in one character
     dots_y: int
-    curve: str
-    held_out: str
+    curve: str  # sample of the curve, for the legend
+    held_out: str  # mark of an evaluation
     axis: str
     tick: str
     corner: str
     line: str
-
-    def draw(self, dots: Iterable[tuple[int, int]]) -> str:
-        """Character for dots, each by column and row from the upper left; a blank for no dot."""
-        bits = sum(_DOTS[y][x] for x, y in dots)
-        if not bits:
-            return " "
-        if self.dots_x == 1:
-            return "*"
-        return chr(0x2800 + bits)
 
 
 BRAILLE = Style(2, 4, "\u2824\u2824", "\u25cf", "\u2502", "\u2524", "\u2514", "\u2500")
 ASCII = Style(1, 1, "*", "o", "|", "+", "+", "-")
 
 
-def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -> str:
-    """Draw the training loss as a curve, and the held-out loss of each evaluation as a mark.
-
-    Args:
-        records: Lines of metrics.jsonl; a loss that was not finite is null, and is left out.
-        width: Characters of the longest line.
-
-    Returns:
-        Lines without a line feed at the end; a single line without a chart if no loss was recorded.
-    """
-    records = list(records)
+def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -> str:
+    """Draw the training loss as a curve, and the held-out loss of each evaluation as a mark, in lines of a width."""
     train, held_out = _points(records, "loss"), _points(records, "val_loss")
-    if not train and not held_out:
+    points = [*train, *held_out]
+    if not points:
         return "no loss is recorded yet"
-    values = [loss for _, loss in (*train, *held_out)]
-    low, high = min(values), max(values)
+    last = max(step for step, _ in points)
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    last = max(step for step, _ in (*train, *held_out))
-    labels = [f"{value:.2f}" for value in (high, 0.5 * (low + high), low)]
-    margin = max(map(len, labels))
+    labels = {0: f"{high:.2f}", ROWS // 2: f"{0.5 * (low + high):.2f}", ROWS - 1: f"{low:.2f}"}
+    margin = max(map(len, labels.values()))
     columns = max(NARROWEST, min(width, WIDEST)) - margin - 2
-    plot = _Plot(columns, ROWS, last, low, high, style)
-    rows = plot.rows(train, held_out)
-    marks = {0: labels[0], ROWS // 2: labels[1], ROWS - 1: labels[2]}
+
+    def x_of(step: float, dots: int) -> int:
+        return min(int(columns * dots * step / last), columns * dots - 1)
+
+    def y_of(loss: float, dots: int) -> int:
+        return min(int(ROWS * dots * (high - loss) / (high - low)), ROWS * dots - 1)
+
+    # Each column of dots has the mean of its points. A steep curve fills it between its neighbours' heights.
+    losses_at: dict[int, list[float]] = {}
+    for step, loss in train:
+        losses_at.setdefault(x_of(step, style.dots_x), []).append(loss)
+    means = [(x, math.fsum(losses) / len(losses)) for x, losses in sorted(losses_at.items())]
+    dots = {(x, y_of(loss, style.dots_y)) for x, loss in means}
+    for (x0, loss0), (x1, loss1) in pairwise(means):
+        previous = y_of(loss0, style.dots_y)
+        for x in range(x0, x1 + 1):
+            y = y_of(loss0 + (loss1 - loss0) * (x - x0) / (x1 - x0), style.dots_y)
+            dots.update((x, between) for between in range(min(previous, y), max(previous, y) + 1))
+            previous = y
+
+    cells: dict[tuple[int, int], str] = {}
+    for (column, row), bits in _bits(dots, style).items():
+        cells[column, row] = "*" if style is ASCII else chr(0x2800 + bits)
+    for step, loss in held_out:
+        cells[x_of(step, 1), y_of(loss, 1)] = style.held_out
     lines = [f"loss (nats per token): {style.curve} training, {style.held_out} held-out text"]
-    for number, row in enumerate(rows):
-        label = marks.get(number, "")
+    for row in range(ROWS):
+        label = labels.get(row, "")
         axis = style.tick if label else style.axis
-        lines.append(f"{label:>{margin}} {axis}{row}".rstrip())
+        drawn = "".join(cells.get((column, row), " ") for column in range(columns))
+        lines.append(f"{label:>{margin}} {axis}{drawn}".rstrip())
     end = f"step {last:g}"
     lines.append(f"{'':>{margin}} {style.corner}{style.line * columns}")
     lines.append(f"{'':>{margin}}  0{end:>{columns - 1}}")
@@ -102,61 +95,23 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     return "\n".join(lines)
 
 
-class _Plot:
-    """Raster of the plot.
+def _bits(dots: Iterable[tuple[int, int]], style: Style) -> dict[tuple[int, int], int]:
+    """Bits of the braille character at each column and row that has a dot."""
+    bits: dict[tuple[int, int], int] = {}
+    for x, y in dots:
+        cell = (x // style.dots_x, y // style.dots_y)
+        bits[cell] = bits.get(cell, 0) | DOTS[y % style.dots_y][x % style.dots_x]
+    return bits
 
-    Args:
-        columns, lines: Size in characters.
-        last: Step at the right edge.
-        low, high: Loss at the lower and upper edge.
-    """
 
-    def __init__(self, columns: int, lines: int, last: float, low: float, high: float, style: Style) -> None:
-        self._columns = columns
-        self._lines = lines
-        self._style = style
-        self._last = last
-        self._low = low
-        self._high = high
-
-    def rows(self, train: Sequence[Point], held_out: Sequence[Point]) -> list[str]:
-        """Rows of the plot from the top."""
-        style = self._style
-        dots: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        for x, y in self._curve(train):
-            cell = (x // style.dots_x, y // style.dots_y)
-            dots.setdefault(cell, set()).add((x % style.dots_x, y % style.dots_y))
-        marks = {(self._x(step, 1), self._y(loss, 1)) for step, loss in held_out}
-        rows = []
-        for y in range(self._lines):
-            row = ""
-            for x in range(self._columns):
-                row += style.held_out if (x, y) in marks else style.draw(dots.get((x, y), ()))
-            rows.append(row)
-        return rows
-
-    def _curve(self, points: Sequence[Point]) -> Iterable[tuple[int, int]]:
-        """Dots of the curve; each column has the mean of its points, and neighbours are connected."""
-        columns: dict[int, list[float]] = {}
-        for step, loss in points:
-            columns.setdefault(self._x(step, self._style.dots_x), []).append(loss)
-        means = [(x, math.fsum(losses) / len(losses)) for x, losses in sorted(columns.items())]
-        if len(means) == 1:
-            yield means[0][0], self._y(means[0][1], self._style.dots_y)
-        for (x0, loss0), (x1, loss1) in pairwise(means):
-            previous = self._y(loss0, self._style.dots_y)
-            for x in range(x0, x1 + 1):
-                y = self._y(loss0 + (loss1 - loss0) * (x - x0) / (x1 - x0), self._style.dots_y)
-                # A steep curve fills the column between its neighbours' heights.
-                yield from ((x, between) for between in range(min(previous, y), max(previous, y) + 1))
-                previous = y
-
-    def _x(self, step: float, dots: int) -> int:
-        return min(int(self._columns * dots * step / self._last), self._columns * dots - 1)
-
-    def _y(self, loss: float, dots: int) -> int:
-        height = self._lines * dots
-        return min(int(height * (self._high - loss) / (self._high - self._low)), height - 1)
+def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """Steps and losses."""
+    points = []
+    for record in records:
+        step, loss = record.get("step"), record.get(key)
+        if isinstance(step, int | float) and isinstance(loss, int | float) and step > 0 and math.isfinite(loss):
+            points.append((step, loss))
+    return points
 
 
 def style_for(encoding: str | None) -> Style:
@@ -166,15 +121,6 @@ def style_for(encoding: str | None) -> Style:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return BRAILLE
-
-
-def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
-    points = []
-    for record in records:
-        step, loss = record.get("step"), record.get(key)
-        if isinstance(step, int | float) and isinstance(loss, int | float) and step > 0 and math.isfinite(loss):
-            points.append((step, loss))
-    return points
 
 
 def main(argv: Sequence[str]) -> int:

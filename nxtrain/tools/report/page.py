@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -18,36 +19,24 @@ import nxtrain
 from nxtrain.common.text import short
 from nxtrain.tools.report import facts
 from nxtrain.tools.report.chart import HEIGHT, WIDTH
-from nxtrain.tools.report.evaluations import evaluations
-from nxtrain.tools.report.figures import breakdowns, charts
-from nxtrain.tools.report.parity import Parity
-from nxtrain.tools.report.ranks import rank_times
+from nxtrain.tools.report.facts import rank_times
+from nxtrain.tools.report.figures import breakdown, charts, evaluations
 from nxtrain.tools.report.run import RecordedRun, printable, shortened
-from nxtrain.tools.report.scaling import Point
 from nxtrain.tools.report.timeline import USES, timeline
 
-MOST_ALARMS = 100
-"""Most alarms of a run that the page lists, the newest."""
-
-MOST_TITLE = 160
-"""Most characters of the page's title."""
+MOST_ALARMS = 100  # of a run that the page lists, the newest
+MOST_TITLE = 160  # characters
 
 
 def render(
     runs: Sequence[RecordedRun],
     *,
-    parities: Sequence[Parity] = (),
-    points: Sequence[Point] = (),
+    parities: Sequence[Mapping[str, Any]] = (),
+    points: Sequence[Mapping[str, Any]] = (),
     notes: Sequence[str] = (),
     written: datetime | None = None,
 ) -> str:
-    """HTML page of some runs.
-
-    Args:
-        parities: Comparisons with the first run.
-        notes: Notes that concern no single run.
-        written: Time on the page; None: now.
-    """
+    """HTML page of some runs, with their comparisons and scaling, and notes that concern no single run."""
     all_notes = [("all runs", note) for note in notes]
     alarms = []
     timelines = []
@@ -57,32 +46,28 @@ def render(
         drawn = timeline(run.starts)
         if drawn is not None:
             timelines.append((run.name, drawn, str(run.goodput)))
-    content = {
-        "runs": runs,
-        "overview": facts.overview(runs),
-        "notes": all_notes,
-        "parities": parities,
-        "points": points,
-        "charts": charts(runs),
-        "evaluations": evaluations(runs),
-        "breakdowns": breakdowns(runs),
-        "rank_times": [(run.name, *rank_times(run)) for run in runs],
-        "timelines": timelines,
-        "uses": USES,
-        "stability": facts.stability(runs),
-        "alarms": alarms,
-        "plans": [(run.name, *facts.planned(run)) for run in runs],
-        "environment": facts.environment(runs),
-        "configuration": facts.configuration(runs),
-    }
+    breakdowns = [breakdown(run) for run in runs]
     moment = written or datetime.now(timezone.utc)
     script = _asset("page.js")
     return _template().render(
-        content,
+        runs=runs,
+        overview=facts.overview(runs),
+        notes=all_notes,
+        parities=parities,
+        points=points,
+        charts=charts(runs),
+        evaluations=evaluations(runs),
+        breakdowns=[areas for areas in breakdowns if areas is not None],
+        rank_times=[(run.name, *rank_times(run)) for run in runs],
+        timelines=timelines,
+        uses=USES,
+        stability=facts.stability(runs),
+        alarms=alarms,
+        plans=[(run.name, *facts.planned(run)) for run in runs],
+        environment=facts.environment(runs),
+        configuration=facts.configuration(runs),
         title=shortened(", ".join(run.name for run in runs), MOST_TITLE),
-        sections=[(key, name) for key, name in _SECTIONS.items() if _has(content, key)],
         version=nxtrain.__version__,
-        version_line=f"nxtrain {nxtrain.__version__}",
         written=moment.strftime("%Y-%m-%d %H:%M %Z"),
         style=_asset("page.css"),
         script=script,
@@ -90,42 +75,6 @@ def render(
         WIDTH=WIDTH,
         HEIGHT=HEIGHT,
     )
-
-
-_SECTIONS = {
-    "overview": "Overview",
-    "parity": "Parity",
-    "scaling": "Scaling",
-    "curves": "Curves",
-    "evaluations": "Evaluations",
-    "breakdown": "Where time goes",
-    "timeline": "Goodput and restarts",
-    "stability": "Stability",
-    "plan": "Plan",
-    "configuration": "Configuration",
-}
-
-_NEEDS = {
-    "parity": ("parities",),
-    "scaling": ("points",),
-    "curves": ("charts",),
-    "evaluations": ("evaluations",),
-    "breakdown": ("breakdowns",),
-    "timeline": ("timelines",),
-}
-
-
-def _has(content: dict[str, object], key: str) -> bool:
-    if key == "stability":
-        return bool(_rows(content["stability"]))
-    if key == "configuration":
-        return bool(_rows(content["configuration"]) or _rows(content["environment"]))
-    return all(content[name] for name in _NEEDS.get(key, ()))
-
-
-def _rows(table: object) -> tuple[tuple[str, ...], ...]:
-    assert isinstance(table, facts.Table)
-    return table.rows
 
 
 def _asset(name: str) -> str:

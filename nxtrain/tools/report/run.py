@@ -24,11 +24,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FRESH_S = 90.0
-"""Seconds since the last record within which a start without an end counts as running."""
-
-LONGEST_NAME = 80
-"""Most characters of a run's name on a page."""
+FRESH_S = 90.0  # since the last record, within which a start without an end counts as running
+LONGEST_NAME = 80  # characters of a run's name on a page
 
 
 @dataclass(frozen=True)
@@ -36,22 +33,18 @@ class RecordedRun:
     """A run folder.
 
     Args:
-        name: Name on the page, different from that of every other run.
-        config: Values of the configuration by dotted key.
         environment: Versions, devices and ranks of the newest start, by name.
-        summary: Final evaluation.
-        state: `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`.
     """
 
     folder: Path
-    name: str
+    name: str  # name on the page, different from that of every other run
     columns: Columns = field(default_factory=Columns)
     starts: Sequence[RunStart] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # values of the configuration by dotted key
     environment: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)  # final evaluation
     notes: tuple[str, ...] = ()
-    state: str = "unknown"
+    state: str = "unknown"  # `done`, `stopped`, `failed`, `killed`, `running`, or `unknown`
 
     @cached_property
     def goodput(self) -> Goodput:
@@ -81,11 +74,7 @@ class RecordedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Read run folders, and give each run a name of its own.
-
-    Raises:
-        ConfigError: A folder does not exist.
-    """
+    """Read run folders, and give each run a name of its own; a folder that does not exist is a ConfigError."""
     for folder in folders:
         if not folder.is_dir():
             kind = "is a file, not a run folder" if folder.exists() else "does not exist"
@@ -113,7 +102,10 @@ def read_run(folder: Path) -> RecordedRun:
         notes = [_foreign(folder), *notes]
     elif not starts:
         notes.append(f"there is no {LOGS_DIR}/{STARTS_FILE}: goodput and restarts are unknown")
-    state = _state(starts)
+    state = "unknown"
+    if starts:
+        is_fresh = time.time() - starts[-1].seen.wall < FRESH_S
+        state = starts[-1].outcome or ("running" if is_fresh else "killed")
     if state == "running":
         notes.append("the run is still under way: the page shows the run up to this moment")
     name = str(config.get("run.name") or folder.resolve().name)
@@ -192,14 +184,3 @@ def _json(file: Path, notes: list[str]) -> dict[str, Any]:
 
 def _reason(error: Exception) -> str:
     return shortened(getattr(error, "strerror", None) or cause_of(error), 200)
-
-
-def _state(starts: Sequence[RunStart]) -> str:
-    if not starts:
-        return "unknown"
-    last = starts[-1]
-    if last.outcome:
-        return last.outcome
-    if time.time() - last.seen.wall < FRESH_S:
-        return "running"
-    return "killed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from nxtrain.common.text import duration
 from nxtrain.metrics.goodput import RunStart, standing
@@ -21,90 +22,54 @@ USES = {
 }
 """Uses of time, in the order of the legend."""
 
-MOST_SPANS = 400
-"""Most spans that are drawn one by one; more are added up in columns."""
-
-COLUMNS = 250
-"""Columns of a timeline whose spans are added up."""
-
-MOST_ROWS = 60
-"""Most starts in the table: the first and the last."""
+MOST_SPANS = 400  # that are drawn one by one; more are added up in columns
+COLUMNS = 250  # of a timeline whose spans are added up
+MOST_ROWS = 60  # starts in the table: the first and the last
 
 
 @dataclass(frozen=True)
 class UseSpan:
-    """Span of one use of time.
+    """Span of one use of time."""
 
-    Args:
-        use: Key of `USES`.
-        begin_s, end_s: Seconds since the run's first start.
-        start: Number of the start, from 1; of a gap, that of the start before.
-    """
-
-    use: str
-    begin_s: float
+    use: str  # key of `USES`
+    begin_s: float  # seconds since the run's first start
     end_s: float
-    start: int
+    start: int  # number of the start, from 1; of a gap, that of the start before
 
 
-@dataclass(frozen=True)
-class UseBox:
-    """Rectangle of a timeline, in units of `WIDTH` across and in percent down."""
+def timeline(starts: Sequence[RunStart]) -> dict[str, Any] | None:
+    """Draw the starts of a run for the template of the page; None if there are none, or if they took no time.
 
-    use: str
-    x: float
-    width: float
-    y: float
-    height: float
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class RunTimeline:
-    """Timeline of a run, for the template of the page.
-
-    Args:
-        restarts: Positions of the begins of later starts, in units of `WIDTH`.
-        ticks: Positions in percent, with their times.
-        rows: The table of starts: number, step that the start resumed, last finished step, steps that a later start
-            repeated, duration, outcome, and reason for the end.
-        added_up: True if the spans are added up in columns.
+    Returns:
+        `boxes` are rectangles in units of `WIDTH` across and in percent down, `restarts` the begins of later starts,
+        and `rows` the table of starts.
     """
-
-    boxes: tuple[UseBox, ...]
-    restarts: tuple[float, ...]
-    total: str
-    ticks: tuple[tuple[float, str], ...]
-    rows: tuple[tuple[str, ...], ...]
-    added_up: bool
-
-
-def timeline(starts: Sequence[RunStart]) -> RunTimeline | None:
-    """Draw the starts of a run; None if there are none, or if they took no time."""
     spans = list(spans_of(starts))
     total_s = max((span.end_s for span in spans), default=0.0)
     if not total_s > 0:
         return None
     added_up = len(spans) > MOST_SPANS
-    begins = [span.begin_s for before, span in pairwise(spans) if span.start != before.start]
-    boxes: list[UseBox] = []
-    restarts: tuple[float, ...] = ()
+    boxes: list[dict[str, Any]] = []
+    restarts: list[float] = []
     if added_up:
         boxes += _columns(spans, total_s)
     else:
         for span in spans:
             x, width = WIDTH * span.begin_s / total_s, WIDTH * (span.end_s - span.begin_s) / total_s
             text = f"start {span.start}: {USES[span.use]}, {duration(span.end_s - span.begin_s)}"
-            boxes.append(UseBox(span.use, round(x, 2), round(width, 2), 0, 100, text))
-        restarts = tuple(round(WIDTH * begin / total_s, 2) for begin in begins)
-    return RunTimeline(
-        tuple(boxes),
-        restarts,
-        duration(total_s),
-        tuple((100 * part / 4, duration(total_s * part / 4)) for part in range(5)),
-        tuple(_rows(starts)),
-        added_up,
-    )
+            box = {"use": span.use, "x": round(x, 2), "width": round(width, 2), "y": 0, "height": 100, "text": text}
+            boxes.append(box)
+        for before, span in pairwise(spans):
+            if span.start != before.start:
+                restarts.append(round(WIDTH * span.begin_s / total_s, 2))
+    return {
+        "boxes": boxes,
+        "restarts": restarts,
+        "total": duration(total_s),
+        "ticks": [(25 * part, duration(total_s * part / 4)) for part in range(5)],
+        "rows": list(_rows(starts)),
+        "added_up": added_up,
+    }
 
 
 def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
@@ -121,31 +86,27 @@ def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
             if gap_s > 0:
                 yield UseSpan("gap", at, at + gap_s, number - 1)
                 at += gap_s
-        for use, length_s in _parts(start, stood):
+        spent, elapsed_s = start.spent, start.seen.up - start.began.up
+        begin_s, tail_s = spent.start_s, max(0.0, elapsed_s - spent.total_s)
+        if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:  # no step: all of it is start-up
+            begin_s, tail_s = begin_s + tail_s, 0.0
+        productive_s = start.train_s(stood)
+        uses_s = {
+            "begin": begin_s,
+            "productive": productive_s,
+            "pause": spent.eval_s + spent.stall_s,
+            "lost": spent.train_s - productive_s,
+            "tail": tail_s,
+        }
+        for use, length_s in uses_s.items():
             if length_s > 0:
                 yield UseSpan(use, at, at + length_s, number)
                 at += length_s
         before = start
 
 
-def _parts(start: RunStart, stood: int) -> list[tuple[str, float]]:
-    spent, elapsed_s = start.spent, start.seen.up - start.began.up
-    productive_s = start.train_s(stood)
-    tail_s = max(0.0, elapsed_s - spent.total_s)
-    begin_s = spent.start_s
-    if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:  # no step: all of it is start-up
-        begin_s, tail_s = begin_s + tail_s, 0.0
-    return [
-        ("begin", begin_s),
-        ("productive", productive_s),
-        ("pause", spent.eval_s + spent.stall_s),
-        ("lost", spent.train_s - productive_s),
-        ("tail", tail_s),
-    ]
-
-
-def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
-    """Columns of equal width, each with the shares of the uses, productive time at the bottom."""
+def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[dict[str, Any]]:
+    """Boxes of columns of equal width, each with the shares of the uses, productive time at the bottom."""
     sums = [dict.fromkeys(USES, 0.0) for _ in range(COLUMNS)]
     width_s = total_s / COLUMNS
     for span in spans:
@@ -162,7 +123,8 @@ def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[UseBox]:
             height = 100 * length_s / whole
             bottom -= height
             if height > 0:
-                yield UseBox(use, WIDTH * column / COLUMNS, WIDTH / COLUMNS, round(bottom, 2), round(height, 2))
+                box = {"use": use, "x": WIDTH * column / COLUMNS, "width": WIDTH / COLUMNS}
+                yield {**box, "y": round(bottom, 2), "height": round(height, 2), "text": ""}
 
 
 def _rows(starts: Sequence[RunStart]) -> Iterator[tuple[str, ...]]:

@@ -30,26 +30,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of a metrics file that are read first; a run of days is not read from its begin."""
+TAIL_BYTES = 1 << 16  # at the end of a metrics file that are read first; a run of days is not read from its begin
+JUDGED = 20  # newest records whose times the verdict uses
+SILENT_S = 120.0  # without a sign of life, from which the line says so
 
-JUDGED = 20
-"""Newest records whose times the verdict uses."""
-
-SILENT_S = 120.0
-"""Seconds without a sign of life from which the line says so."""
-
-_ENDED = ("done", "stopped")
-"""Ends after which a run is not followed; a failed run may be started again."""
+ENDED = ("done", "stopped")  # ends after which a run is not followed; a failed run may be started again
 
 
 class Followed:
-    """Run folder that is followed while the run writes it.
-
-    Args:
-        folder: The folder; the run need not have begun.
-        clock: Seconds since 1970.
-    """
+    """Run folder that is followed while the run writes it; the run need not have begun."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._clock = folder, clock
@@ -66,9 +55,13 @@ class Followed:
             times_s = {key: _number(record, key) for key in (*KINDS_S, *SECTIONS_S)}
             self._times.append({key: time_s for key, time_s in times_s.items() if time_s is not None})
             self._val_loss = _number(record, "val_loss") or self._val_loss
-        start = _json(self._folder / LOGS_DIR / START_FILE)
-        config = _config(self._folder / CONFIG_FILE)
-        total = _number(config.get("train", {}), "steps") or 0.0
+        start: dict[str, Any] = {}
+        config: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            start = _object(read_text(self._folder / LOGS_DIR / START_FILE))
+        with suppress(OSError, ValueError, RecursionError):
+            config = tomllib.loads(read_text(self._folder / CONFIG_FILE))
+        total = _number(config.get("train"), "steps") or 0.0
         step = max(_number(self._record, "step") or 0.0, _number(start, "step") or 0.0)
         progress = f"step {step:.0f}"
         if total:
@@ -81,7 +74,7 @@ class Followed:
             parts.append(f"{duration(left_s)} left")
         parts.append(self._state(start))
         line = "  ".join(filter(None, parts))
-        return "".join(char if char.isprintable() else "\ufffd" for char in line), start.get("outcome") in _ENDED
+        return "".join(char if char.isprintable() else "\ufffd" for char in line), start.get("outcome") in ENDED
 
     def _values(self) -> Iterator[str]:
         loss = _number(self._record, "loss")
@@ -101,8 +94,9 @@ class Followed:
         for times_s in self._times:
             sums.update(times_s)
         limit = verdict(sums, mfu=_number(self._record, "mfu"))
-        if limit and limit.name != UNDECIDED:
-            yield limit.name
+        name = limit.partition(":")[0]
+        if name and name != UNDECIDED:
+            yield name
         alarm = self._record.get("alarm")
         if isinstance(alarm, str):
             yield f"ALARM {alarm}"
@@ -156,14 +150,7 @@ class Followed:
 
 
 def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
-    """Show a line for each run until all of them have ended.
-
-    Args:
-        every_s: Seconds between looks; 0: one second on a terminal, and a minute elsewhere.
-
-    Raises:
-        ConfigError: A folder does not exist.
-    """
+    """Show a line for each run until all of them have ended; every 0 s means a second on a terminal, else a minute."""
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; name the folder of a run, as run.dir has it")
@@ -201,13 +188,6 @@ def _number(table: Any, key: str) -> float | None:
     return float(value)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return _object(read_text(file))
-    except (OSError, ValueError):
-        return {}
-
-
 def _object(text: str | bytes) -> dict[str, Any]:
     """Object of a JSON text; an empty one for anything else."""
     try:
@@ -216,13 +196,6 @@ def _object(text: str | bytes) -> dict[str, Any]:
         return {}
     if isinstance(value, dict):
         return value
-    return {}
-
-
-def _config(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        config: dict[str, Any] = tomllib.loads(read_text(file))
-        return config
     return {}
 
 

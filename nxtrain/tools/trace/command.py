@@ -37,18 +37,13 @@ IRRELEVANT = (
 )
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
-UNBOUND = 1000
-"""Width of output that is not a terminal, in characters."""
+UNBOUND = 1000  # width of output that is not a terminal, in characters
 
 
 def graphs(
     config: Path, overrides: Sequence[str], *, world: int, ranks: Sequence[int], steps: int, hlo: Path | None
 ) -> dict[str, Any]:
-    """Trace ranks in a process of their own, and return the report.
-
-    Args:
-        ranks: Ranks to trace; empty: some of every kind.
-        hlo: Folder for the graphs' HLO texts.
+    """Trace ranks, by default some of every kind, in a process of their own, and return the report.
 
     Raises:
         ConfigError: The configuration cannot run in that world, or a rank is outside it.
@@ -110,11 +105,7 @@ def some_ranks(plan: Resolved, world: int) -> list[int]:
 
 
 def present(report: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a report.
-
-    Raises:
-        BackendError: The graphs have problems.
-    """
+    """Print a report; graphs with problems are a BackendError."""
     if as_json:
         write_document(report)
     else:

@@ -5,9 +5,11 @@ The rank's peers do not exist: torch's fake process group returns at once. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.distributed.distributed_c10d import new_group
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
@@ -34,26 +38,18 @@ from nxtrain.config.check import Resolved, family_of, resolve_model
 from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
 from nxtrain.plan.moments import in_flight
-from nxtrain.tools.trace.live_bytes import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Memory of a rank by kind, in bytes.
+    """Memory of a rank by kind, in bytes."""
 
-    Args:
-        params: Trained parameters, as the rank stores them.
-        frozen: Other parameters.
-        optimizer: Optimizer state, and ZeRO-1's own rows of the parameters.
-        step: Most bytes of a step besides the other kinds: gradients, activations, logits and buffers.
-    """
-
-    params: int
-    frozen: int
-    optimizer: int
-    step: int
+    params: int  # trained parameters, as the rank stores them
+    frozen: int  # other parameters
+    optimizer: int  # optimizer state, and ZeRO-1's own rows of the parameters
+    step: int  # most bytes of a step besides the other kinds: gradients, activations, logits and buffers
 
     @property
     def total(self) -> int:
@@ -72,8 +68,7 @@ class Traced:
         }
 
 
-TILE_ENTRIES = 1 << 20
-"""Entries that an update takes at a time; those of devices are a few megabytes as well."""
+TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devices are a few megabytes as well
 
 
 class _Kernels(FusedKernels):
@@ -177,12 +172,7 @@ def trace_job(job: Job, stage: int) -> Traced:
 
 
 def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:
-    """Memory of a training step of one rank, whose configuration has all degrees.
-
-    Args:
-        resolved: Checked configuration; its global batch has as many micro-batches as are run.
-        ranks_per_node: Ranks of a machine, which hybrid sharding groups.
-    """
+    """Memory of a training step of one rank; the configuration has all degrees, and as many micro-batches as run."""
     with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)
@@ -233,3 +223,57 @@ def _own(x: Tensor) -> Tensor:
 
 def _num_bytes(tensors: list[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages of all tensors that operations return in this context, and their `peak`.
+
+    A storage counts once, whatever views show it, from the operation that returns it until it is freed. Full sharding
+    frees and restores parameters by resizing their storage, which is not an operation; so the context watches storages
+    too. Storages of the `excluded` tensors do not count.
+    """
+
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._seen: dict[int, Any] = {}
+        self._excluded = {x.untyped_storage()._cdata for x in excluded}
+
+    def __enter__(self) -> LiveBytes:
+        super().__enter__()
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._count(storage)
+            return storage
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._excluded:
+            return
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._freed(key))
+        self.now += storage.nbytes() - self._sizes.get(key, 0)
+        self._sizes[key] = storage.nbytes()
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        del self._seen[key]

@@ -10,8 +10,7 @@ from functools import lru_cache
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-Groups = tuple[tuple[int, ...], ...]
-"""Ranks that work together; empty: all ranks are one group."""
+Groups = tuple[tuple[int, ...], ...]  # ranks that work together; empty: all ranks are one group
 
 # Source: https://openxla.org/xla/operation_semantics and the text that torch-xla 2.9 prints.
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")
@@ -24,39 +23,24 @@ _TYPE_BYTES = {"pred": 1, "bf16": 2, "token": 0}
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication of a graph.
+    """One communication of a graph."""
 
-    Args:
-        op: One of `OPS`.
-        groups: Of a collective-permute, its pairs of source and target.
-        num_bytes: Size of the whole tensors: the larger of a rank's input and output.
-        scales: Constants that its results are multiplied by.
-    """
-
-    op: str
-    groups: Groups
-    num_bytes: int
-    scales: frozenset[float]
+    op: str  # one of `OPS`
+    groups: Groups  # of a collective-permute, its pairs of source and target
+    num_bytes: int  # size of the whole tensors: the larger of a rank's input and output
+    scales: frozenset[float]  # constants that its results are multiplied by
 
 
 @dataclass(frozen=True)
 class HloGraph:
-    """Contents of a graph.
+    """Contents of a graph."""
 
-    Args:
-        collectives: Collectives in the order of the text.
-    """
-
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]  # collectives in the order of the text
     has_f64: bool
 
 
 def parse(text: str) -> HloGraph:
-    """Read a module in HLO's text form, before any compiler has changed it.
-
-    Args:
-        text: Each instruction stands after those that it uses.
-    """
+    """Read a module in HLO's text form, in which each instruction stands after those that it uses."""
     collectives: dict[str, Collective] = {}
     result_of: dict[str, str] = {}  # the collective of each instruction that has its result
     constants: dict[str, float] = {}

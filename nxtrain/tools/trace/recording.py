@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from nxtrain.common.mesh import Axis
 from nxtrain.tools.trace.hlo import Groups, HloGraph
 
+# Kinds of work that a graph belongs to.
 TRAINING = "training"
 LOG = "log"
 EVALUATION = "evaluation"
-"""Kinds of work that a graph belongs to."""
 
 
 @dataclass(frozen=True)
@@ -20,30 +20,23 @@ class Cut:
     """Graph that a rank submitted to the device.
 
     Args:
-        step: Step of the graph, from 1.
-        phase: Work of the loop, such as `TRAINING`.
-        hash: torch-xla's hash, which decides whether the graph is compiled again.
         action: Action of the rank's pipeline, such as `forward chunk 1` or `transfer`; empty outside the pipeline.
     """
 
     rank: int
-    step: int
-    phase: str
-    hash: str
+    step: int  # step of the graph, from 1
+    phase: str  # work of the loop, such as `TRAINING`
+    hash: str  # torch-xla's hash, which decides whether the graph is compiled again
     action: str = ""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Device value that the host read inside a step.
-
-    Args:
-        file, line, function: Innermost line outside torch and torch-xla.
-    """
+    """Device value that the host read inside a step."""
 
     rank: int
     step: int
-    file: str
+    file: str  # innermost line outside torch and torch-xla
     line: int
     function: str
 
@@ -53,9 +46,6 @@ class Recording:
     """Recording of all traced ranks.
 
     Args:
-        axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
-        cuts: Submitted graphs in the order of recording.
-        graphs: Contents of the graphs by hash.
         stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
     """
 
@@ -63,9 +53,9 @@ class Recording:
     ranks: Sequence[int]
     steps: int
     dp_size: int
-    axes: Sequence[Axis]
-    cuts: Sequence[Cut]
-    graphs: Mapping[str, HloGraph]
+    axes: Sequence[Axis]  # axes whose ranks may communicate; of two axes with equal groups the first gives its name
+    cuts: Sequence[Cut]  # submitted graphs in the order of recording
+    graphs: Mapping[str, HloGraph]  # contents of the graphs by hash
     reads: Sequence[Read]
     stages: Mapping[int, int] = field(default_factory=dict)
 

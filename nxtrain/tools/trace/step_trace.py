@@ -27,33 +27,22 @@ REST = "rest"
 """Name of the unit of embedding, last norm and output projection; other units are named by their first block."""
 
 
-class _Gathering:
-    """An all-gather that records the unit it gathers."""
+class _Recorded:
+    """An all-gather or a reduce-scatter of FSDP2 that records the unit that it gathers or reduces."""
 
-    def __init__(self, unit: str, events: list[str]) -> None:
-        self._unit, self._events = unit, events
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self._events.append(f"gather {self._unit}")
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _Reduction:
-    """A reduce-scatter that records the unit it reduces."""
-
-    def __init__(self, unit: str, events: list[str]) -> None:
-        self._unit, self._events = unit, events
+    def __init__(self, event: str, events: list[str]) -> None:
+        self._event, self._events = event, events
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the argument."""
+        """Memory for the larger side."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._events.append(f"reduce {self._unit}")
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any = None, async_op: bool = False
+    ) -> Any:
+        self._events.append(self._event)
+        if op is None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
@@ -72,11 +61,7 @@ class _Backward(torch.autograd.Function):
 
 
 def record_events(model: nn.Module) -> list[str]:
-    """List to which later steps of a sharded model append `gather`, `forward`, `backward` and `reduce` of each unit.
-
-    Args:
-        model: A `CausalLM` under `fully_shard`.
-    """
+    """List to which later steps of a fully sharded `CausalLM` append `gather`, `forward`, `backward` and `reduce`."""
     events: list[str] = []
     _record(model, REST, events)
     units: dict[int, nn.Module] = {}
@@ -99,15 +84,14 @@ def record_events(model: nn.Module) -> list[str]:
 
 def _record(module: nn.Module, unit: str, events: list[str]) -> None:
     assert isinstance(module, FSDPModule)
-    module.set_custom_all_gather(_Gathering(unit, events))  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(_Reduction(unit, events))  # type: ignore[arg-type]
+    module.set_custom_all_gather(_Recorded(f"gather {unit}", events))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_Recorded(f"reduce {unit}", events))  # type: ignore[arg-type]
 
 
 def trace_step(resolved: Resolved, job: Job) -> list[str]:
     """Events of a step of one micro-batch on rank 0, in order; nothing is computed.
 
-    Raises:
-        ConfigError: The layout gathers no units, or has pipeline stages.
+    A layout that gathers no units, or has pipeline stages, is a ConfigError.
     """
     parallel, train = job.config.parallel, job.config.train
     if not job.is_fully_sharded:

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,27 +43,7 @@ from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.graph_extraction import EVALUATED_BATCHES, few_micro_batches, trainer
 from nxtrain.train.health.recompiles import GRAPHS
 
-LINE_EVERY_S = 5.0
-"""Seconds between lines of progress."""
-
-
-@dataclass(frozen=True)
-class TraceJob:
-    """Job of a trace.
-
-    Args:
-        hlo: Folder for the texts; empty: none.
-        layers: `native`, or `nxd` where it can be loaded.
-    """
-
-    config: str
-    overrides: Sequence[str]
-    world: int
-    ranks: Sequence[int]
-    steps: int
-    hlo: str
-    layers: str
-    instance: str
+LINE_EVERY_S = 5.0  # seconds between lines of progress
 
 
 def trace(
@@ -74,12 +54,7 @@ def trace(
     hlo: Path | None,
     bind: Callable[[Backend], Binding] | None = None,
 ) -> dict[str, Any]:
-    """Trace the ranks and return the report.
-
-    Args:
-        plan: The checked configuration; its backend is xla.
-        bind: Binds a vendor's library to each rank; None: our own layers.
-    """
+    """Trace the ranks and return the report; `bind` binds a vendor's library to each rank."""
     tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
     axes: dict[Groups, Axis] = {}
     stages: dict[int, int] = {}
@@ -94,15 +69,7 @@ def trace(
     if mesh.pp_size == 1:
         stages.clear()
     recording = Recording(
-        world,
-        ranks,
-        steps,
-        mesh.dp_size,
-        list(axes.values()),
-        tape.cuts,
-        tape.graphs,
-        tape.reads,
-        stages,
+        world, ranks, steps, mesh.dp_size, list(axes.values()), tape.cuts, tape.graphs, tape.reads, stages
     )
     findings = report(recording)
     if hlo is not None:
@@ -222,22 +189,20 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     return [axis for axis in axes if axis.size > 1]
 
 
-def main(job: TraceJob) -> None:
-    """Print the report as JSON."""
+def main(job: Mapping[str, Any]) -> None:
+    """Print the report of a job of `nxtrain graphs` as JSON."""
     garbage.settle()
-    plan = resolve_config(load(job.config, job.overrides), job.world)
+    plan = resolve_config(load(job["config"], job["overrides"]), job["world"])
     bind, lacking = None, ""
-    if job.layers == "nxd":
+    if job["layers"] == "nxd":
         try:
-            bind = pretended_nxd(INSTANCES[job.instance])
+            bind = pretended_nxd(INSTANCES[job["instance"]])
         except BackendError as error:
             lacking = str(error)
-    hlo = None
-    if job.hlo:
-        hlo = Path(job.hlo)
-    findings = trace(plan, job.world, job.ranks, job.steps, hlo, bind)
+    hlo = Path(job["hlo"]) if job["hlo"] else None
+    findings = trace(plan, job["world"], job["ranks"], job["steps"], hlo, bind)
     print(json.dumps({**findings, "lacking": lacking}), flush=True)
 
 
 if __name__ == "__main__":
-    main(TraceJob(**json.loads(sys.argv[1])))
+    main(json.loads(sys.argv[1]))

@@ -19,7 +19,7 @@ from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import DAMAGED, INVALID_UTF8, MISSING_FIELD, WRONG_TYPE
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.tools.bench.data_streams import write_sparse
+from nxtrain.tools.bench.data import write_sparse
 from tests.support.corpora import (
     FORMATS,
     compressed,

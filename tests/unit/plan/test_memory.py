@@ -18,7 +18,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Bucketed
 from nxtrain.plan import activations, memory, moments
 from nxtrain.plan.job import Job
-from nxtrain.tools.trace.live_bytes import LiveBytes
+from nxtrain.tools.trace.fake_rank import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.drawn import FAMILIES

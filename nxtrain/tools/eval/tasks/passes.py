@@ -19,16 +19,7 @@ def programs(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) 
 
 
 def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]) -> dict[str, float]:
-    """Estimates of pass@k of one problem.
-
-    Args:
-        references: Test of the problem.
-        predictions: Programs of the problem.
-
-    Raises:
-        OSError: The metric cannot be loaded, for lack of a network.
-        ValueError: Programs may not run here, or are fewer than k.
-    """
+    """Estimates of pass@k of one problem, from its test and its programs."""
     import evaluate
 
     _, results = evaluate.load("code_eval").compute(references=references, predictions=predictions, k=[1])
@@ -37,11 +28,7 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
 
 
 def estimate(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of pass@k: chance that k samples, drawn from n without replacement, hold one of c that pass.
-
-    Raises:
-        ValueError: There are fewer than k samples.
-    """
+    """Unbiased estimate of pass@k: chance that k samples, drawn from n without replacement, hold one of c that pass."""
     if n < k:
         raise ValueError(f"pass@{k} needs {k} samples of each problem, and there are {n}; raise repeats of the task")
     return 1 - math.comb(n - c, k) / math.comb(n, k)

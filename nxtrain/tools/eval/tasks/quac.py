@@ -12,22 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-NO_ANSWER = "CANNOTANSWER"
-"""Answer to a question that the section does not answer; each section ends with this word."""
-
-LEAST_AGREEMENT = 0.4
-"""F1 of people among themselves below which a question does not count."""
+NO_ANSWER = "CANNOTANSWER"  # answer to a question that the section does not answer; each section ends with this word
+LEAST_AGREEMENT = 0.4  # F1 of people among themselves below which a question does not count
 
 
 def turns(docs: Any) -> Any:
-    """Questions of dialogues, one a row, each with the questions and answers before it.
-
-    Args:
-        docs: Data set of dialogues, with the columns of `allenai/quac`.
-
-    Returns:
-        Data set of the questions on which people agree.
-    """
+    """Questions of dialogues on which people agree, one a row, each with the questions and answers before it."""
     return docs.map(_questions, batched=True, batch_size=100, remove_columns=docs.column_names)
 
 

@@ -10,7 +10,6 @@ from nxtrain.tools.bench.breakdown import (
     COPIES,
     DISPATCH,
     ELEMENTWISE,
-    KINDS,
     LOSS,
     MATMUL,
     OPTIMIZER,
@@ -19,8 +18,6 @@ from nxtrain.tools.bench.breakdown import (
     UPDATE,
     WAIT,
     WAITING,
-    Event,
-    add_up,
     kind_of,
 )
 
@@ -52,12 +49,3 @@ from nxtrain.tools.bench.breakdown import (
 )
 def test_an_operation_has_the_kind_of_its_name_or_of_its_place(chain: tuple[str, ...], kind: str) -> None:
     assert kind_of(chain) == kind
-
-
-def test_kinds_add_up() -> None:
-    events = [Event(("aten::mm", STEP), 3.0), Event(("aten::mm", STEP), 2.0), Event((STEP,), 1.0)]
-    found = add_up(events)
-    seconds = {kind: one["s"] for kind, one in found.items() if one["s"]}
-    assert seconds == {MATMUL: 5.0, OUTSIDE: 1.0}
-    assert set(found) == set(KINDS)
-    assert found[MATMUL]["calls"] == 2

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.tools.bench.chart import LABEL, WIDTH, Bar, check_chart, draw
+from nxtrain.tools.bench.chart import LABEL, WIDTH, check_chart, write_chart
 
 
-def test_a_bar_is_as_long_as_its_value_and_names_are_escaped() -> None:
-    bars = [Bar("a<b", [1.5, 2.0, 4.0]), Bar("c", [0.5])]
-    root = ET.fromstring(draw(bars, "title & more", "machine"))
+def test_a_bar_is_as_long_as_its_value_and_names_are_escaped(tmp_path: Path) -> None:
+    machine = {"cpu": "CPU", "instructions": ["avx2"]}
+    write_chart(tmp_path / "a.svg", {"a<b": [1.5, 2.0, 4.0], "c": [0.5]}, "title & more", machine)
+    root = ET.parse(tmp_path / "a.svg").getroot()
     widths = [float(rect.get("width", "")) for rect in root.findall("{*}rect")[1:]]
     assert widths == [WIDTH / 2, WIDTH / 8]
     *ranges, one = root.findall("{*}line")

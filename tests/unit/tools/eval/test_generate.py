@@ -105,27 +105,6 @@ def test_scores_that_are_not_finite_are_refused(bad: float, temperature: float) 
         draws(Sampling(temperature), torch.tensor([0.0, bad]), 1)
 
 
-UNEQUAL = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0])
-DRAWS = 4000
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3), (1.0, 99)])
-def test_frequencies_are_the_softmax_of_the_best_scores(temperature: float, top_k: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = [Sampling(temperature, top_k).draw(UNEQUAL, generator) for _ in range(DRAWS)]
-    best = UNEQUAL.topk(min(top_k or len(UNEQUAL), len(UNEQUAL))).indices
-    expected = torch.zeros(len(UNEQUAL))
-    expected[best] = (UNEQUAL[best] / temperature).softmax(0)
-    found = torch.bincount(torch.tensor(drawn), minlength=len(UNEQUAL)) / DRAWS
-    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()), (found, expected)
-
-
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.0, 3), (5.0, 1)])
-def test_no_temperature_or_one_choice_takes_the_likeliest(temperature: float, top_k: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    assert {Sampling(temperature, top_k).draw(UNEQUAL, generator) for _ in range(50)} == {0}
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_chances_of_a_draw_are_those_of_transformers_logits_processors(
     monkeypatch: pytest.MonkeyPatch, seed: int

@@ -6,13 +6,13 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nxtrain.common.process.progress import Progress
 from nxtrain.tools.report import columns
 from nxtrain.tools.report.columns import MOST, NUMBERS, read_columns
 
@@ -148,23 +148,14 @@ def test_an_odd_line_leaves_few_others_to_the_slow_reading(
 
 
 def test_a_long_reading_shows_its_share_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, float, bool, list[float]]] = []
-
-    class Seen(Progress):
-        def __init__(self, label: str, total: float, *, on_terminals_only: bool) -> None:
-            super().__init__(label, total, on_terminals_only=on_terminals_only)
-            shown.append((label, total, on_terminals_only, []))
-
-        def show(self, done: float, label: str = "") -> None:
-            shown[-1][3].append(done)
-
-    monkeypatch.setattr(columns, "Progress", Seen)
     monkeypatch.setattr(columns, "BLOCK_BYTES", 1000)
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
-    read_columns(file)
-    ((label, total, only, done),) = shown
-    assert (label, total, only) == (f"reading {file}", file.stat().st_size, True)
+    total = file.stat().st_size
+    with mock.patch.object(columns, "Progress") as progress:
+        read_columns(file)
+    progress.assert_called_once_with(f"reading {file}", total, on_terminals_only=True)
+    done = [call.args[0] for call in progress.return_value.__enter__.return_value.show.call_args_list]
     assert done == sorted(done)
     assert done[-1] == total
     assert abs(len(done) - total / 1000) < 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.run_folder import EVALUATIONS_FILE
-from nxtrain.tools.report.evaluations import evaluations
+from nxtrain.tools.report.figures import evaluations
 from nxtrain.tools.report.page import render
 from nxtrain.tools.report.run import read_runs
 
@@ -28,10 +28,10 @@ def write(folder: Path, *lines: object) -> Path:
 def test_accuracy_is_drawn_over_tokens_with_its_error(tmp_path: Path) -> None:
     run = write(tmp_path / "run", line(3000, 0.75), line(1000, 0.25), line(2000, 0.5), line(1000, 0.3))
     (chart,) = evaluations(read_runs([run]))
-    assert (chart.title, chart.x_range) == ("cloze: accuracy", (1000.0, 3000.0))
-    assert chart.names[1:] == ("accuracy", "accuracy + error", "accuracy - error")
-    assert [row[:2] for row in chart.rows] == [("1,000", "0.3"), ("2,000", "0.5"), ("3,000", "0.75")]
-    assert [row[2:] for row in chart.rows] == [("0.31", "0.29"), ("0.51", "0.49"), ("0.76", "0.74")]
+    assert (chart["title"], chart["x_range"]) == ("cloze: accuracy", (1000.0, 3000.0))
+    assert chart["head"][1:] == ["accuracy", "accuracy + error", "accuracy - error"]
+    assert [row[:2] for row in chart["rows"]] == [["1,000", "0.3"], ["2,000", "0.5"], ["3,000", "0.75"]]
+    assert [row[2:] for row in chart["rows"]] == [["0.31", "0.29"], ["0.51", "0.49"], ["0.76", "0.74"]]
     page = render(read_runs([run]))
     assert '<h2 id="evaluations-head">Evaluations</h2>' in page
     assert "cloze: accuracy" in page
@@ -40,13 +40,13 @@ def test_accuracy_is_drawn_over_tokens_with_its_error(tmp_path: Path) -> None:
 def test_requests_of_other_seeds_make_no_curve_with_the_newest(tmp_path: Path) -> None:
     run = write(tmp_path / "run", line(1000, 0.2, question="old"), line(1000, 0.4), line(2000, 0.6))
     (chart,) = evaluations(read_runs([run]))
-    assert [row[:2] for row in chart.rows] == [("1,000", "0.4"), ("2,000", "0.6")]
+    assert [row[:2] for row in chart["rows"]] == [["1,000", "0.4"], ["2,000", "0.6"]]
 
 
 def test_runs_have_a_curve_each(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, line(1000, value, stderr=None)) for name, value in (("a", 0.2), ("b", 0.4))]
     (chart,) = evaluations(read_runs(runs))
-    assert [curve.name for curve in chart.curves] == ["a", "b"]
+    assert [curve.name for curve in chart["curves"]] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,14 @@ def test_a_straight_fall_is_a_diagonal_with_its_evaluations_on_it(style: Style) 
 
 
 def test_each_braille_dot_stands_at_its_own_place() -> None:
-    """One point alone in each corner of a character: dots 1, 4, 7 and 8 of the character's eight."""
-    for at, bit in (((0, 0), 0x01), ((1, 0), 0x08), ((0, 3), 0x40), ((1, 3), 0x80), ((0, 2), 0x04), ((1, 1), 0x10)):
-        assert BRAILLE.draw([at]) == chr(0x2800 + bit)
-    assert BRAILLE.draw([(x, y) for x in (0, 1) for y in range(4)]) == "\u28ff"
-    assert BRAILLE.draw([]) == ASCII.draw([]) == " "
+    """A fall over two columns of dots and the four rows of a character: dots 1, 2, 5, 6, 3, 7, 8 of the character."""
+    chart = loss_chart([{"step": 1, "loss": 40.0}, {"step": 1000, "loss": 0.0}], 80, BRAILLE)
+    drawn = {ord(character) - 0x2800 for row in plot(chart, BRAILLE) for character in row.strip()}
+    whole = 0
+    for bits in drawn:
+        whole |= bits
+    assert whole == 0xFF
+    assert plot(chart, BRAILLE)[0][0] == "\u2809"  # the first two dots are side by side in the first row
 
 
 @pytest.mark.parametrize("style", [BRAILLE, ASCII])

@@ -18,10 +18,9 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, LOGS_DIR, METRICS_FILE, STARTS_FILE, SUMMARY_FILE
 from nxtrain.metrics.start_log import StartLog
 from nxtrain.tools.report.command import report
+from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.parity import Bounds, compare
 from nxtrain.tools.report.run import read_run, read_runs, shortened
-from nxtrain.tools.report.scaling import scaling
 from tests.support.ports import patient_s
 from tests.support.run_folders import record, restarted, start, write_run
 
@@ -80,7 +79,7 @@ def page_with(folder: Path, text: str) -> str:
         )
     runs = read_runs([folder / "1", folder / "2"])
     points, notes = scaling(runs, price_usd_h=20.0)
-    return render(runs, parities=compare(runs, Bounds()), points=points, notes=[*notes, text])
+    return render(runs, parities=[parity(runs[0], runs[1], Bounds())], points=points, notes=[*notes, text])
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,8 @@ def test_damaged_files_render(tmp_path: Path, data: Any) -> None:
         )
         keep = data.draw(st.integers(0, 40))
         (folder / name).write_bytes(content[:at] + noise + content[at + keep :])
-    parsed(render(read_runs([folder, folder]), parities=compare(read_runs([folder, folder]), Bounds())))
+    runs = read_runs([folder, folder])
+    parsed(render(runs, parities=[parity(runs[0], runs[1], Bounds())]))
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:

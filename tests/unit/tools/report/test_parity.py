@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
-from nxtrain.tools.report.parity import FEWEST, WINDOWS, Bounds, parity, window_means
+from nxtrain.tools.report.comparison import FEWEST, WINDOWS, Bounds, parity, scaling, window_means
 from nxtrain.tools.report.run import RecordedRun, read_run
-from nxtrain.tools.report.scaling import scaling
 from tests.support.run_folders import record, write_run
 
 
@@ -47,34 +46,34 @@ def test_parity_holds_up_to_its_bound(tmp_path: Path, key: str, share: float) ->
     factors: dict[str, Any] = {key: 1 / (1 - share * bound)}
     other = run_with(tmp_path / "b", **factors)
     found = parity(first, other, Bounds())
-    assert found.passed is (share <= 1)
-    assert [check.name for check in found.checks if not check.passed] == [
+    assert found["passed"] is (share <= 1)
+    assert [check["name"] for check in found["checks"] if not check["passed"]] == [
         {"loss": "training loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens": "tokens"}[key]
     ] * (share > 1)
-    worst = next(check for check in found.checks if check.bound == bound and check.value)
-    assert worst.value == pytest.approx(share * bound, rel=1e-6)
+    worst = next(check for check in found["checks"] if check["bound"] == bound and check["value"])
+    assert worst["value"] == pytest.approx(share * bound, rel=1e-6)
 
 
 def test_runs_of_different_lengths_are_compared_where_both_are(tmp_path: Path) -> None:
-    assert parity(run_with(tmp_path / "a"), run_with(tmp_path / "b", steps=30), Bounds()).passed
+    assert parity(run_with(tmp_path / "a"), run_with(tmp_path / "b", steps=30), Bounds())["passed"]
 
 
 def test_too_few_common_records_fail(tmp_path: Path) -> None:
     found = parity(run_with(tmp_path / "a"), run_with(tmp_path / "b", steps=FEWEST - 1), Bounds())
-    assert not found.passed
-    assert "records of the same steps, and 5 are needed" in found.checks[0].text
+    assert not found["passed"]
+    assert "records of the same steps, and 5 are needed" in found["checks"][0]["text"]
 
 
 def test_steps_that_one_run_alone_skipped_fail(tmp_path: Path) -> None:
     records = [record(step, **({"skipped_steps": [7]} if step == 7 else {})) for step in range(1, 61)]
     other = read_run(write_run(tmp_path / "b", records=records))
-    assert not parity(run_with(tmp_path / "a"), other, Bounds()).passed
-    assert parity(other, other, Bounds()).passed
+    assert not parity(run_with(tmp_path / "a"), other, Bounds())["passed"]
+    assert parity(other, other, Bounds())["passed"]
 
 
 def test_a_differing_seed_is_said(tmp_path: Path) -> None:
     other = read_run(write_run(tmp_path / "b", run={"seed": 5}))
-    assert "run.seed differs: 0 and 5" in parity(run_with(tmp_path / "a"), other, Bounds()).notes
+    assert "run.seed differs: 0 and 5" in parity(run_with(tmp_path / "a"), other, Bounds())["notes"]
 
 
 def command(*arguments: object) -> tuple[int, str]:
@@ -118,14 +117,14 @@ def test_efficiency_is_throughput_per_node_beside_that_of_the_smallest_run(tmp_p
 
     runs = [at(64, 5800.0, "trn1.32xlarge"), at(1, 100.0, "trn1.32xlarge"), at(8, 4000.0, "own")]
     points, notes = scaling([*runs, read_run(write_run(tmp_path / "none", records=[]))])
-    assert [(point.nodes, round(point.efficiency, 6)) for point in points] == [(1, 1.0), (8, 1.0), (64, 0.90625)]
-    assert [point.tokens_per_usd for point in points] == [
+    assert [(point["nodes"], round(point["efficiency"], 6)) for point in points] == [(1, 1.0), (8, 1.0), (64, 0.90625)]
+    assert [point["tokens_per_usd"] for point in points] == [
         pytest.approx(100 * 3600 / 21.50),
         None,
         pytest.approx(5800 * 3600 / (21.50 * 64)),
     ]
     assert notes == ["run is left out: it has no throughput, or no cluster.nodes"]
-    assert scaling(runs, price_usd_h=2.0)[0][1].tokens_per_usd == pytest.approx(4000 * 3600 / 16)
+    assert scaling(runs, price_usd_h=2.0)[0][1]["tokens_per_usd"] == pytest.approx(4000 * 3600 / 16)
 
 
 def test_the_published_scaling_table_has_the_efficiencies_of_the_report(tmp_path: Path) -> None:
@@ -139,6 +138,6 @@ def test_the_published_scaling_table_has_the_efficiencies_of_the_report(tmp_path
         runs.append(read_run(write_run(tmp_path / f"n{nodes}", records=records, cluster={"nodes": int(nodes)})))
     points, _ = scaling(runs)
     for point, (nodes, minutes, speedup, efficiency) in zip(points, rows, strict=True):
-        assert point.nodes == int(nodes)
+        assert point["nodes"] == int(nodes)
         assert float(speedup) == pytest.approx(99 / float(minutes), abs=0.05)
-        assert point.efficiency == pytest.approx(int(efficiency) / 100, abs=0.006)
+        assert point["efficiency"] == pytest.approx(int(efficiency) / 100, abs=0.006)

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nxtrain.common.run_folder import LOGS_DIR, RANKS_FILE
+from nxtrain.tools.report.facts import KINDS, SHOWN, rank_times, read_rates
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.ranks import KINDS, SHOWN, rank_times, read_rates
 from nxtrain.tools.report.run import read_run
 from tests.support.run_folders import write_run
 

@@ -41,9 +41,9 @@ def test_the_loss_is_fitted_over_the_logarithm_of_the_step_as_numpy_does(steps: 
     x = np.log10([steps[at] for at in late])
     slope, intercept = np.polyfit(x, losses[late], 1)
     assert found is not None
-    assert found.first == steps[late[0]]
-    assert found.slope == pytest.approx(slope, rel=1e-6, abs=1e-9)
-    assert found.spread == pytest.approx((losses[late] - slope * x - intercept).std(), rel=1e-6)
+    assert found["first"] == steps[late[0]]
+    assert found["slope"] == pytest.approx(slope, rel=1e-6, abs=1e-9)
+    assert found["spread"] == pytest.approx((losses[late] - slope * x - intercept).std(), rel=1e-6)
 
 
 def test_a_loss_that_falls_by_a_half_with_each_tenfold_is_shown_so() -> None:

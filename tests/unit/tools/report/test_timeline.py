@@ -54,9 +54,9 @@ def test_boxes_fill_the_timeline(starts: list[RunStart]) -> None:
     if drawn is None:
         assert account(starts).wall_s == 0
         return
-    assert sum(box.width for box in drawn.boxes) == pytest.approx(WIDTH, abs=0.01 * len(drawn.boxes))
-    assert all(0 <= at <= WIDTH for at in drawn.restarts)
-    assert len(drawn.rows) == len(starts)
+    assert sum(box["width"] for box in drawn["boxes"]) == pytest.approx(WIDTH, abs=0.01 * len(drawn["boxes"]))
+    assert all(0 <= at <= WIDTH for at in drawn["restarts"])
+    assert len(drawn["rows"]) == len(starts)
 
 
 def test_each_restart_stands_in_its_place_with_its_reason() -> None:
@@ -64,8 +64,8 @@ def test_each_restart_stands_in_its_place_with_its_reason() -> None:
     drawn = timeline(starts)
     assert drawn is not None
     total_s = starts[1].seen.up - starts[0].began.up
-    assert drawn.restarts == (round(WIDTH * (starts[1].began.up - starts[0].began.up) / total_s, 2),)
-    assert [(*row[:4], *row[5:]) for row in drawn.rows] == [
+    assert drawn["restarts"] == [round(WIDTH * (starts[1].began.up - starts[0].began.up) / total_s, 2)]
+    assert [(*row[:4], *row[5:]) for row in drawn["rows"]] == [
         ("1", "0", "30", "10", "failed", "rank 1 was killed"),
         ("2", "20", "60", "0", "done", ""),
     ]
@@ -78,7 +78,7 @@ def test_many_starts_are_added_up_in_columns_that_keep_the_shares() -> None:
         began = starts[-1].seen.up + 1.0
     drawn = timeline(starts)
     assert drawn is not None
-    assert drawn.added_up
-    assert len(drawn.rows) == MOST_ROWS + 1
-    area = sum(box.width * box.height for box in drawn.boxes if box.use == "productive") / (100 * WIDTH)
+    assert drawn["added_up"]
+    assert len(drawn["rows"]) == MOST_ROWS + 1
+    area = sum(box["width"] * box["height"] for box in drawn["boxes"] if box["use"] == "productive") / (100 * WIDTH)
     assert area == pytest.approx(account(starts).goodput, abs=1e-3)

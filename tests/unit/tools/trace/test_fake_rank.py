@@ -16,8 +16,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.plan import memory
 from nxtrain.plan.job import Attention, Job
-from nxtrain.tools.trace.fake_rank import trace_job, trace_rank
-from nxtrain.tools.trace.live_bytes import LiveBytes
+from nxtrain.tools.trace.fake_rank import LiveBytes, trace_job, trace_rank
 from tests.support.drawn import one_in
 from tests.support.models import plan
 from tests.unit.plan.test_command import SEVEN, answer

@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.run_folder import LOGS_DIR, PROFILES_DIR
-from nxtrain.tools.bench.overlap import Interval, common, length_s, read_profiles, union
+from tests.support.overlap import Profile, read_profiles
 
-INTERVALS = st.lists(st.builds(lambda begin, length: (begin, begin + length), st.integers(0, 30), st.integers(0, 9)))
-
-
-def of(pairs: list[tuple[int, int]]) -> list[Interval]:
-    return [Interval(begin, end) for begin, end in pairs]
-
-
-def seconds(pairs: list[tuple[int, int]]) -> set[int]:
-    return {second for begin, end in pairs for second in range(begin, end)}
+INTERVALS = st.lists(
+    st.builds(lambda begin, length: (float(begin), float(begin + length)), st.integers(0, 30), st.integers(1, 9)),
+    min_size=1,
+)
 
 
-@given(these=INTERVALS, those=INTERVALS)
-def test_unions_have_the_seconds_of_their_intervals(these: list[tuple[int, int]], those: list[tuple[int, int]]) -> None:
-    assert length_s(union(of(these))) == len(seconds(these))
-    assert length_s(common(union(of(these)), union(of(those)))) == len(seconds(these) & seconds(those))
+def seconds(intervals: list[tuple[float, float]]) -> set[int]:
+    return {second for begin, end in intervals for second in range(int(begin), int(end))}
+
+
+@given(sums=INTERVALS, products=INTERVALS, backward=INTERVALS)
+def test_the_overlap_has_the_seconds_of_all_intervals(
+    sums: list[tuple[float, float]], products: list[tuple[float, float]], backward: list[tuple[float, float]]
+) -> None:
+    profile = Profile(0, [("backward", when) for when in backward], sums, products)
+    beside = seconds(sums) & seconds(products) & seconds(backward)
+    assert profile.overlap == pytest.approx(len(beside) / len(seconds(sums)))
 
 
 def write_profile(run: Path, *events: tuple[str, float, float]) -> None:
@@ -52,8 +54,8 @@ def test_a_profile_has_the_sums_of_its_backward_pass(tmp_path: Path) -> None:
     write_profile(tmp_path, ("aten::mm", 1, 3.5), ("aten::mm", 4, 5), ("aten::mul", 5, 6), *sums, *STEP)
     (profile,) = read_profiles(tmp_path)
     assert profile.rank == 3
-    assert profile.sections == [(n.removeprefix("nxtrain."), Interval(10 + b, 10 + e)) for n, b, e in STEP[1:]]
-    assert profile.sums == [Interval(13, 17)]
+    assert profile.sections == [(n.removeprefix("nxtrain."), (10.0 + b, 10.0 + e)) for n, b, e in STEP[1:]]
+    assert profile.sums == [(13.0, 17.0)]
     assert profile.products_beside == 1
     assert profile.overlap == pytest.approx(1.5 / 4)
 
