@@ -12,11 +12,10 @@ from nxtrain.common.errors import DataError, LostPeerError, refused
 from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.batch_source import BatchSource, TokenRows
-from nxtrain.data.files import replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
-from nxtrain.data.samples import EndedSamples, FileSamples, Samples, check_shape, header
-from nxtrain.data.storage import cache_folder, open_file
+from nxtrain.data.samples import EndedSamples, FileSamples, Samples
+from nxtrain.data.storage import cache_folder, open_file, replacing
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
@@ -154,10 +153,6 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
 
     Returns:
         The rows, and the file that holds them.
-
-    Raises:
-        DataError: The file is absent, in S3, or no file of rows of this length; or no start has prepared the text.
-        StorageError: The storage fails.
     """
     if config.source != "tokens":
         try:
@@ -169,9 +164,7 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
     place = place_of(config.path)
     if not isinstance(place, Path):
         raise DataError(f"{place} is in S3, from which a start reads")
-    dtype, shape, _ = header(open_file(place, Path()))
-    check_shape(dtype, shape, place, seq_len)
-    return shape[0], place
+    return FileSamples(open_file(place, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, place
 
 
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:

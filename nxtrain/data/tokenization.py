@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.common.errors import DataError, cause_of
 from nxtrain.common.io.regular import read_bytes
-from nxtrain.data.files import Tokens, replacing, unreadable
+from nxtrain.data.storage import Tokens, replacing, unreadable
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -128,11 +128,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def declared_end(file: Path) -> str:
-    """Token that ends a document, from the `tokenizer_config.json` next to a `tokenizer.json`; empty if not declared.
-
-    Raises:
-        DataError: The configuration cannot be read.
-    """
+    """Token that ends a document, from the configuration next to a `tokenizer.json`; empty if not declared."""
     config = file.with_name("tokenizer_config.json")
     declared = None
     try:

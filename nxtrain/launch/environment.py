@@ -64,11 +64,7 @@ class Environment:
     notes: tuple[str, ...] = ()
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
-        """Settings of a shell that contradict the run, each with the way out.
-
-        Raises:
-            ConfigError: The compiler's flags cannot be split as a shell splits them.
-        """
+        """Settings of a shell that contradict the run, each with the way out."""
         problems: list[Problem] = []
         if self.xla:
             problems += dead_variables(environ, self.sdk)

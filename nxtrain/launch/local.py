@@ -133,11 +133,7 @@ def launch(
 
 
 def rendezvous_address(first_node: str) -> tuple[str, int]:
-    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
-
-    Raises:
-        ConfigError: The name or the port is invalid.
-    """
+    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given."""
     name, colon, port = first_node.rpartition(":")
     if not colon:
         name, port = first_node, ""

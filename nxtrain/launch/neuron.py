@@ -60,11 +60,7 @@ def compiles_ahead(config: RunConfig) -> bool:
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
-    """Requirements of a run that is started with the given variables.
-
-    Raises:
-        ConfigError: The compiler's flags cannot be split as a shell splits them.
-    """
+    """Requirements of a run that is started with the given variables."""
     instance = machine_of(config)
     native = is_native(config)
     if instance is None and (config.cluster.instance or not native):
@@ -153,11 +149,7 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
 
 
 def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of a rank on a Neuron device.
-
-    Raises:
-        ConfigError: The variables contradict the run.
-    """
+    """Variables of a rank on a Neuron device."""
     # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
@@ -182,10 +174,6 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
 
     Args:
         cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
-
-    Raises:
-        ConfigError: The list is invalid, or has fewer cores than ranks.
-        BackendError: This machine has no Neuron device.
     """
     lanes = [support(), torchneuron.support()]
     if not any(lane.ok for lane in lanes):
@@ -208,11 +196,7 @@ def machine_of(config: RunConfig) -> Machine | None:
 def attention_of(
     config: RunConfig, instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None
 ) -> AttentionChoice | None:
-    """Attention that ranks on an instance choose; None if the model's configuration is wrong.
-
-    Raises:
-        ConfigError: The configured attention is not available.
-    """
+    """Attention that ranks on an instance choose; None if the model's configuration is wrong."""
     shape, chosen = _shape_of(config), config.backend
     if shape is None:
         return None
@@ -220,11 +204,7 @@ def attention_of(
 
 
 def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> AttentionChoice | None:
-    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong.
-
-    Raises:
-        ConfigError: The configured attention is not available.
-    """
+    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong."""
     shape, wanted = _shape_of(config), config.backend.attention
     if shape is None:
         return None

@@ -62,9 +62,6 @@ class ChatTemplate:
 
     Attributes:
         digest: Identity of the template and of its special tokens.
-
-    Raises:
-        ConfigError: There is no template, or it is not a template.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -87,10 +84,6 @@ class ChatTemplate:
 
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
-
-        Raises:
-            BadRowError: The value is not a conversation, the template refuses the conversation, or a turn spells a
-                special token.
         """
         turns = _checked(messages)
         self._refuse_special(turns)

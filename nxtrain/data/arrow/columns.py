@@ -209,12 +209,7 @@ def _sections(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def open_tokenizer(folder: Path) -> TextTokenizer:
-    """Load the tokenizer that --tokenizer names.
-
-    Raises:
-        ConfigError: There is no such folder or file.
-        DataError: The tokenizer cannot be read, or has no end of text.
-    """
+    """Load the tokenizer that --tokenizer names."""
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     if not file.exists():
         raise ConfigError(f"--tokenizer: {file} does not exist; give a folder with tokenizer.json, or the file")
@@ -241,11 +236,7 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
 
 
 def check_schema(schema: pa.Schema, file: Location) -> None:
-    """Check the format and the columns of a prepared corpus.
-
-    Raises:
-        DataError: The file is of another kind, or of a release that this one does not read.
-    """
+    """Check the format and the columns of a prepared corpus."""
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
     if version != str(FORMAT_VERSION):

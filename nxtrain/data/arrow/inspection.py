@@ -163,11 +163,7 @@ def inspect_corpus(
 
 
 def refuse_incomplete(statistics: dict[str, Any]) -> None:
-    """Refuse statistics of files that are damaged or hold no document.
-
-    Raises:
-        DataError: A file is truncated or damaged, or there is no document.
-    """
+    """Refuse statistics of files that are damaged or hold no document."""
     path, skipped = statistics["path"], statistics["skipped"]
     if DAMAGED in skipped:
         raise DataError(

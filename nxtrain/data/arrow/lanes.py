@@ -92,11 +92,7 @@ class CorpusLanes:
     cache: Path = Path()
 
     def documents(self, mark: Callable[[str], None] | None = None) -> list[Documents]:
-        """Open the documents of each corpus.
-
-        Raises:
-            DataError: A corpus differs from the checked one.
-        """
+        """Open the documents of each corpus."""
         corpora = [PreparedCorpus(path, self.cache) for path in self.paths]
         for corpus, identity in zip(corpora, self.identities, strict=True):
             if corpus.identity != identity:

@@ -20,8 +20,7 @@ from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY, check_schema
 from nxtrain.data.arrow.rows import DEFECTS
 from nxtrain.data.arrow.seal import checked
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import DataFile, open_stream, read_exactly, shards
+from nxtrain.data.storage import DataFile, open_stream, read_exactly, shards, unreadable
 
 _METADATA_BYTES = 1 << 14
 """Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
@@ -76,12 +75,7 @@ def is_prepared(path: Location) -> bool:
 
 
 def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], DataFile]:
-    """Schema of a file, the places of its batches, and the file with verified reads if checksums are there.
-
-    Raises:
-        DataError: The file is not a prepared corpus, or is damaged.
-        StorageError: The storage fails.
-    """
+    """Schema of a file, the places of its batches, and the file with verified reads if checksums are there."""
     try:
         with _Bodiless(file) as bodiless:
             file.ahead(bodiless.expect)
@@ -161,11 +155,7 @@ class _Bodiless(io.RawIOBase):
 
 
 def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> StoredBatch:
-    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read.
-
-    Raises:
-        ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
-    """
+    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read."""
     column = batch.column(0)
     buffers = column.buffers()
     offsets, values = buffers[1], buffers[-1]

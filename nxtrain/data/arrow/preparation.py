@@ -191,9 +191,6 @@ def source_rows(
     Args:
         position: Position after the last row to skip.
         progress: Gets the bytes of the sources that are read.
-
-    Raises:
-        DataError, StorageError: A file cannot be read, or changed while it was read.
     """
     passed = sum(source.size for source in sources[: position.source])
     row, offset = position.row, position.offset
@@ -282,11 +279,7 @@ def _copy(
 
 
 def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: PreparationWork, watcher: Watcher) -> None:
-    """Skip bad rows, counted and recorded; or stop.
-
-    Raises:
-        DataError: The policy is to stop; names the file and the row.
-    """
+    """Skip bad rows, counted and recorded; or stop."""
     first = bad.row - bad.num_rows + 1
     rows = f"row {first:,}" if bad.num_rows == 1 else f"rows {first:,} to {bad.row:,}"
     text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
@@ -307,11 +300,7 @@ def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: Pre
 
 
 def _check(request: PreparationRequest) -> None:
-    """Refuse arguments that contradict each other or the sources.
-
-    Raises:
-        ConfigError: The output has another suffix, lies in a source, or is a source; or shards are too small.
-    """
+    """Refuse arguments that contradict each other or the sources."""
     if request.out.suffix != ".arrow":
         raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:
@@ -328,11 +317,7 @@ def _check(request: PreparationRequest) -> None:
 
 
 def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
-    """Refuse sources without fields for prompts and conversations.
-
-    Raises:
-        ConfigError: A source is text, prompts and documents are one field, or conversations have no tokenizer.
-    """
+    """Refuse sources without fields for prompts and conversations."""
     if request.chat and request.prompt:
         raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
     if request.chat and request.tokenizer is None:
@@ -353,11 +338,7 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
 
 
 def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
-    """Accept results of the same input, and delete a work folder that a kill left.
-
-    Raises:
-        DataError: The file is of other sources or settings, or was not written by a preparation.
-    """
+    """Accept results of the same input, and delete a work folder that a kill left."""
     first = outputs.out / shard_name(0) if outputs.out.is_dir() else outputs.out
     try:
         with pa.memory_map(str(first)) as mapped:

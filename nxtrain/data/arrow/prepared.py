@@ -24,8 +24,7 @@ from nxtrain.data.arrow.columns import (
 from nxtrain.data.arrow.opening import StoredBatch, open_shard
 from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError
 from nxtrain.data.arrow.work import read_summary, shard_name
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of
+from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of, unreadable
 
 _SHOWN = 5
 """Damaged blocks that a message lists."""
@@ -106,11 +105,7 @@ class PreparedCorpus:
         return self._read(document) if self.is_ids else self.content(document)
 
     def prompt(self, document: int, content: bytes) -> int:
-        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
-
-        Raises:
-            DataError: The document is shorter, or its prompt ends inside of a letter.
-        """
+        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts."""
         if not self.has_prompts:
             return 0
         number = bisect_right(self._begins, document) - 1
@@ -146,12 +141,7 @@ class PreparedCorpus:
             self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
-        """Text of a document, in UTF-8.
-
-        Raises:
-            DataError: The text is damaged; names the file and the document.
-            StorageError: The storage fails.
-        """
+        """Text of a document, in UTF-8."""
         content = self._read(document)
         try:
             content.decode()
@@ -169,10 +159,6 @@ class PreparedCorpus:
         Args:
             start: Offset among the bytes of all documents.
             size: Number of bytes, which are there.
-
-        Raises:
-            DataError: The documents are damaged.
-            StorageError: The storage fails.
         """
         content = b""
         while len(content) < size:
@@ -190,11 +176,7 @@ class PreparedCorpus:
                 file.forget_changed()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Lengths of the documents of each batch: tokens of ids, bytes of text.
-
-        Raises:
-            DataError: A batch is damaged.
-        """
+        """Lengths of the documents of each batch: tokens of ids, bytes of text."""
         for batch, begin in zip(self._batches, self._begins, strict=False):
             raw = bytes(8)
             if batch.rows:
@@ -233,10 +215,6 @@ class PreparedCorpus:
 
         Args:
             progress: Gets the number of bytes of each block after its verification.
-
-        Raises:
-            DataError: Blocks differ from the written bytes; names and counts them.
-            StorageError: The storage fails.
         """
         damages: list[str] = []
         for number, file in enumerate(self.files):

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from nxtrain.common.errors import DataError, cause_of
 from nxtrain.data.arrow.sources import Source
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import open_stream
+from nxtrain.data.storage import open_stream, unreadable
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Longest document; a longer one would not fit the memory that a preparation promises."""
@@ -112,9 +111,6 @@ class Fields:
         Args:
             values: Values of the fields: texts in UTF-8, or a conversation.
             row, offset: See `SourceRow`.
-
-        Raises:
-            BadRowError: The values are not a conversation.
         """
         if self.chat is None:
             num_prompt = 0
@@ -146,9 +142,6 @@ def text_rows(
 
     Args:
         start: Row and offset of the last row to skip.
-
-    Raises:
-        DataError, StorageError: The file cannot be read.
     """
     row, offset = start
     try:

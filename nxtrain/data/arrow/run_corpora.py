@@ -21,10 +21,9 @@ from nxtrain.data.arrow.streams import content_hash
 from nxtrain.data.arrow.token_stream import opened_before
 from nxtrain.data.arrow.work import Counts, Outputs
 from nxtrain.data.corpora import stdlib_files, text_files
-from nxtrain.data.files import refusing
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.prepare import digest
-from nxtrain.data.storage import cache_folder
+from nxtrain.data.storage import cache_folder, refusing
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -96,10 +95,6 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
 
     Args:
         workdir: Folder of the corpus of text.
-
-    Raises:
-        DataError: A corpus is absent, damaged or empty, or text is missing, malformed or changes while it is read.
-        StorageError: The storage fails.
     """
     if config.source != "arrow":
         return _text_corpus(config, workdir)
@@ -110,12 +105,7 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
 
 
 def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
-    """Open a prepared corpus that a configuration names under a key.
-
-    Raises:
-        DataError: The corpus is absent, damaged or empty.
-        StorageError: The storage fails.
-    """
+    """Open a prepared corpus that a configuration names under a key."""
     path = place_of(name)
     try:
         corpus = PreparedCorpus(path, cache_folder(config))
@@ -152,12 +142,7 @@ class _TextWatcher(Watcher):
 
 
 def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued.
-
-    Raises:
-        DataError: The text is missing, not UTF-8, empty, or changes while it is read.
-        StorageError: The storage fails.
-    """
+    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued."""
     name, skipped = config.path, list[str]()
     if config.source == "stdlib":
         name, files = "the standard library", stdlib_files()

@@ -168,12 +168,7 @@ class CheckedFile:
 
 
 def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
-    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
-
-    Raises:
-        DataError: The footer, the metadata of a batch or the seal differs from the written bytes.
-        OSError, StorageError: The file cannot be read.
-    """
+    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal."""
     start = footer_start - _SEAL.size
     sealed = bytes(read_exactly(file, _SEAL.size, start)) if start > 0 else b""
     if not sealed.startswith(_MAGIC):

@@ -59,12 +59,7 @@ class Documents:
     mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
-        """Endless documents of a lane from an ordinal on, each with its ordinal.
-
-        Raises:
-            DataError: A document is damaged, has an id outside of the vocabulary, or all are held out.
-            StorageError: The storage fails.
-        """
+        """Endless documents of a lane from an ordinal on, each with its ordinal."""
         total, num_skipped = len(self.corpus), 0
         places = self._places(order, lane, start)
         # A process that must name its document tokenizes one at a time; it has a single thread in any case.
@@ -111,9 +106,6 @@ class Documents:
         Args:
             contents: Documents as they are stored.
             prompts: Length of each document's prompt.
-
-        Raises:
-            DataError: An id is outside of the vocabulary.
         """
         if self.tokenizer is not None:
             for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts):

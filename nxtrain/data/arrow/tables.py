@@ -29,8 +29,7 @@ from nxtrain.data.arrow.rows import (
 )
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.arrow.values import document_bytes, is_binary, is_string
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import open_stream
+from nxtrain.data.storage import open_stream, unreadable
 
 _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""
@@ -46,9 +45,6 @@ def table_rows(source: Source, fields: Fields, start: int, progress: FileProgres
 
     Args:
         start: Number of the last row to skip.
-
-    Raises:
-        DataError, StorageError: The file cannot be read.
     """
     row = start
     try:

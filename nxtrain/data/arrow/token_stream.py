@@ -13,8 +13,8 @@ from nxtrain.common.errors import DataError
 from nxtrain.data.arrow.columns import IDS, Settings
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.work import Outputs, Position, PreparationWork
-from nxtrain.data.files import Tokens, refusing
 from nxtrain.data.samples import Samples
+from nxtrain.data.storage import Tokens, refusing
 
 MARKED = np.dtype(np.uint32)
 """Type of the ids; their marks are `PROMPT_BIT` and `END_BIT`."""
@@ -48,9 +48,6 @@ def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
     Args:
         path: File to write; another one of this name is deleted.
         groups: Documents as marked ids, each group a batch of the file.
-
-    Raises:
-        BackendError, InputError, StorageError: The file cannot be written.
     """
     with refusing(path):
         outputs, column = Outputs(path), MarkedColumn()
@@ -82,43 +79,21 @@ class StreamSamples(Samples):
     Args:
         path: The stream.
         seq_len: Targets in a row.
-
-    Raises:
-        DataError: The file is missing or damaged.
-        StorageError: The storage fails.
     """
 
     def __init__(self, path: Path, seq_len: int) -> None:
-        self._corpus, self._seq_len = PreparedCorpus(path), seq_len
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the stream."""
-        return self._corpus.value_bytes // MARKED.itemsize
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
-        return max(0, self.num_tokens - 1) // self._seq_len
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return self._seq_len
+        self._corpus, self.seq_len = PreparedCorpus(path), seq_len
+        self.num_tokens = self._corpus.value_bytes // MARKED.itemsize
+        self.num_rows = max(0, self.num_tokens - 1) // seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1).
-
-        Raises:
-            DataError: A block of the file is damaged.
-            StorageError: The file cannot be read.
-        """
+        """Rows at indices: (n,) to (n, S + 1)."""
         self._corpus.forget_changed()
-        rows = np.empty((indices.size, self._seq_len + 1), np.int64)
+        rows = np.empty((indices.size, self.seq_len + 1), np.int64)
         size = rows.shape[1] * MARKED.itemsize
         for number, index in enumerate(indices.tolist()):
             try:
-                content = self._corpus.values(index * self._seq_len * MARKED.itemsize, size)
+                content = self._corpus.values(index * self.seq_len * MARKED.itemsize, size)
             except DataError as error:
                 raise DataError(f"{error}: delete it, and the next start writes it again") from error
             rows[number] = np.frombuffer(content, MARKED)

@@ -28,10 +28,9 @@ from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora, open_corpus
 from nxtrain.data.arrow.streams import Documents
 from nxtrain.data.arrow.token_stream import MARKED, opened_before, write_stream
 from nxtrain.data.batch_source import Streams
-from nxtrain.data.files import Tokens
 from nxtrain.data.order import shuffled
 from nxtrain.data.prepare import Prepared, digest
-from nxtrain.data.storage import cache_folder
+from nxtrain.data.storage import Tokens, cache_folder
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
 
     Args:
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
-
-    Raises:
-        DataError: A corpus is damaged or empty, or its ids are those of another tokenizer or vocabulary.
-        StorageError: The storage fails.
     """
     clear_drafts(workdir)
     run = open_corpora(config, workdir)
@@ -105,11 +100,7 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
 
 
 def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int) -> Streams:
-    """Open the streams of prepared corpora.
-
-    Raises:
-        DataError: A corpus differs from the checked one.
-    """
+    """Open the streams of prepared corpora."""
     run = open_corpora(config, Path())
     tokenizer = prepared.tokenizer
     if all(corpus.is_ids for corpus in run.corpora):
@@ -168,11 +159,7 @@ def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
 
 
 def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
-    """Refuse corpora whose ids were made by another tokenizer.
-
-    Raises:
-        DataError: The ids of a corpus are those of another tokenizer.
-    """
+    """Refuse corpora whose ids were made by another tokenizer."""
     if tokenizer is None and len({corpus.tokenizer for corpus in run.corpora}) > 1:
         raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
     for corpus in run.corpora:

@@ -38,9 +38,6 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
     Args:
         column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
         limit: Longest document that is copied, in bytes.
-
-    Raises:
-        ArrowInvalid: A buffer is too short, or a number points outside of its buffer.
     """
     kind, buffers = column.type, column.buffers()
     start, number = column.offset, len(column)

@@ -118,9 +118,6 @@ class PreparationWork:
 
     Args:
         identity: Values that must be equal when a preparation goes on.
-
-    Raises:
-        DataError: Another process works on the same results, or the folder belongs to other sources or settings.
     """
 
     def __init__(self, outputs: Outputs, identity: Mapping[str, str], column: Column, settings: Settings) -> None:
@@ -254,11 +251,7 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard after its last whole batch, and delete later shards, which a kill left.
-
-        Raises:
-            DataError: The shard's last bytes differ from the written bytes.
-        """
+        """Open the current shard after its last whole batch, and delete later shards, which a kill left."""
         folder = self._outputs.work / _SHARDS
         for path in folder.iterdir():
             if path.name > shard_name(self._shard):
@@ -300,11 +293,7 @@ class PreparationWork:
 
 
 def _cut(path: Path, size: int) -> BinaryIO:
-    """Cut a file after its first bytes, and open the file for appending.
-
-    Raises:
-        DataError: The file is shorter, so that bytes that were on the disk are lost.
-    """
+    """Cut a file after its first bytes, and open the file for appending."""
     file = path.open("ab")
     present = os.fstat(file.fileno()).st_size
     if present < size:
@@ -316,11 +305,7 @@ def _cut(path: Path, size: int) -> BinaryIO:
 
 
 def _locked(folder: Path) -> BinaryIO:
-    """Lock the folder for this process.
-
-    Raises:
-        DataError: Another process has the lock.
-    """
+    """Lock the folder for this process."""
     file = (folder / _JOURNAL).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -333,11 +318,7 @@ def _locked(folder: Path) -> BinaryIO:
 
 
 def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse results of other sources or settings.
-
-    Raises:
-        DataError: Always; names the values that differ, and the way out.
-    """
+    """Refuse results of other sources or settings."""
     names = {
         "sources": "the source files",
         "versions": "the times of the source files",

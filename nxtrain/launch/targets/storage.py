@@ -81,11 +81,7 @@ def check_storage(size_gib: int) -> list[Problem]:
 
 
 def locations(config: RunConfig) -> list[Location]:
-    """Objects in S3 that a run reads or writes.
-
-    Raises:
-        ConfigError: A name of a bucket is invalid.
-    """
+    """Objects in S3 that a run reads or writes."""
     read = {
         "data.path": [config.data.path],
         "data.mixture": list(config.data.mixture),

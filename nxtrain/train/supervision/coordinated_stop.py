@@ -61,11 +61,7 @@ class StepGate:
             self._begun = max(self._begun, step)
 
     def stops(self, step: int) -> bool:
-        """True if the run stops after a step; otherwise the next step counts as begun. May wait for other ranks.
-
-        Raises:
-            LostPeerError: A rank failed during the wait.
-        """
+        """True if the run stops after a step; otherwise the next step counts as begun. May wait for other ranks."""
         with self._changed:
             if self._frozen:
                 self._changed.wait_for(lambda: self._last is not None or self._lost)

@@ -62,9 +62,6 @@ def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[in
 
     Returns:
         The verdict; empty if the judge does not publish one.
-
-    Raises:
-        RuntimeError: The store is gone.
     """
     first = board.declare_hang()
     board.answer(beat)

@@ -32,13 +32,7 @@ TOLERATED_S = 7 * 86400.0
 
 
 def check_folder(folder: Path) -> None:
-    """Check on the leader that the run's folder can be written and that the clock is set.
-
-    Raises:
-        BackendError: The clock is not set, or the rights are missing.
-        InputError: A file is in the way.
-        StorageError: The storage fails or is full.
-    """
+    """Check on the leader that the run's folder can be written and that the clock is set."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -62,11 +56,7 @@ def checkpoint_bytes(state: TrainState) -> int:
 
 
 def check_space(folder: Path, state: TrainState) -> None:
-    """Check on the leader that the disk of a run has room for its next checkpoint.
-
-    Raises:
-        CheckpointError: The free space is less than one checkpoint.
-    """
+    """Check on the leader that the disk of a run has room for its next checkpoint."""
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(state)
     # File systems of clusters may report no size at all.
     if os.statvfs(folder).f_blocks and free < needed:
