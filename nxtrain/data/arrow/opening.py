@@ -38,7 +38,7 @@ class StoredBatch(NamedTuple):
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
         size: Bytes of the text or the ids.
-        prompts: First byte of the lengths of the prompts; 0 if there are none.
+        extra: First byte of the numbers of the second column; 0 if there is none.
     """
 
     file: int
@@ -46,7 +46,7 @@ class StoredBatch(NamedTuple):
     offsets: int
     values: int
     size: int
-    prompts: int = 0
+    extra: int = 0
 
     @property
     def begin(self) -> int:
@@ -57,8 +57,8 @@ class StoredBatch(NamedTuple):
     def stop(self) -> int:
         """Offset after the last byte of the buffers."""
         stop = self.values + self.size
-        if self.prompts:
-            stop = max(stop, self.prompts + 8 * self.rows)
+        if self.extra:
+            stop = max(stop, self.extra + 8 * self.rows)
         return stop
 
 
@@ -172,5 +172,5 @@ def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> StoredBatch:
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
     shift = source.begin - source.base
-    prompts = needed[-1][0].address + shift if batch.num_columns > 1 else 0
-    return StoredBatch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
+    extra = needed[-1][0].address + shift if batch.num_columns > 1 else 0
+    return StoredBatch(file, rows, offsets.address + shift, values.address + shift, values.size, extra)

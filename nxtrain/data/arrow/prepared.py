@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import (
+    CONTINUES,
     IDS,
     PROMPT,
     SETTINGS_KEY,
@@ -68,6 +69,7 @@ class PreparedCorpus:
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
+        self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:
             self.dtype = np.dtype(kind.value_type.to_pandas_dtype())
@@ -108,14 +110,16 @@ class PreparedCorpus:
         """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts."""
         if not self.has_prompts:
             return 0
-        number = bisect_right(self._begins, document) - 1
-        batch, row = self._batches[number], document - self._begins[number]
-        (length,) = np.frombuffer(self._pread(batch.file, batch.prompts + 8 * row, 8, document), np.int64).tolist()
+        length = self._extra(document)
         size = len(content) // self.dtype.itemsize
         is_inside = not self.is_ids and 0 <= length < size and content[length] & 0xC0 == 0x80  # noqa: PLR2004 - UTF-8
         if not 0 <= length <= size or is_inside:
             self._damaged(document, f"its prompt has a length of {length:,}, and all of it {size:,}")
-        return int(length)
+        return length
+
+    def continues(self, document: int) -> bool:
+        """True for a section of a text file that goes on in the next document."""
+        return self._has_sections and self._extra(document) != 0
 
     @property
     def identity(self) -> str:
@@ -187,6 +191,12 @@ class PreparedCorpus:
                 self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
             yield lengths
 
+    def _extra(self, document: int) -> int:
+        """Number of a document in the second column."""
+        number = bisect_right(self._begins, document) - 1
+        batch, row = self._batches[number], document - self._begins[number]
+        return int(np.frombuffer(self._pread(batch.file, batch.extra + 8 * row, 8, document), np.int64)[0])
+
     def _read(self, document: int) -> bytes:
         """Bytes of a document's values."""
         if not 0 <= document < len(self):
@@ -214,13 +224,18 @@ class PreparedCorpus:
         """Compare every byte of the files with the checksums.
 
         Args:
-            progress: Gets the number of bytes of each block after its verification.
+            progress: Gets the number of verified bytes of all files after each block.
         """
         damages: list[str] = []
+        done = 0
         for number, file in enumerate(self.files):
             assert isinstance(file, CheckedFile)
             try:
-                damages += [self._description(number, damage) for damage in file.damages(progress)]
+                for num_bytes, damage in file.verified():
+                    done += num_bytes
+                    progress(done)
+                    if damage is not None:
+                        damages.append(self._description(number, damage))
             except OSError as error:
                 raise unreadable(f"{file.name}", error) from error
         if damages:

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes of text that are read at once."""
 
 SECTION_BYTES = 1 << 16
-"""Longest section of a text file that becomes several documents."""
+"""Longest section of a text file that is read in sections."""
 
 INVALID_UTF8 = "invalid UTF-8"
 BROKEN_JSON = "broken JSON"
@@ -40,6 +40,7 @@ class SourceRow(NamedTuple):
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
         prompt: Bytes of the prompt, with which the text begins.
         is_last: No further document comes from the row.
+        continues: The text is a section of a file, and goes on with the next row.
     """
 
     text: bytes
@@ -47,6 +48,7 @@ class SourceRow(NamedTuple):
     offset: int
     prompt: int = 0
     is_last: bool = True
+    continues: bool = False
 
 
 class BadRow(NamedTuple):
@@ -65,20 +67,12 @@ class BadRow(NamedTuple):
     num_rows: int = 1
 
 
-@dataclass
-class FileProgress:
-    """Position of a reader in a file, in bytes of the file on the disk.
-
-    Attributes:
-        num_bytes: Bytes that the reader has passed, at most the size of the file.
-    """
-
-    num_bytes: int = 0
-
-
 class BadRowError(Exception):
     """Error of a row without a document: reason and detail."""
 
+
+ReadProgress: TypeAlias = Callable[[int], None]
+"""Function that gets the number of bytes that a reader has passed."""
 
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
 """Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
@@ -92,7 +86,7 @@ class Fields:
         text: Field that holds the documents, or the conversations.
         prompt: Field of the prompts, each of which comes before its document; empty: none.
         chat: Writer of conversations; None: the field is text.
-        sections: A text file becomes a document for each of its sections.
+        sections: A text file is read in sections, so that a file of any size fits the memory.
     """
 
     text: str
@@ -133,15 +127,16 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
+    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: ReadProgress
 ) -> Iterator[SourceRow | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, after a position.
 
-    A text file is one row. With `lines` each of its lines that is not blank is a row, with `fields.sections` each
-    section. Blank lines of JSON lines are not rows.
+    A text file is one row. With `lines` each of its lines that is not blank is a row. With `fields.sections` each
+    section is a row, of which all but the last continue. Blank lines of JSON lines are not rows.
 
     Args:
         start: Row and offset of the last row to skip.
+        progress: Gets the bytes of the file on the disk that are read, before each row.
     """
     row, offset = start
     try:
@@ -149,17 +144,17 @@ def text_rows(
             if source.kind == "text" and fields.sections:
                 for section in _section_rows(file, row):
                     row, offset = section.row, section.offset
-                    progress.num_bytes = min(source.size, raw.tell())
+                    progress(min(source.size, raw.tell()))
                     yield section
                 return
             if source.kind == "text" and not lines:
                 if not row:
+                    progress(source.size)
                     yield _whole(file)
-                    progress.num_bytes = source.size
                 return
             for line, end in _lines_behind(file, source, offset):
                 begin, offset = offset, end
-                progress.num_bytes = min(source.size, raw.tell())
+                progress(min(source.size, raw.tell()))
                 try:
                     if line is None:
                         raise BadRowError(TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
@@ -279,7 +274,30 @@ def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
 
 
 def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
-    """Rows of the sections of a text file after a row; the first NUL byte ends the file."""
+    """Rows of the sections of a text file after a row; the first NUL byte ends the file.
+
+    A section continues unless it is the last, or the next one is blank or bad.
+    """
+    waiting: SourceRow | None = None
+    try:
+        for section in _sections(file, row):
+            if waiting is not None:
+                continues = isinstance(section, SourceRow) and not is_blank(section.text)
+                yield waiting._replace(continues=continues)
+            waiting = None
+            if isinstance(section, SourceRow):
+                waiting = section
+            else:
+                yield section
+    except (OSError, pa.ArrowException):
+        if waiting is not None:
+            yield waiting
+        raise
+    if waiting is not None:
+        yield waiting
+
+
+def _sections(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
     position = 0
     for number, section in enumerate(split_sections(file), 1):
         begin = position

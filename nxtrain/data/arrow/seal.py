@@ -8,7 +8,7 @@ footer, and the metadata of all batches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -123,20 +123,15 @@ class CheckedFile:
                     self._verify(block)
         return self._file.read(view, start)
 
-    def damages(self, progress: Callable[[int], None]) -> Sequence[Damage]:
-        """Blocks of the whole file whose content differs from the written bytes.
-
-        Args:
-            progress: Gets the number of bytes of each block after its verification.
-        """
-        damages = []
+    def verified(self) -> Iterator[tuple[int, Damage | None]]:
+        """Bytes of each block of the file, and its damage if its content differs from the written bytes."""
         for block in range(len(self._is_verified)):
+            damage = None
             try:
                 self._verify(block)
             except DamagedBlockError as error:
-                damages.append(error.args[0])
-            progress(min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES))
-        return damages
+                damage = error.args[0]
+            yield min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES), damage
 
     def forget_changed(self) -> None:
         """Verify all blocks again if the file has changed in place since the last call."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
-from nxtrain.data.arrow.columns import IDS, Settings
+from nxtrain.data.arrow.columns import ids_field, list_array, schema_of
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.work import Outputs, Position, PreparationWork
 from nxtrain.data.samples import Samples
@@ -18,28 +18,6 @@ from nxtrain.data.storage import Tokens, refusing
 
 MARKED = np.dtype(np.uint32)
 """Type of the ids; their marks are `PROMPT_BIT` and `END_BIT`."""
-
-
-class MarkedColumn:
-    """Column of documents as marked ids."""
-
-    @property
-    def field(self) -> pa.Field:
-        """Name and type."""
-        item = pa.field("item", pa.from_numpy_dtype(MARKED), nullable=False)
-        return pa.field(IDS, pa.large_list(item), nullable=False)
-
-    @property
-    def metadata(self) -> dict[bytes, bytes]:
-        """Nothing: the name of the file has its origin."""
-        return {}
-
-    def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
-        """Column of documents, which are bytes of marked ids; they have no prompts but for their marks."""
-        ends = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(text) // MARKED.itemsize for text in texts], out=ends[1:])
-        items = pa.array(np.frombuffer(b"".join(texts), MARKED))
-        return pa.LargeListArray.from_arrays(pa.array(ends), items, type=self.field.type), prompts
 
 
 def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
@@ -50,14 +28,14 @@ def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
         groups: Documents as marked ids, each group a batch of the file.
     """
     with refusing(path):
-        outputs, column = Outputs(path), MarkedColumn()
+        outputs = Outputs(path)
         outputs.clear()
-        work = PreparationWork(outputs, {"sources": path.stem}, column, Settings(IDS, False, "", 0))
+        schema = partial(schema_of, field=ids_field(MARKED), sources=path.stem)
+        work = PreparationWork(outputs, {"sources": path.stem}, schema)
         try:
             work.open()
             for group in groups:
-                array, _ = column.array([ids.astype(MARKED).tobytes() for ids in group], [])
-                work.add_batch([array], Position())
+                work.add_batch([list_array(group, MARKED)], Position())
             work.finish({})
         finally:
             work.close()

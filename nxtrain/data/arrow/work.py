@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from nxtrain.common.io.jsonl import append, read
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow import ipc
-from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
 from nxtrain.data.arrow.seal import BLOCK_BYTES, ENTRY_BYTES, Sealing
 
@@ -53,6 +52,17 @@ class Counts:
     skipped: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts for the summary."""
+        return {
+            "rows": self.rows,
+            "documents": self.documents,
+            "empty": self.empty,
+            "skipped": dict(sorted(self.skipped.items())),
+            "bytes": self.num_bytes,
+            "tokens": self.tokens or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -118,12 +128,15 @@ class PreparationWork:
 
     Args:
         identity: Values that must be equal when a preparation goes on.
+        schema: Returns the schema of a shard.
+        shard_bytes: Size at which a shard ends; 0 for one file.
     """
 
-    def __init__(self, outputs: Outputs, identity: Mapping[str, str], column: Column, settings: Settings) -> None:
+    def __init__(
+        self, outputs: Outputs, identity: Mapping[str, str], schema: Callable[[int], pa.Schema], shard_bytes: int = 0
+    ) -> None:
         self._outputs = outputs
-        self._column, self._settings = column, settings
-        self._sources = identity["sources"]
+        self._schema, self._shard_bytes = schema, shard_bytes
         self.counts, self.position = Counts(), Position()
         self._blocks: list[Block] = []
         self._metadata: list[int] = []  # checksums of the metadata of the batches that an earlier start has written
@@ -172,15 +185,13 @@ class PreparationWork:
 
     def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
         """Write documents as one batch, and record the position after them."""
-        schema = self._schema()
-        content, block = ipc.message(pa.record_batch(arrays, schema=schema), self._size)
-        limit = self._settings.shard_bytes
-        if limit and self._blocks and self._size + content.size > limit:
+        content, block = ipc.message(pa.record_batch(arrays, schema=self._schema(self._shard)), self._size)
+        if self._shard_bytes and self._blocks and self._size + content.size > self._shard_bytes:
             self._end_shard()
             self._shard += 1
             self._blocks, self._size = [], 0
             self._file = self._open_shard()
-            content, block = ipc.message(pa.record_batch(arrays, schema=self._schema()), self._size)
+            content, block = ipc.message(pa.record_batch(arrays, schema=self._schema(self._shard)), self._size)
         self._file.write(content)
         entries, metadata = self._sealing.add_batch(memoryview(content), block.metadata)
         self._checksums.write(entries)
@@ -222,7 +233,7 @@ class PreparationWork:
         if shards.exists():
             sync_folder(shards)
             written = shards
-            if not self._settings.shard_bytes:
+            if not self._shard_bytes:
                 written = shards / shard_name(0)
             written.replace(outputs.out)
         sync_folder(outputs.out.parent)
@@ -232,9 +243,6 @@ class PreparationWork:
         """Close the files."""
         for file in (self._files, self._lock):
             file.close()
-
-    def _schema(self) -> pa.Schema:
-        return schema_of(self._column, self._sources, self._settings, self._shard)
 
     def _restore(self, lines: list[dict[str, Any]]) -> None:
         """Restore the state of the journal's last line."""
@@ -260,7 +268,7 @@ class PreparationWork:
         file = self._files.enter_context(_cut(path, self._size))
         self._checksums = self._files.enter_context(_cut(self._checksums_file, num_blocks * ENTRY_BYTES))
         if not self._size:
-            begin = ipc.begin(self._schema())
+            begin = ipc.begin(self._schema(self._shard))
             self._size = file.write(begin)
             self._sealing = Sealing()
             self._checksums.write(self._sealing.add(memoryview(begin)))
@@ -284,7 +292,7 @@ class PreparationWork:
         self._checksums.close()
         with self._checksums_file.open("rb") as entries:
             shutil.copyfileobj(entries, self._file)
-        footer = ipc.end(self._schema(), self._blocks)
+        footer = ipc.end(self._schema(self._shard), self._blocks)
         self._file.write(self._sealing.finish(self._size + len(ipc.END_OF_STREAM), footer))
         self._file.write(footer)
         self._file.flush()

@@ -17,6 +17,8 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Samples, open_data
 from nxtrain.data.arrow import rows, training
 from nxtrain.data.tokenization import train_bpe
+from tests.support.corpora import prepare
+from tests.support.corpora import texts_of as texts_of_corpus
 from tests.unit.data.conftest import OpenAlone
 
 
@@ -52,9 +54,20 @@ def test_empty_tiny_and_huge_documents(tmp_path: Path, open_alone: OpenAlone, mo
     for name, text in (("0", ""), ("1", "a"), ("2", huge), ("3", "\n"), ("4", "b")):
         (folder / name).write_text(text)
     data = open_alone(source="text", path=str(folder), seq_len=1)
-    first, *parts, last = texts_of(data, data.train)
-    assert (first, "".join(parts), last) == ("a", huge, "b")
-    assert len(parts) == -(-len(huge) // rows.SECTION_BYTES)
+    assert texts_of(data, data.train) == ["a", huge, "b"]
+    prepare(folder, out=tmp_path / "o.arrow")
+    assert texts_of_corpus(tmp_path / "o.arrow") == ["a", huge, "b"], "as `data prepare` has it"
+
+
+def test_a_file_ends_once_but_where_a_section_is_held_out(tmp_path: Path, open_alone: OpenAlone) -> None:
+    text = "".join(f"{number} bottles of beer on the wall\n" for number in range(40_000))
+    (tmp_path / "song.txt").write_text(text)
+    data = open_alone(source="text", path=str(tmp_path / "song.txt"), seq_len=1, validation_fraction=0.3)
+    assert data.validation is not None
+    parts = [*texts_of(data, data.train), *texts_of(data, data.validation)]
+    parts.sort(key=text.index)
+    assert "".join(parts) == text
+    assert len(parts) < -(-len(text) // rows.SECTION_BYTES), "sections on one side are one document"
 
 
 def test_split_is_by_document_and_complete(folder_of_text: Path, open_alone: OpenAlone) -> None:

@@ -18,7 +18,7 @@ from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.config.bounds import MAX_PERIOD, row_shares
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import MixedLane
+from nxtrain.data.arrow.streams import MixedLane
 from nxtrain.data.dataset import Data, open_data
 from nxtrain.data.loader import BatchShare, Loader
 from nxtrain.data.mixture import MixedSamples, Mixture

@@ -19,9 +19,8 @@ from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import open_documents
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.streams import BestFitLane, ConcatLane, open_lane
+from nxtrain.data.arrow.streams import BestFitLane, ConcatLane, Documents, is_held_out, open_lane
 from nxtrain.data.dataset import open_data
 from nxtrain.data.held_out import target_counts
 from nxtrain.data.loader import BatchShare, Loader, batch_of
@@ -80,7 +79,7 @@ def test_documents_of_every_source_know_their_prompts(
 ) -> None:
     corpus = prepared(tmp_path, kind, tokenizer=tokenizer.path if as_ids else None)
     assert corpus.has_prompts
-    documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
+    documents = Documents(corpus, tokenizer, VOCABULARY, 0.0)
     for number, (prompt, answer) in enumerate(wanted(tokenizer)):
         content = corpus.raw(number)
         if not as_ids:
@@ -131,7 +130,7 @@ def test_text_and_ids_give_the_same_rows(
         for name, options in (("t", {}), ("i", {"tokenizer": tokenizer.path}))
     ]
     order = LaneOrder(2, 4, True)
-    lanes = [open_lane(open_documents(c, tokenizer, 0.0, VOCABULARY), packing, SEQ_LEN, order, 1) for c in corpora]
+    lanes = [open_lane(Documents(c, tokenizer, VOCABULARY, 0.0), packing, SEQ_LEN, order, 1) for c in corpora]
     for _ in range(12):
         text, ids = (lane.row() for lane in lanes)
         assert text.tolist() == ids.tolist()
@@ -150,8 +149,7 @@ def test_an_evaluation_counts_answers_only(tmp_path: Path, tokenizer: TextTokeni
         validation_rows=50,
     )
     assert data.validation is not None
-    documents = open_documents(corpus, tokenizer, 0.4, VOCABULARY)
-    held = [number for number in range(len(corpus)) if documents.is_held_out(corpus.raw(number))]
+    held = [number for number in range(len(corpus)) if is_held_out(corpus.raw(number), 0.4)]
     stream = [
         (token, is_answer)
         for number in held
@@ -201,12 +199,12 @@ def test_a_damaged_length_of_a_prompt_is_named(tmp_path: Path, tokenizer: TextTo
     assert isinstance(path, Path)
     drop_checksums(path)
     corpus = PreparedCorpus(path)
-    documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
+    documents = Documents(corpus, tokenizer, VOCABULARY, 0.0)
     list(islice(documents.lane(LaneOrder(1, 0, False), 0), 3))
     (batch,) = corpus._batches
     content = bytearray(path.read_bytes())
-    content[batch.prompts + 8 : batch.prompts + 16] = length.to_bytes(8, "little", signed=True)
+    content[batch.extra + 8 : batch.extra + 16] = length.to_bytes(8, "little", signed=True)
     path.write_bytes(content)
-    damaged = open_documents(PreparedCorpus(path), tokenizer, 0.0, VOCABULARY)
+    damaged = Documents(PreparedCorpus(path), tokenizer, VOCABULARY, 0.0)
     with pytest.raises(DataError, match=r"document 1 of 23, is damaged: its prompt has a length of"):
         list(islice(damaged.lane(LaneOrder(1, 0, False), 0), 3))

@@ -244,7 +244,7 @@ def test_damage_between_two_starts_is_found_when_the_corpus_is_verified(tmp_path
     with pytest.raises(
         DataError, match=r"1 damaged blocks; prepare it again:\n.*bytes 0 to 65,536, .* documents 0 to "
     ):
-        verify_corpus(tmp_path / "o.arrow", Path(), lambda done, total: None)
+        verify_corpus(tmp_path / "o.arrow")
 
 
 def test_a_stop_request_ends_behind_a_whole_batch(tmp_path: Path) -> None:

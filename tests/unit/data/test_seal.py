@@ -86,10 +86,10 @@ def regions(path: Path, shard: int) -> Iterator[tuple[str, int, int]]:
         yield "offsets", batch.offsets, batch.offsets + 8 * (batch.rows + 1)
         yield "values", batch.values, batch.values + batch.size
         last = batch.values + batch.size
-        if batch.prompts:
-            yield "before prompts", last, batch.prompts
-            last = batch.prompts + 8 * batch.rows
-            yield "prompts", batch.prompts, last
+        if batch.extra:
+            yield "before prompts", last, batch.extra
+            last = batch.extra + 8 * batch.rows
+            yield "prompts", batch.extra, last
     yield "end of stream", last, covered
     yield "table", covered, footer - SEAL_BYTES
     yield "seal", footer - SEAL_BYTES, footer
@@ -158,7 +158,7 @@ def test_without_a_verification_damage_is_trained_on(
 
 def test_a_verification_finds_every_damage_and_names_its_place(corpus: Path) -> None:
     def verified() -> None:
-        verify_corpus(corpus, Path(), lambda done, total: None)
+        verify_corpus(corpus)
 
     verified()
     for name, file, content in damages(corpus, seed=2):
@@ -211,7 +211,7 @@ def test_a_file_of_an_earlier_release_is_read_without_checksums(tmp_path: Path) 
     assert not PreparedCorpus(path).has_checksums
     assert inspect_corpus(path, seq_len=4)["checksums"] is False
     with pytest.raises(DataError, match="has no checksums to compare, since an earlier release prepared it"):
-        verify_corpus(path, Path(), lambda done, total: None)
+        verify_corpus(path)
 
 
 def test_a_dropped_table_is_damage_unless_the_file_is_of_an_earlier_release(corpus: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ import pytest
 from nxtrain.common.errors import DataError, WorkerError
 from nxtrain.data import workers as data_workers
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import (
     LaneOrder,
