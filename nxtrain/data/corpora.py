@@ -56,11 +56,7 @@ class WalkedFiles:
         return False
 
     def refuse_failed(self, what: str) -> None:
-        """Refuse a walk with entries that cannot be read.
-
-        Args:
-            what: Root of the walk, for the message.
-        """
+        """Refuse a walk with entries that cannot be read."""
         if not self.failed:
             return
         shown = [f"\n    {path}: {error.strerror}" for path, error in self.failed[:_SHOWN]]

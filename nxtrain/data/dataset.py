@@ -87,14 +87,20 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
-            _discard(receipt)
+            try:
+                receipt.unlink(missing_ok=True)  # no rank may take what an earlier start has prepared
+            except OSError as error:
+                raise refused(error, f"{receipt} cannot be replaced") from error
             prepared = make()
             with replacing(receipt) as file:
                 file.write(prepared.model_dump_json().encode())
     finally:
         barrier()
     if not leader:
-        prepared = _read_receipt(receipt)
+        try:
+            prepared = Prepared.model_validate_json(read_bytes(receipt))
+        except FileNotFoundError as error:
+            raise LostPeerError("the rank that prepares the data failed; its message says why") from error
 
     source: BatchSource
     validation = None
@@ -144,12 +150,6 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
 
 def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> tuple[int, Path]:
     """Rows of `source=tokens`, or of text that an earlier start of the run has prepared; no content is verified.
-
-    Args:
-        config: The `[data]` section; its rows have an end.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
-        workdir: Folder of the prepared files.
 
     Returns:
         The rows, and the file that holds them.
@@ -206,17 +206,3 @@ def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:
             f"the corpus {what} {samples.num_tokens} tokens, less than one row of train.seq_len + 1 = "
             f"{samples.seq_len + 1}; {way_out}"
         )
-
-
-def _discard(receipt: Path) -> None:
-    try:
-        receipt.unlink(missing_ok=True)
-    except OSError as error:
-        raise refused(error, f"{receipt} cannot be replaced") from error
-
-
-def _read_receipt(path: Path) -> Prepared:
-    try:
-        return Prepared.model_validate_json(read_bytes(path))
-    except FileNotFoundError as error:
-        raise LostPeerError("the rank that prepares the data failed; its message says why") from error

@@ -89,11 +89,7 @@ class Mixture:
 
 
 class MixedSamples(Samples):
-    """Rows of several tables of one length, mixed; the rows of each table are numbered after those of earlier tables.
-
-    Args:
-        parts: Rows of each corpus.
-    """
+    """Rows of several tables of one length, mixed; a table's rows are numbered after those of earlier tables."""
 
     def __init__(self, mixture: Mixture, parts: tuple[Samples, ...]) -> None:
         self.mixture, self.parts = mixture, parts
@@ -130,11 +126,7 @@ class MixedSamples(Samples):
 
 
 def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[float]) -> dict[str, float]:
-    """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus.
-
-    Args:
-        num_rows: Rows that were trained on.
-    """
+    """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus."""
     values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):
         values[f"tokens/{label}"] = count * seq_len

@@ -64,10 +64,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
     Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes. Short texts may yield fewer than `vocab_size` entries.
 
-    Args:
-        vocab_size: Most entries.
-        path: The `tokenizer.json` to write.
-
     Raises:
         DataError: The vocabulary has no room for every byte.
     """

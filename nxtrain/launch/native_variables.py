@@ -133,7 +133,6 @@ class _Uncertain:
 
     Args:
         names: Names in the order of preference.
-        instead: As in `Variable`.
         source: Page that names the first; empty: none.
     """
 

@@ -35,7 +35,6 @@ class Needs:
 
     Args:
         about: Notes on the instance, the SDK and the sources.
-        problems: Problems that keep the run from starting.
     """
 
     about: tuple[str, ...] = ()
@@ -52,11 +51,6 @@ def is_native(config: RunConfig) -> bool:
     """True if a run on this machine would use its Neuron devices through TorchNeuron."""
     name = config.backend.name
     return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
-
-
-def compiles_ahead(config: RunConfig) -> bool:
-    """True if a run's graphs can be compiled before it starts: on Neuron devices."""
-    return is_neuron(config)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
@@ -99,7 +93,12 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     if native:
         problems += rank_variables(environ, 0, num_ranks)[1]
     if instance is not None:
-        problems += _misfits(config, instance, num_ranks)
+        problems += check_machine(config, instance, native=native)
+        if num_ranks > instance.devices:
+            reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.devices} cores"
+            fits = -(-num_ranks * config.cluster.nodes // instance.devices)
+            hint = f"use cluster.nodes={fits} or more, or lower degrees"
+            problems.append(Problem("cluster.nodes", reason, hint=hint))
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
@@ -130,10 +129,6 @@ def reexec_for_inference(
     """Re-execute a rank that generates or evaluates with the variables of threads that it lacks.
 
     Nothing happens on the host of a Neuron device.
-
-    Args:
-        shape: Family and shape of the model; None: unknown.
-        tokens: Tokens that a rank computes at once.
     """
     if support().ok or torchneuron.support().ok:
         return
@@ -238,16 +233,13 @@ def _unknown(name: str) -> Problem:
     return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(INSTANCES)}")
 
 
-def _misfits(config: RunConfig, instance: Machine, num_ranks: int) -> list[Problem]:
+def check_machine(config: RunConfig, machine: Machine, *, native: bool) -> list[Problem]:
+    """Problems of a Trainium instance that TorchNeuron or several machines cannot use."""
     problems = []
-    if is_native(config) and instance.target in FIRST_GENERATION:
-        reason = f"{instance.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
+    if native and machine.target in FIRST_GENERATION:
+        reason = f"{machine.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    if num_ranks > instance.devices:
-        reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.devices} cores"
-        fits = -(-num_ranks * config.cluster.nodes // instance.devices)
-        problems.append(Problem("cluster.nodes", reason, hint=f"use cluster.nodes={fits} or more, or lower degrees"))
-    if config.cluster.nodes > 1 and not instance.efa_devices:
-        reason = f"{config.cluster.nodes} machines, but {instance.name} has no EFA device to join them"
+    if config.cluster.nodes > 1 and not machine.efa_devices:
+        reason = f"{config.cluster.nodes} machines, but {machine.name} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import ModelConfig, ModelFamily
@@ -39,7 +40,12 @@ def thread_variables(
     Args:
         neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
     """
-    return _variables(_busy_threads(config), environ, num_ranks, neuron=neuron)
+    busy = 1
+    with suppress(ConfigError):  # the check of the configuration reports it
+        costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
+        tokens = config.train.micro_batch * config.train.seq_len
+        busy = max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
+    return _variables(busy, environ, num_ranks, neuron=neuron)
 
 
 def inference_variables(
@@ -64,16 +70,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _busy_threads(config: RunConfig) -> int:
-    """Threads that the products of a block keep busy on a rank; 1 for a model that cannot be built."""
-    try:
-        costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
-    except ConfigError:  # the check of the configuration reports it
-        return 1
-    tokens = config.train.micro_batch * config.train.seq_len
-    return max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
 
 
 def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:

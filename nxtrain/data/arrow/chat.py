@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,18 +174,13 @@ def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
 def _compiled(text: str, folder: Path) -> Template:
     extensions = ["jinja2.ext.loopcontrols", GenerationBlocks]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without the escapes for HTML
     environment.globals["raise_exception"] = _raise
     # Without strftime_now templates take a fixed date: a corpus must not depend on the day of its preparation.
     try:
         return environment.from_string(text)
     except TemplateError as error:
         raise ConfigError(f"--chat: the chat template of {folder} is no template: {error}") from error
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """JSON without the escapes that jinja2 makes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise(message: str) -> NoReturn:

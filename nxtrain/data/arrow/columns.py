@@ -83,10 +83,6 @@ def encode_prompted(
     """Ids of each document, with the end of text after them, and the number of its prompt's tokens.
 
     A prompt is encoded apart from its answer, so that no token is of both.
-
-    Args:
-        texts: Documents in UTF-8.
-        prompts: Bytes of each document's prompt.
     """
     answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)])
     if not any(prompts):
@@ -154,10 +150,8 @@ def schema_of(
     """Schema of a shard; its metadata names the format, the sources and the settings.
 
     Args:
-        field: Column of the documents.
         settings: Settings that, with the sources, determine the bytes of the corpus, as JSON.
         extra: Name of the second column, `PROMPT` or `CONTINUES`; empty: none.
-        metadata: Further entries.
     """
     entries = {
         FORMAT_KEY: str(FORMAT_VERSION).encode(),
@@ -182,17 +176,11 @@ def check_schema(schema: pa.Schema, file: Location) -> None:
         if version:
             what = f"has format {version}, and this release reads {FORMAT_VERSION}"
         raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
-    kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
     columns = {name: schema.field(name).type for name in schema.names}
     first, *others = schema.names or [""]
-    holds_documents = any(_is_alike(kind, columns.get(first)) for kind in kinds.get(first, ()))
-    has_other = len(others) > 1 or any(columns[name] != pa.int64() for name in others)
-    if not holds_documents or has_other or not {*others} <= {PROMPT, CONTINUES}:
+    kind: Any = columns.get(first)
+    is_text = first == TEXT and pa.types.is_large_string(kind)
+    is_ids = first == IDS and pa.types.is_large_list(kind) and kind.value_type in {pa.uint16(), pa.uint32()}
+    has_extra = others in ([PROMPT], [CONTINUES]) and columns[others[0]] == pa.int64()
+    if not (is_text or is_ids) or (others and not has_extra):
         raise DataError(f"{file} has columns {columns}, not {IDS} or {TEXT}; prepare it again")
-
-
-def _is_alike(wanted: Any, kind: Any) -> bool:
-    """True for equal types, whatever the name of a list's items."""
-    if kind is None or not pa.types.is_large_list(wanted):
-        return bool(kind == wanted)
-    return bool(pa.types.is_large_list(kind) and kind.value_type == wanted.value_type)

@@ -144,11 +144,8 @@ def inspect_corpus(
     """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
 
     Args:
-        path: The file, folder, object or prefix.
-        seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
         field, lines, only, mixed: As in `PreparationRequest`, for files that `prepare_corpus` reads.
-        cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
         ConfigError: There is no such path.

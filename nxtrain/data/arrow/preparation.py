@@ -205,7 +205,6 @@ def source_rows(
 
     Args:
         position: Position after the last row to skip.
-        progress: Gets the bytes of the sources that are read.
     """
     passed = sum(source.size for source in sources[: position.source])
     row, offset = position.row, position.offset
@@ -229,12 +228,7 @@ def _add(progress: ReadProgress, passed: int, num_bytes: int) -> None:
 
 
 class _Copy:
-    """Writes the documents of sources in batches, after the position of the work.
-
-    Args:
-        to_array: Makes the column of a batch.
-        extra: Name of the second column; empty: none.
-    """
+    """Writes the documents of sources in batches, after the position of the work."""
 
     def __init__(
         self, request: PreparationRequest, to_array: ToArray, extra: str, work: PreparationWork, watcher: Watcher

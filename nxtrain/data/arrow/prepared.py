@@ -102,10 +102,6 @@ class PreparedCorpus:
         """Token ids of a document, which end with the end of text."""
         return np.frombuffer(self._read(document), self.dtype)
 
-    def raw(self, document: int) -> bytes:
-        """Bytes of a document: its ids, or its text in UTF-8."""
-        return self._read(document) if self.is_ids else self.content(document)
-
     def prompt(self, document: int, content: bytes) -> int:
         """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts."""
         if not self.has_prompts:
@@ -145,12 +141,13 @@ class PreparedCorpus:
             self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
-        """Text of a document, in UTF-8."""
+        """Bytes of a document: its ids, or its text in UTF-8."""
         content = self._read(document)
-        try:
-            content.decode()
-        except UnicodeDecodeError as error:
-            self._damaged(document, f"its text is no UTF-8: {error}")
+        if not self.is_ids:
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                self._damaged(document, f"its text is no UTF-8: {error}")
         return content
 
     def text(self, document: int) -> str:
@@ -191,18 +188,21 @@ class PreparedCorpus:
                 self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
             yield lengths
 
+    def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
+        """Batch of a document, and the document's row in it."""
+        number = bisect_right(self._begins, document) - 1
+        return self._batches[number], document - self._begins[number]
+
     def _extra(self, document: int) -> int:
         """Number of a document in the second column."""
-        number = bisect_right(self._begins, document) - 1
-        batch, row = self._batches[number], document - self._begins[number]
+        batch, row = self._batch_of(document)
         return int(np.frombuffer(self._pread(batch.file, batch.extra + 8 * row, 8, document), np.int64)[0])
 
     def _read(self, document: int) -> bytes:
         """Bytes of a document's values."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self):,}")
-        number = bisect_right(self._begins, document) - 1
-        batch, row = self._batches[number], document - self._begins[number]
+        batch, row = self._batch_of(document)
         offsets = np.frombuffer(self._pread(batch.file, batch.offsets + 8 * row, 16, document), np.int64)
         begin, end = (offsets * self.dtype.itemsize).tolist()
         if not 0 <= begin <= end <= batch.size:
@@ -221,11 +221,7 @@ class PreparedCorpus:
         return bytes(content)
 
     def verify(self, progress: Callable[[int], None]) -> None:
-        """Compare every byte of the files with the checksums.
-
-        Args:
-            progress: Gets the number of verified bytes of all files after each block.
-        """
+        """Compare every byte of the files with the checksums."""
         damages: list[str] = []
         done = 0
         for number, file in enumerate(self.files):
@@ -250,7 +246,7 @@ class PreparedCorpus:
         inside = [
             number
             for number, batch in enumerate(self._batches)
-            if batch.file == file and batch.begin < damage.stop and damage.start < batch.stop
+            if batch.file == file and batch.offsets < damage.stop and damage.start < batch.stop
         ]
         documents = "no document"
         if inside:

@@ -104,7 +104,6 @@ class Fields:
 
         Args:
             values: Values of the fields: texts in UTF-8, or a conversation.
-            row, offset: See `SourceRow`.
         """
         if self.chat is None:
             num_prompt = 0
@@ -117,7 +116,7 @@ class Fields:
             yield SourceRow(text, row, offset, prompt, is_last=number == len(documents))
 
 
-DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
+DEFECTS = (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, SystemError)
 """Errors of pyarrow for unreadable files; the last two for names of columns and for negative lengths."""
 
 
@@ -219,7 +218,6 @@ def split_lines(
 
     Args:
         offset: Bytes before the stream's position.
-        limit: Longest line in bytes.
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False
@@ -248,11 +246,7 @@ def split_lines(
 
 
 def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
-    """Sections of a binary stream; a section ends at the end of a line if it contains one.
-
-    Args:
-        limit: Longest section in bytes.
-    """
+    """Sections of a binary stream; a section ends at the end of a line if it contains one."""
     held = b""
     while True:
         chunk = bytes(file.read(CHUNK_BYTES))
@@ -353,15 +347,6 @@ def valid_utf8(content: bytes, begin: int = 0) -> bytes:
         detail = f"{byte} ({error.reason}); convert it with iconv -t utf-8"
         raise BadRowError(INVALID_UTF8, detail) from None
     return content
-
-
-def bad_utf8(content: bytes) -> str:
-    """Defect of text that is not UTF-8; empty for valid text."""
-    try:
-        valid_utf8(content)
-    except BadRowError as error:
-        return str(error.args[1])
-    return ""
 
 
 def _json_values(line: bytes, fields: Fields) -> list[Any]:

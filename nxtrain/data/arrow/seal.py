@@ -173,8 +173,8 @@ def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
     num_blocks = -(-num_bytes // BLOCK_BYTES)
     if num_bytes + num_blocks * ENTRY_BYTES != start or xxh3_64_intdigest(footer) != footer_sum:
         raise DataError(_changed(file.name, "its footer"))
-    blocks = ipc.blocks_of(footer)
-    if _digest([xxh3_64_intdigest(read_exactly(file, size, offset)) for offset, size in blocks]) != metadata_sum:
+    metadata = [read_exactly(file, block.metadata, block.offset) for block in ipc.blocks_of(footer)]
+    if _digest([xxh3_64_intdigest(content) for content in metadata]) != metadata_sum:
         raise DataError(_changed(file.name, "the metadata of a batch"))
     return CheckedFile(file, num_bytes)
 

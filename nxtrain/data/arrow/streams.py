@@ -77,7 +77,7 @@ class Documents:
                 ordinal, document = next(places)
                 if self.mark:
                     self.mark(self.corpus.name_of(document))
-                content = self.corpus.raw(document)
+                content = self.corpus.content(document)
                 if is_held_out(content, self.held_out):
                     num_skipped += 1
                     if num_skipped > total:
@@ -149,7 +149,6 @@ class ConcatLane:
 
     Args:
         documents: Documents from the document of `place` on, each with its ordinal.
-        seq_len: S, targets in a row.
         place: Document and token with which the next row begins.
     """
 
@@ -185,8 +184,6 @@ class BestFitLane:
     """Documents fitted whole into rows; only documents longer than a row are cut.
 
     Args:
-        documents: Documents from the document of `place` on, each with its ordinal.
-        seq_len: S, targets in a row.
         place: First document of the window, and rows that the window has given.
         seed: Seed of the order of the rows in a window; None: the order of packing.
     """

@@ -33,8 +33,8 @@ from nxtrain.data.arrow.rows import (
     Fields,
     ReadProgress,
     SourceRow,
-    bad_utf8,
     is_damage,
+    valid_utf8,
 )
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.storage import open_stream, unreadable
@@ -203,9 +203,10 @@ def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
         return MISSING_FIELD, f'"{field}" is null'
     if isinstance(text, int):
         return TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document"
-    detail = bad_utf8(text)
-    if detail:
-        return INVALID_UTF8, detail
+    try:
+        valid_utf8(text)
+    except BadRowError as error:
+        return INVALID_UTF8, str(error.args[1])
     return None
 
 
@@ -214,7 +215,6 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
 
     Args:
         column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
-        limit: Longest document that is copied, in bytes.
     """
     kind, buffers = column.type, column.buffers()
     start, number = column.offset, len(column)

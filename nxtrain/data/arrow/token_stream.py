@@ -24,7 +24,6 @@ def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
     """Write documents as a stream of tokens; the file gets its name when it is complete and on disk.
 
     Args:
-        path: File to write; another one of this name is deleted.
         groups: Documents as marked ids, each group a batch of the file.
     """
     with refusing(path):
@@ -52,12 +51,7 @@ def opened_before(path: Path) -> PreparedCorpus | None:
 
 
 class StreamSamples(Samples):
-    """Rows of a stream of tokens, in which each row begins with the last token of the row before.
-
-    Args:
-        path: The stream.
-        seq_len: Targets in a row.
-    """
+    """Rows of a stream of tokens, in which each row begins with the last token of the row before."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
         self._corpus, self.seq_len = PreparedCorpus(path), seq_len

@@ -112,11 +112,7 @@ class RunCorpora:
 
 
 def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Open the corpora of a run; text becomes a corpus in a folder first.
-
-    Args:
-        workdir: Folder of the corpus of text.
-    """
+    """Open the corpora of a run; text becomes a corpus in a folder first."""
     if config.source != "arrow":
         return _text_corpus(config, workdir)
     if not config.mixture:
@@ -373,7 +369,6 @@ def _marked(
     where a section between them is on the other side.
 
     Args:
-        documents: The documents.
         on_held_out_side: Take those that are held out; otherwise the others.
         most_tokens: Tokens after which the last document is cut.
         progress: Gets the bytes that are read.
@@ -383,10 +378,10 @@ def _marked(
     prompts: list[int] = []
     continued: list[bool] = []
     num_bytes = num_read = num_tokens = 0
-    following = corpus.raw(0)
+    following = corpus.content(0)
     for document in range(len(corpus)):
         content, is_last = following, document == len(corpus) - 1
-        following = b"" if is_last else corpus.raw(document + 1)
+        following = b"" if is_last else corpus.content(document + 1)
         num_read += len(content)
         if is_held_out(content, documents.held_out) == on_held_out_side:
             contents.append(content)

@@ -133,11 +133,7 @@ def iam_policy(config: RunConfig) -> Manifest:
 
 
 def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
-    """Files of the volume claim for three kinds of storage, of which a cluster needs one.
-
-    Args:
-        subnet: Subnet of a file system that is created on demand.
-    """
+    """Files of the volume claim for three kinds of storage, of which a cluster needs one."""
     size = f"{size_gib}Gi"
     return {
         "fsx-static.yaml": dump_yaml([_fsx_volume(size), _claim(claim, "", size, volume="nxtrain-fsx")], _FSX_STATIC),

@@ -77,9 +77,6 @@ class StopCoordinator:
     """This rank's side of the agreement on the last step, polled by the watchdog's thread.
 
     Args:
-        rank, world: This rank, and the number of ranks.
-        signals: Stop signals that this process has received.
-        link: Connection to the other ranks.
         on_stop: Called with the reason, in a thread of its own, once the run is to stop.
 
     Attributes:

@@ -111,24 +111,6 @@ def test_undecodable_stdlib_module_is_skipped_with_its_reason(tmp_path: Path, mo
     assert run.skipped[0].startswith(f"{root}/bad.py: invalid UTF-8: byte 2 is 0xe9")
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", "broken JSON"),
-        (b'{"body": "x"}', 'missing field: no "text"'),
-        (b'["x"]', "wrong type: a list"),
-        (b'{"text": 3}', 'wrong type: "text" is a number'),
-        (b'{"text": "ab\\ud800"}', "invalid UTF-8: .*surrogate pair at character 2"),
-        (b'{"text": "\xff"}', "invalid UTF-8: byte 10 is 0xff"),
-        (b'{"text": ' + b"[" * 100_000, "broken JSON"),
-    ],
-)
-def test_bad_json_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "x"}\n' + line)
-    with pytest.raises(DataError, match=rf"docs\.jsonl, row 2: {reason}"):
-        documents(tmp_path / "docs.jsonl", tmp_path / "work")
-
-
 def test_missing_path_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=.*nowhere\.txt does not exist"):
         text_files(str(tmp_path / "nowhere.txt"))

@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
-from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import BestFitLane, ConcatLane, Documents, is_held_out, open_lane
-from nxtrain.data.dataset import open_data
 from nxtrain.data.held_out import target_counts
 from nxtrain.data.loader import BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.train.results import Summary
 from tests.support.corpora import drop_checksums, prepare, write_file, write_tokenizer
+from tests.unit.data.conftest import open_at
 
 VOCABULARY, SEQ_LEN = 300, 24
 ROWS = [(f"question {n} \u2603 " * (n % 3), f"answer {n}\n" * (1 + n % 4)) for n in range(23)]
@@ -81,7 +80,7 @@ def test_documents_of_every_source_know_their_prompts(
     assert corpus.has_prompts
     documents = Documents(corpus, tokenizer, VOCABULARY, 0.0)
     for number, (prompt, answer) in enumerate(wanted(tokenizer)):
-        content = corpus.raw(number)
+        content = corpus.content(number)
         if not as_ids:
             assert content.decode() == "".join(ROWS[number])
         (ids,) = documents.ids([content], [corpus.prompt(number, content)])
@@ -139,17 +138,9 @@ def test_text_and_ids_give_the_same_rows(
 def test_an_evaluation_counts_answers_only(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     corpus = prepared(tmp_path, "a.jsonl")
     config = {"source": "arrow", "path": str(corpus.path), "validation_fraction": 0.4, "tokenizer": str(tokenizer.path)}
-    data = open_data(
-        DataConfig(**config),  # type: ignore[arg-type]
-        seq_len=SEQ_LEN,
-        vocab_size=VOCABULARY,
-        workdir=tmp_path / "work",
-        leader=True,
-        barrier=lambda: None,
-        validation_rows=50,
-    )
+    data = open_at(tmp_path / "work", seq_len=SEQ_LEN, vocab_size=VOCABULARY, validation_rows=50, **config)
     assert data.validation is not None
-    held = [number for number in range(len(corpus)) if is_held_out(corpus.raw(number), 0.4)]
+    held = [number for number in range(len(corpus)) if is_held_out(corpus.content(number), 0.4)]
     stream = [
         (token, is_answer)
         for number in held

@@ -172,13 +172,6 @@ def test_a_refusal_leaves_only_what_spares_the_next_start_some_work(
     assert left == ({"o.arrow.partial"} if watcher.batches else set())
 
 
-def test_sources_without_a_document_leave_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": " "}\n{}\n')
-    with pytest.raises(DataError, match="hold no document"):
-        prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", on_bad="skip")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
-
-
 def test_a_begun_preparation_refuses_other_sources_settings_and_times(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "src", "a.jsonl", documents(200))
     out = tmp_path / "o.arrow"

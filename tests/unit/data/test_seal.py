@@ -69,7 +69,7 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def read(path: Path) -> tuple[Read, dict[bytes, bytes], str]:
     """All that training takes from a corpus."""
     found = PreparedCorpus(path)
-    contents = [found.raw(number) for number in range(len(found))]
+    contents = [found.content(number) for number in range(len(found))]
     prompts = [found.prompt(number, content) for number, content in enumerate(contents)]
     return list(zip(contents, prompts, strict=True)), found.metadata, found.identity
 
@@ -177,7 +177,7 @@ def test_a_block_is_read_for_its_checksum_once(corpus: Path, monkeypatch: pytest
     found, verified = PreparedCorpus(corpus), list[int]()
     monkeypatch.setattr(seal, "xxh3_64_intdigest", _counting(xxh3_64_intdigest, verified))
     for _ in range(2):
-        assert [len(found.raw(number)) > 0 for number in range(len(found))] == [True] * 240
+        assert [len(found.content(number)) > 0 for number in range(len(found))] == [True] * 240
     num_blocks = sum(-(-file._covered // BLOCK_BYTES) for file in found.files if isinstance(file, CheckedFile))
     assert num_blocks - len(found.files) <= len(verified) <= num_blocks
 
@@ -193,13 +193,20 @@ def _counting(digest: Callable[[Any], int], calls: list[int]) -> Callable[[Any],
 def test_readers_of_arrow_pass_over_the_checksums(corpus: Path) -> None:
     files = sorted(corpus.iterdir()) if corpus.is_dir() else [corpus]
     content = files[0].read_bytes()
+    mapped = pa.py_buffer(content)
     reader = pa.ipc.open_file(pa.BufferReader(content))
     table = reader.read_all()
     table.validate(full=True)
     assert pa.ipc.open_stream(pa.BufferReader(content[8:])).read_all().equals(table)
     assert pyarrow.dataset.dataset(files, format="ipc").count_rows() == 240
     assert table.column_names[0] in {"text", "ids"}
-    first = PreparedCorpus(corpus).raw(0)
+    kind = table.schema.types[0]
+    assert pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+    assert {b"nxtrain.format", b"nxtrain.sources", b"nxtrain.settings"} <= table.schema.metadata.keys()
+    values = pa.ipc.open_file(mapped).get_batch(0).column(0).buffers()[-1]
+    assert mapped.address <= values.address < mapped.address + mapped.size, "mapped without a copy"
+    assert values.address % 8 == mapped.address % 8
+    first = PreparedCorpus(corpus).content(0)
     value = table.column(0)[0].as_py()
     assert (value.encode() if isinstance(value, str) else np.array(value, np.uint16).tobytes()) == first
 
@@ -221,7 +228,7 @@ def test_a_dropped_table_is_damage_unless_the_file_is_of_an_earlier_release(corp
     with pytest.raises(DataError, match="its checksums are not there"):
         PreparedCorpus(tmp_path / "o.arrow")
     drop_checksums(tmp_path / "o.arrow")
-    assert PreparedCorpus(tmp_path / "o.arrow").raw(3) == PreparedCorpus(corpus).raw(3)
+    assert PreparedCorpus(tmp_path / "o.arrow").content(3) == PreparedCorpus(corpus).content(3)
 
 
 @pytest.mark.parametrize("piece", [1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 10**7])

@@ -229,7 +229,7 @@ def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(
 
 def test_held_out_documents_are_never_trained_on(documents: Documents, tokenizer: TextTokenizer) -> None:
     share = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.3)
-    held = {number for number in range(len(TEXTS)) if is_held_out(documents.corpus.raw(number), share.held_out)}
+    held = {number for number in range(len(TEXTS)) if is_held_out(documents.corpus.content(number), share.held_out)}
     assert 3 < len(held) < 25
     found = {tuple(ids.tolist()) for _, ids in islice(share.lane(LaneOrder(1, SEED, True), 0), 2 * len(TEXTS))}
     assert found == {tuple(ids_of(tokenizer, TEXTS[number])) for number in range(len(TEXTS)) if number not in held}
