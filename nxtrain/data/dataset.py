@@ -161,21 +161,19 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
             raise DataError(f"no start has prepared the text in {workdir}") from error
         path = workdir / Path(receipt.train).name
         return _open_stream(path, seq_len).num_rows, path
-    place = place_of(config.path)
-    if not isinstance(place, Path):
-        raise DataError(f"{place} is in S3, from which a start reads")
-    return FileSamples(open_file(place, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, place
+    location = place_of(config.path)
+    if not isinstance(location, Path):
+        raise DataError(f"{location} is in S3, from which a start reads")
+    return FileSamples(open_file(location, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, location
 
 
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
-    """File that names the prepared files of a run."""
     evaluated = (config.validation_fraction, config.validation_path)
     corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
     return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
 
 
 def _open_stream(path: Path, seq_len: int) -> StreamSamples:
-    """Rows of a stream on this disk."""
     from nxtrain.data.arrow.token_stream import StreamSamples
 
     return StreamSamples(path, seq_len)

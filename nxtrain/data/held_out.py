@@ -56,9 +56,9 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
     for start in range(0, num_rows, chunk_rows):
         indices = np.arange(start, min(start + chunk_rows, num_rows))
         targets = batch_of(samples.rows(indices), 1, doc_mask=doc_mask).targets
-        found = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
-        found[: counts.size] += counts
-        counts = found
+        of_chunk = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
+        of_chunk[: counts.size] += counts
+        counts = of_chunk
     return counts
 
 

@@ -124,8 +124,6 @@ class RemoteFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """Binary stream of a file."""
-
     def __init__(self, file: DataFile) -> None:
         self._file, self._position = file, 0
 

@@ -227,7 +227,7 @@ class Workers:
             if self._closed or failures > policy.restarts:
                 raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further one")
             standard_error().print(
-                f"WARNING: {message}; a new one goes on behind the last row that was taken",
+                f"WARNING: {message}; a new one goes on after the last row that was taken",
                 style="yellow",
                 markup=False,
             )

@@ -144,24 +144,19 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
 
 
 def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of a rank on a Neuron device."""
     # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)
-    return [*wanted.variables, *_own_variables(config, environ, local_world)]
-
-
-def _own_variables(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of one rank that differ from those of other ranks of its machine."""
-    if is_native(config):
-        return rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+    of_rank: list[Variable] = []
     metrics = config.metrics
-    if not metrics.profile_steps or int(environ.get("RANK", 0)) in metrics.profile_ranks:
-        return []
-    return [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
+    if is_native(config):
+        of_rank = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+    elif metrics.profile_steps and int(environ.get("RANK", 0)) not in metrics.profile_ranks:
+        of_rank = [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
+    return [*wanted.variables, *of_rank]
 
 
 def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:

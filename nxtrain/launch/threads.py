@@ -74,7 +74,7 @@ def num_cores() -> int:
 
 def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:
     """Variables for a number of threads that the work keeps busy; a value of the shell is never changed."""
-    found: list[Variable] = []
+    variables: list[Variable] = []
     threads = environ.get(THREADS, "")
     if not threads:
         share = max(1, num_cores() // num_ranks)
@@ -82,8 +82,8 @@ def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron:
         if busy < share:
             reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
         threads = str(min(busy, share))
-        found.append(Variable(THREADS, threads, reason))
+        variables.append(Variable(THREADS, threads, reason))
     if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
         reason = "threads that wait sleep; else they take the cores from whoever has work"
-        found.append(Variable(WAITING, "passive", reason, _OPENMP))
-    return tuple(found)
+        variables.append(Variable(WAITING, "passive", reason, _OPENMP))
+    return tuple(variables)

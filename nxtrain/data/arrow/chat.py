@@ -68,7 +68,13 @@ class ChatTemplate:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         config = _config(tokenizer.path.with_name(CONFIG_FILE))
         text = _template_text(tokenizer.path, config)
-        self._names = {name: _token(config[name]) for name in ("bos_token", "eos_token", "pad_token") if name in config}
+        self._names: dict[str, str] = {}
+        for name in ("bos_token", "eos_token", "pad_token"):
+            declared = config.get(name)
+            if isinstance(declared, dict):  # by an object with its text
+                declared = declared.get("content")
+            if name in config:
+                self._names[name] = declared if isinstance(declared, str) else ""
         self._template = _compiled(text, tokenizer.path.parent)
         self._has_blocks = _GENERATION.search(text) is not None
         self._end = tokenizer.end
@@ -185,13 +191,6 @@ def _compiled(text: str, folder: Path) -> Template:
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _token(declared: object) -> str:
-    """Text of a token that is declared by its text, or by an object with its content."""
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return declared if isinstance(declared, str) else ""
 
 
 def _checked(messages: object) -> list[Message]:

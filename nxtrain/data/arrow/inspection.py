@@ -60,8 +60,8 @@ class Lengths:
         self.number += lengths.size
         self.total += int(lengths.sum())
         is_long = lengths >= _EXACT
-        found = np.bincount(lengths[~is_long])
-        self._counts[: found.size] += found
+        counts = np.bincount(lengths[~is_long])
+        self._counts[: counts.size] += counts
         for length in lengths[is_long].tolist():
             dropped = length.bit_length() - _BITS
             self._long[length >> dropped << dropped] += 1

@@ -319,7 +319,6 @@ class _Copy:
 
 
 def _check(request: PreparationRequest) -> None:
-    """Refuse arguments that contradict each other or the sources."""
     if request.out.suffix != ".arrow":
         raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:

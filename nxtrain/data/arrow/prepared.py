@@ -23,7 +23,7 @@ from nxtrain.data.arrow.columns import (
     TOKENIZER_KEY,
 )
 from nxtrain.data.arrow.opening import StoredBatch, open_shard
-from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError
+from nxtrain.data.arrow.seal import CheckedFile, DamagedBlockError
 from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of, unreadable
 
@@ -42,6 +42,10 @@ class PreparedCorpus:
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
         dtype: Type of the ids; bytes for text.
+        tokenizer: Digest of the tokenizer that made the ids; empty for text.
+        num_bytes: Bytes of the files.
+        value_bytes: Bytes of all documents.
+        has_checksums: All reads are verified; files of earlier releases have no checksums.
 
     Raises:
         DataError: The path is not a prepared corpus, is damaged, or lacks shards.
@@ -66,6 +70,10 @@ class PreparedCorpus:
         self._value_begins = np.cumsum([0, *(batch.size for batch in self._batches)]).tolist()
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
         self._check_shards(schemas)
+        self.tokenizer = self.metadata.get(TOKENIZER_KEY, b"").decode(errors="replace")
+        self.num_bytes = sum(file.num_bytes for file in self.files)
+        self.value_bytes = int(self._value_begins[-1])
+        self.has_checksums = all(isinstance(file, CheckedFile) for file in self.files)
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
@@ -77,26 +85,6 @@ class PreparedCorpus:
     def __len__(self) -> int:
         """Number of documents."""
         return int(self._begins[-1])
-
-    @property
-    def tokenizer(self) -> str:
-        """Digest of the tokenizer that made the ids; empty for text."""
-        return self.metadata.get(TOKENIZER_KEY, b"").decode(errors="replace")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files."""
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def has_checksums(self) -> bool:
-        """True if all reads are verified; files of earlier releases have no checksums."""
-        return all(isinstance(file, CheckedFile) for file in self.files)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of all documents."""
-        return int(self._value_begins[-1])
 
     def ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
         """Token ids of a document, which end with the end of text."""
@@ -199,7 +187,6 @@ class PreparedCorpus:
         return int(np.frombuffer(self._pread(batch.file, batch.extra + 8 * row, 8, document), np.int64)[0])
 
     def _read(self, document: int) -> bytes:
-        """Bytes of a document's values."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self):,}")
         batch, row = self._batch_of(document)
@@ -215,7 +202,7 @@ class PreparedCorpus:
         except OSError as error:
             raise unreadable(f"{self.files[file].name}, document {document:,},", error) from error
         except DamagedBlockError as error:
-            raise DataError(f"{self._description(file, error.args[0])}; prepare it again") from error
+            raise DataError(f"{self._description(file, error)}; prepare it again") from error
         if len(content) < size:
             self._damaged(document, "the file is shorter than when it was opened")
         return bytes(content)
@@ -241,7 +228,7 @@ class PreparedCorpus:
                 more = f"\n    and {len(damages) - _SHOWN:,} more blocks"
             raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:\n    {shown}{more}")
 
-    def _description(self, file: int, damage: Damage) -> str:
+    def _description(self, file: int, damage: DamagedBlockError) -> str:
         """Damage in words: the file, the block, and the documents of the batches in the block."""
         inside = [
             number

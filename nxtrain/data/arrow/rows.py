@@ -151,7 +151,7 @@ def text_rows(
                     progress(source.size)
                     yield _whole(file)
                 return
-            for line, end in _lines_behind(file, source, offset):
+            for line, end in _lines_after(file, source, offset):
                 begin, offset = offset, end
                 progress(min(source.size, raw.tell()))
                 try:
@@ -193,7 +193,7 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
                 file.close()
 
 
-def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
+def _lines_after(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
     """Lines after an offset, in the form of `split_lines`; a compressed file is read from its begin.
 
     Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
@@ -311,7 +311,6 @@ def _sections(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
 
 
 def _whole(file: Any) -> SourceRow | BadRow:
-    """Row of a text file that is one document."""
     pieces, num_bytes = [], 0
     while True:
         chunk = file.read(CHUNK_BYTES)
@@ -381,6 +380,5 @@ def _json_text(record: dict[str, Any], field: str) -> bytes:
 
 
 def _kind(value: object) -> str:
-    """Type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -28,15 +27,12 @@ _SEAL = struct.Struct("<8sQQQ")
 _MAGIC = b"NXTSEAL1"
 
 
-class Damage(NamedTuple):
-    """Range of bytes of a block that differs from the written bytes: `start` to `stop`, without `stop`."""
-
-    start: int
-    stop: int
-
-
 class DamagedBlockError(Exception):
-    """Error of a block that differs from the written bytes; the argument is the `Damage`."""
+    """Error of a block, from `start` to before `stop`, that differs from the written bytes."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(start, stop)
+        self.start, self.stop = start, stop
 
 
 class Sealing:
@@ -93,7 +89,6 @@ class Sealing:
 
 
 def _entry(block: bytearray | memoryview) -> bytes:
-    """Entry of the table for a block."""
     return xxh3_64_intdigest(block).to_bytes(ENTRY_BYTES, "little")
 
 
@@ -123,14 +118,14 @@ class CheckedFile:
                     self._verify(block)
         return self._file.read(view, start)
 
-    def verified(self) -> Iterator[tuple[int, Damage | None]]:
+    def verified(self) -> Iterator[tuple[int, DamagedBlockError | None]]:
         """Bytes of each block of the file, and its damage if its content differs from the written bytes."""
         for block in range(len(self._is_verified)):
             damage = None
             try:
                 self._verify(block)
             except DamagedBlockError as error:
-                damage = error.args[0]
+                damage = error
             yield min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES), damage
 
     def forget_changed(self) -> None:
@@ -158,7 +153,7 @@ class CheckedFile:
         content = read_exactly(self._file, stop - start, start)
         entry = bytes(read_exactly(self._file, ENTRY_BYTES, self._covered + block * ENTRY_BYTES))
         if xxh3_64_intdigest(content) != int.from_bytes(entry, "little"):
-            raise DamagedBlockError(Damage(start, stop))
+            raise DamagedBlockError(start, stop)
         self._is_verified[block] = 1
 
 

@@ -102,7 +102,7 @@ def find_sources(
         if not mixed and texts and len(texts) < len(of_folder):
             other = next(source for source in of_folder if source.kind != "text")
             raise DataError(
-                f"{argument} holds {summary(of_folder)}: {texts[0].name} would be a document beside the rows of "
+                f"{argument} holds {summary(of_folder)}: {texts[0].name} would be a document next to the rows of "
                 f"{other.name}; choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', "
                 "give them by name, or take all of them with --mixed"
             )

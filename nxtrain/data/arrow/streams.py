@@ -212,7 +212,6 @@ class BestFitLane:
         return row
 
     def _fill(self) -> None:
-        """Tokenize and pack the documents of the window."""
         window: list[Ids] = []
         num_tokens = 0
         while num_tokens < WINDOW_ROWS * self._capacity:

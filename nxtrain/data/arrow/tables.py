@@ -230,7 +230,10 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
         dtype = np.int64 if is_large else np.int32
         offsets = _numbers(buffers[1], dtype, start, number + 1).tolist()
         content = memoryview(buffers[2] or b"")
-        _check_order(offsets, len(content))
+        if any(begin > end for begin, end in pairwise([0, *offsets])):
+            raise pa.ArrowInvalid("the offsets of the documents descend")
+        if offsets[-1] > len(content):
+            raise pa.ArrowInvalid(f"a document ends at byte {offsets[-1]:,} of {len(content):,}")
         for (begin, end), is_valid in zip(pairwise(offsets), valid, strict=True):
             if not is_valid:
                 yield None
@@ -287,13 +290,3 @@ def _valid(buffer: Any, start: int, number: int) -> Sequence[bool]:
     bits = np.unpackbits(_numbers(buffer, np.uint8, first, last - first), bitorder="little")
     valid: Sequence[bool] = bits[start - 8 * first :][:number].astype(bool).tolist()
     return valid
-
-
-def _check_order(offsets: Sequence[int], size: int) -> None:
-    last = 0
-    for offset in offsets:
-        if offset < last:
-            raise pa.ArrowInvalid("the offsets of the documents descend")
-        last = offset
-    if last > size:
-        raise pa.ArrowInvalid(f"a document ends at byte {last:,} of {size:,}")

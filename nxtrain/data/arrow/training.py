@@ -305,7 +305,6 @@ def _sampled(corpus: PreparedCorpus, held_out: float, wanted_bytes: float) -> It
 
 
 def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
-    """Refuse corpora whose ids were made by another tokenizer."""
     if tokenizer is None and len({corpus.tokenizer for corpus in run.corpora}) > 1:
         raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
     for corpus in run.corpora:
@@ -348,7 +347,6 @@ def _write_validation(
 
 
 def _write_training(run: RunCorpora, identity: str, encoded: Encoded, workdir: Path) -> Path:
-    """Write the tokens of text that are trained on, unless they are there."""
     file = workdir / f"train-{digest(run.contents, identity, run.fraction)}.arrow"
     if opened_before(file) is not None:
         return file

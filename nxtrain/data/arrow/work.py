@@ -13,7 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -148,8 +148,14 @@ class PreparationWork:
         self._file = self._bad = self._checksums = cast("BinaryIO", None)  # until `open`
         folder = outputs.work
         (folder / _SHARDS).mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        self._lock = (folder / _JOURNAL).open("ab")
         try:
+            with suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    what = f"another process prepares into {folder}"
+                    raise DataError(f"{what}; wait for it, or choose another --out") from None
             lines = read(folder / _JOURNAL)
             if lines:
                 written = lines[0].get("identity")
@@ -245,7 +251,6 @@ class PreparationWork:
             file.close()
 
     def _restore(self, lines: list[dict[str, Any]]) -> None:
-        """Restore the state of the journal's last line."""
         if not lines:
             return
         last = lines[-1]
@@ -312,19 +317,6 @@ def _cut(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def _locked(folder: Path) -> BinaryIO:
-    """Lock the folder for this process."""
-    file = (folder / _JOURNAL).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise DataError(f"another process prepares into {folder}; wait for it, or choose another --out") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
-
-
 def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Refuse results of other sources or settings."""
     names = {
@@ -358,7 +350,6 @@ def read_summary(path: Location) -> dict[str, Any]:
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
-    """Object of a JSON text; empty for any other text."""
     try:
         content = json.loads(text)
     except (RecursionError, ValueError):

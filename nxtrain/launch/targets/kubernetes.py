@@ -194,7 +194,6 @@ def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]
 
 
 def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
-    """Pod that takes one machine."""
     mounts = [
         {"name": "config", "mountPath": FOLDER},
         {"name": "shared", "mountPath": SHARED},
