@@ -87,22 +87,6 @@ def test_the_environment_is_that_of_the_tables(instance: str, sdk: tuple[int, in
     assert values(found) == {**expected, "NEURON_CC_FLAGS": TARGETS[instance]}
 
 
-def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
-    def row(name: str) -> tuple[int, float, float, int]:
-        found = INSTANCES[name]
-        gib, flops = found.devices * found.device_bytes / 2**30, found.devices * found.device_flops
-        return found.devices, gib, round(flops / 1e12), found.efa_devices
-
-    assert {name: row(name) for name in INSTANCES} == {
-        "trn1.2xlarge": (2, 32, 190, 0),
-        "trn1.32xlarge": (32, 512, 3040, 8),
-        "trn1n.32xlarge": (32, 512, 3040, 16),
-        "trn2.3xlarge": (4, 96, 667, 0),
-        "trn2.48xlarge": (64, 1536, 10672, 16),
-        "trn2u.48xlarge": (64, 1536, 10672, 16),
-    }
-
-
 def test_several_nodes_talk_over_efa() -> None:
     alone, together = values(environment()), values(environment(cluster={"nodes": 16}))
     assert together == {**alone, "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
