@@ -169,12 +169,12 @@ def inspect(
 
     from nxtrain.config.schema import DataConfig
     from nxtrain.data.arrow.inspection import inspect_corpus, refuse_incomplete, verify_corpus
-    from nxtrain.data.arrow.presentation import VerificationLines, present_inspection
+    from nxtrain.data.arrow.presentation import present_inspection
     from nxtrain.data.storage import cache_folder
 
     cache = cache_folder(DataConfig())
     if verify:
-        verify_corpus(path, cache, VerificationLines())
+        verify_corpus(path, cache)
     inspection = inspect_corpus(
         path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, mixed=mixed, cache=cache
     )

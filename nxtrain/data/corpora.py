@@ -1,20 +1,132 @@
-"""Files of which a run makes a corpus itself: the Python standard library, or a user's text."""
+"""Files of which a run makes a corpus: the Python standard library, or those below a folder or of a glob.
+
+Every entry that is skipped or cannot be read is reported.
+"""
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxtrain.common.errors import DataError
-from nxtrain.common.io.regular import read_bytes
-from nxtrain.data.walk import WalkedFiles, matches, walk
+from nxtrain.common.errors import DataError, NxtrainError, StorageError
+from nxtrain.common.io.regular import NotRegularError, kind_of, read_bytes
+from nxtrain.data.storage import unreadable
 
 # Tests of the library and tables of character codes are not prose.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
+
+_SHOWN = 5
+
+
+@dataclass
+class WalkedFiles:
+    """Entries of a walk.
+
+    Attributes:
+        files: Regular files and links to them, sorted.
+        skipped: Links to folders, with the reason.
+        failed: Entries that cannot be examined, FIFOs, sockets and devices, with the error.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    skipped: dict[Path, str] = field(default_factory=dict)
+    failed: list[tuple[Path, OSError]] = field(default_factory=list)
+
+    def add(self, path: Path) -> bool:
+        """Add an entry; return True if the entry is a folder to walk."""
+        try:
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                if path.is_symlink():
+                    self.skipped[path] = "a link to a folder, which is not followed"
+                return not path.is_symlink()
+            kind = kind_of(mode)
+            if kind:
+                raise NotRegularError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+            self.files.append(path)
+        except OSError as error:
+            self.failed.append((path, error))
+        return False
+
+    def refuse_failed(self, what: str) -> None:
+        """Refuse a walk with entries that cannot be read."""
+        if not self.failed:
+            return
+        shown = [f"\n    {path}: {error.strerror}" for path, error in self.failed[:_SHOWN]]
+        more = ""
+        if len(self.failed) > _SHOWN:
+            more = f"\n    and {len(self.failed) - _SHOWN:,} more"
+        kind: type[NxtrainError] = DataError
+        if any(isinstance(unreadable(what, error), StorageError) for _, error in self.failed):
+            kind = StorageError
+        raise kind(
+            f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would go on without "
+            f"what they hold: give the rights, remove them, or name the rest by a glob{''.join(shown)}{more}"
+        )
+
+
+def walk(root: Path) -> WalkedFiles:
+    """Walk a file, or all entries below a folder except hidden ones; links to files are followed, other links not."""
+    walked = WalkedFiles()
+    waiting = []
+    if root.is_dir() or walked.add(root):
+        waiting.append(root)
+    while waiting:
+        folder = waiting.pop()
+        try:
+            names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        except OSError as error:
+            walked.failed.append((folder, error))
+            continue
+        for name in sorted(names):
+            path = folder / name
+            if walked.add(path):
+                waiting.append(path)
+    walked.files.sort()
+    return walked
+
+
+def matches(pattern: str) -> WalkedFiles:
+    """Find the files of a glob, recursive at `**`; folders on its path that cannot be read count as failed."""
+    walked = WalkedFiles()
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        for folder in _folders(parts[:number], part):
+            try:
+                if glob.has_magic(part):
+                    os.scandir(folder).close()
+                else:
+                    os.stat(folder / part)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                walked.failed.append((folder, error))
+    for name in glob.glob(pattern, recursive=True):
+        if not os.path.isdir(name):
+            walked.add(Path(name))
+    walked.files.sort()
+    return walked
+
+
+def _folders(above: tuple[str, ...], part: str) -> set[Path]:
+    """Folders that a part of a glob's pattern is matched in: the folders above, and for `**` all folders below."""
+    start = Path(*above)
+    if not above:
+        names = ["."]
+        if part == "**":
+            names += glob.glob("**", recursive=True)
+    elif part == "**":
+        names = glob.glob(str(start / "**"), recursive=True)
+    else:
+        names = glob.glob(str(start), recursive=True)
+    return {Path(name) for name in names if os.path.isdir(name)}
 
 
 def stdlib_files(limit_bytes: int = 16_000_000) -> list[Path]:

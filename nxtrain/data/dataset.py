@@ -12,11 +12,10 @@ from nxtrain.common.errors import DataError, LostPeerError, refused
 from nxtrain.common.io.object_store import place_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.batch_source import BatchSource, TokenRows
-from nxtrain.data.files import replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
-from nxtrain.data.samples import EndedSamples, FileSamples, Samples, check_shape, header
-from nxtrain.data.storage import cache_folder, open_file
+from nxtrain.data.samples import EndedSamples, FileSamples, Samples
+from nxtrain.data.storage import cache_folder, open_file, replacing
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
@@ -88,14 +87,20 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
-            _discard(receipt)
+            try:
+                receipt.unlink(missing_ok=True)  # no rank may take what an earlier start has prepared
+            except OSError as error:
+                raise refused(error, f"{receipt} cannot be replaced") from error
             prepared = make()
             with replacing(receipt) as file:
                 file.write(prepared.model_dump_json().encode())
     finally:
         barrier()
     if not leader:
-        prepared = _read_receipt(receipt)
+        try:
+            prepared = Prepared.model_validate_json(read_bytes(receipt))
+        except FileNotFoundError as error:
+            raise LostPeerError("the rank that prepares the data failed; its message says why") from error
 
     source: BatchSource
     validation = None
@@ -146,18 +151,8 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
 def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> tuple[int, Path]:
     """Rows of `source=tokens`, or of text that an earlier start of the run has prepared; no content is verified.
 
-    Args:
-        config: The `[data]` section; its rows have an end.
-        seq_len: Targets in a row.
-        vocab_size: Entries of the model's vocabulary.
-        workdir: Folder of the prepared files.
-
     Returns:
         The rows, and the file that holds them.
-
-    Raises:
-        DataError: The file is absent, in S3, or no file of rows of this length; or no start has prepared the text.
-        StorageError: The storage fails.
     """
     if config.source != "tokens":
         try:
@@ -166,23 +161,19 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
             raise DataError(f"no start has prepared the text in {workdir}") from error
         path = workdir / Path(receipt.train).name
         return _open_stream(path, seq_len).num_rows, path
-    place = place_of(config.path)
-    if not isinstance(place, Path):
-        raise DataError(f"{place} is in S3, from which a start reads")
-    dtype, shape, _ = header(open_file(place, Path()))
-    check_shape(dtype, shape, place, seq_len)
-    return shape[0], place
+    location = place_of(config.path)
+    if not isinstance(location, Path):
+        raise DataError(f"{location} is in S3, from which a start reads")
+    return FileSamples(open_file(location, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, location
 
 
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
-    """File that names the prepared files of a run."""
     evaluated = (config.validation_fraction, config.validation_path)
     corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
     return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
 
 
 def _open_stream(path: Path, seq_len: int) -> StreamSamples:
-    """Rows of a stream on this disk."""
     from nxtrain.data.arrow.token_stream import StreamSamples
 
     return StreamSamples(path, seq_len)
@@ -213,17 +204,3 @@ def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:
             f"the corpus {what} {samples.num_tokens} tokens, less than one row of train.seq_len + 1 = "
             f"{samples.seq_len + 1}; {way_out}"
         )
-
-
-def _discard(receipt: Path) -> None:
-    try:
-        receipt.unlink(missing_ok=True)
-    except OSError as error:
-        raise refused(error, f"{receipt} cannot be replaced") from error
-
-
-def _read_receipt(path: Path) -> Prepared:
-    try:
-        return Prepared.model_validate_json(read_bytes(path))
-    except FileNotFoundError as error:
-        raise LostPeerError("the rank that prepares the data failed; its message says why") from error

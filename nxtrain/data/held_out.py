@@ -23,9 +23,6 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
     """Entropy of targets under their own frequencies, in nats per token.
 
     The entropy is the lowest loss of a model that uses the frequency of each token and no context.
-
-    Args:
-        counts: Number of times that each id is a target.
     """
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
@@ -33,9 +30,6 @@ def unigram_entropy(counts: NDArray[np.int64]) -> float:
 
 def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
     """Bytes of text that targets stand for, counted token by token, so that cut documents count exactly.
-
-    Args:
-        tokenizer: The `tokenizer.json` of the ids.
 
     Returns:
         The bytes; None if they are unknown: a tokenizer whose tokens have no fixed number of bytes, or other ids.
@@ -62,17 +56,14 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
     for start in range(0, num_rows, chunk_rows):
         indices = np.arange(start, min(start + chunk_rows, num_rows))
         targets = batch_of(samples.rows(indices), 1, doc_mask=doc_mask).targets
-        found = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
-        found[: counts.size] += counts
-        counts = found
+        of_chunk = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
+        of_chunk[: counts.size] += counts
+        counts = of_chunk
     return counts
 
 
 def token_bytes(file: Path) -> NDArray[np.int64] | None:
     """Bytes of text of each token of a byte-level tokenizer: (n,), 0 for special tokens, which stand for no text.
-
-    Args:
-        file: A `tokenizer.json`.
 
     Returns:
         The bytes by id, -1 for ids that name no token; None for a tokenizer that is not byte-level, or changes text.

@@ -88,26 +88,13 @@ class Mixture:
         return table[:, 0].astype(np.int32), table[:, 1]
 
 
-@dataclass(frozen=True)
 class MixedSamples(Samples):
-    """Rows of several tables, mixed; the rows of each table are numbered after the rows of earlier tables.
+    """Rows of several tables of one length, mixed; a table's rows are numbered after those of earlier tables."""
 
-    Args:
-        parts: Rows of each corpus, all of one length.
-    """
-
-    mixture: Mixture
-    parts: tuple[Samples, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all corpora."""
-        return sum(part.num_rows for part in self.parts)
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return self.parts[0].seq_len
+    def __init__(self, mixture: Mixture, parts: tuple[Samples, ...]) -> None:
+        self.mixture, self.parts = mixture, parts
+        self.num_rows = sum(part.num_rows for part in parts)
+        self.seq_len = parts[0].seq_len
 
     def ordered(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
         """Indices of the rows at positions of the endless order, in which each corpus has its own epochs."""
@@ -139,11 +126,7 @@ class MixedSamples(Samples):
 
 
 def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[float]) -> dict[str, float]:
-    """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus.
-
-    Args:
-        num_rows: Rows that were trained on.
-    """
+    """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus."""
     values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):
         values[f"tokens/{label}"] = count * seq_len

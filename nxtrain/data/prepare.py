@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.object_store import S3Path, place_of
-from nxtrain.data.files import read_array
 from nxtrain.data.mixture import Mixture
-from nxtrain.data.samples import check_remote, check_table, probe
-from nxtrain.data.storage import RemoteFile, cache_folder
+from nxtrain.data.samples import FileSamples
+from nxtrain.data.storage import RemoteFile, cache_folder, open_file
 from nxtrain.data.tokenization import load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,12 +47,7 @@ class Prepared(BaseModel):
 
 
 def prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
-    """Check the token files of a run.
-
-    Raises:
-        DataError: A file that is missing, malformed, empty or outside of the vocabulary.
-        StorageError: The storage fails.
-    """
+    """Check the token files of a run."""
     names = config.mixture or (config.path,)
     contents, probes = zip(*(_checked_table(config, name, seq_len, vocab_size) for name in names), strict=True)
     identity = [*contents]
@@ -79,18 +73,18 @@ def digest(*parts: object) -> str:
 
 
 def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int) -> tuple[str, str]:
-    """Identity of the content of a token file, and the digest of a sample."""
+    """Identity of the content of a token file, and the digest of a sample. Of an object, only the sample is read."""
     path = place_of(name)
-    if isinstance(path, S3Path):
-        return check_remote(RemoteFile(path, cache_folder(config)), seq_len=seq_len, vocab_size=vocab_size)
     try:
-        table = read_array(path)
+        file = open_file(path, cache_folder(config))
     except DataError as error:
-        if path.exists():
+        if isinstance(path, S3Path) or path.exists():
             raise
         relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise DataError(
             f"{error}. data.source=tokens reads rows of train.seq_len + 1 = {seq_len + 1} integer ids below "
             f"{vocab_size} from a .npy file: numpy.save({str(path)!r}, rows){relative}, or set data.path to yours"
         ) from error
-    return check_table(table, path, seq_len=seq_len, vocab_size=vocab_size), probe(table)
+    samples = FileSamples(file, seq_len=seq_len, vocab_size=vocab_size)
+    identity = file.tag if isinstance(file, RemoteFile) else samples.digest()
+    return identity, samples.probe()

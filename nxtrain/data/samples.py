@@ -5,18 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
-from nxtrain.common.io.object_store import Location
 from nxtrain.common.vocab import END_BIT
-from nxtrain.data.files import Tokens, unreadable
 from nxtrain.data.order import shuffled
-from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
+from nxtrain.data.storage import DataFile, Tokens, read_exactly, unreadable
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -30,17 +27,15 @@ _CHANGED = "somebody has changed it since, or this machine has another copy; lea
 
 
 class Samples(ABC):
-    """Token rows of one length, S = seq_len."""
+    """Token rows of one length.
 
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
+    Attributes:
+        num_rows: Rows in an epoch.
+        seq_len: S, targets in a row.
+    """
 
-    @property
-    @abstractmethod
-    def seq_len(self) -> int:
-        """Targets in a row."""
+    num_rows: int
+    seq_len: int
 
     @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -59,24 +54,11 @@ class Samples(ABC):
 
 
 class TableSamples(Samples):
-    """Rows of a 2-d array in memory.
-
-    Args:
-        table: (num_rows, S + 1) ids of any integer type.
-    """
+    """Rows of a table in memory: (num_rows, S + 1) ids of any integer type."""
 
     def __init__(self, table: Tokens) -> None:
         self._table = table
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
-        return len(self._table)
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return int(self._table.shape[1]) - 1
+        self.num_rows, self.seq_len = len(table), int(table.shape[1]) - 1
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1)."""
@@ -91,37 +73,41 @@ class FileSamples(Samples):
 
     Args:
         file: The open file: (num_rows, S + 1) ids.
-        seq_len: Targets in a row.
         vocab_size: Size of the vocabulary; every id must be below it.
-        expected: Result of `probe` for the ids that were checked.
+        expected: Result of `probe` for the ids that were checked; None: nothing was checked yet.
 
     Raises:
-        DataError: The file cannot be read, or differs from the checked ids.
+        DataError: The file is no table of rows of this length, is cut short, or differs from the checked ids.
     """
 
-    def __init__(self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str) -> None:
+    def __init__(self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str | None = None) -> None:
         self._file, self._expected = file, expected
-        self._seq_len, self._vocab_size = seq_len, vocab_size
+        self._vocab_size, self.seq_len = vocab_size, seq_len
         self._dtype, shape, self._start = header(file)
-        self._num_rows = shape[0]
+        if len(shape) != 2 or not np.issubdtype(self._dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
+            raise DataError(
+                f"{file.name} holds {self._dtype} of shape {shape}; rows of integer ids are (rows, seq_len + 1)"
+            )
+        self.num_rows, width = shape
+        if width != seq_len + 1:
+            way_out = f"set train.seq_len={width - 1}" if width > 1 else "save longer rows"
+            raise DataError(
+                f"{file.name} has rows of {width} ids, but train.seq_len={seq_len} reads {seq_len + 1}; {way_out}"
+            )
+        if not self.num_rows:
+            raise DataError(f"{file.name} has no rows")
+        if file.num_bytes < self._start + self.num_rows * width * self._dtype.itemsize:
+            size = f"{file.num_bytes:,} bytes"
+            raise DataError(f"{file.name} is cut short: it has {size}, and its header names {self.num_rows:,} rows")
         self._version = file.version()
-        self._compare()
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
-        return self._num_rows
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return self._seq_len
+        if expected is not None:
+            self._compare()
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1).
 
         Raises:
-            DataError: The file has changed; names the file and the row.
+            DataError: An id is outside of the vocabulary, or the file has changed; names the file and the row.
             StorageError: The file cannot be read; names the file and the row.
         """
         version = self._file.version()
@@ -130,37 +116,64 @@ class FileSamples(Samples):
             self._version = version
         return self._rows(indices)
 
-    def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        stored = np.empty((indices.size, self._seq_len + 1), self._dtype)
-        content = stored.view(np.uint8).reshape(indices.size, -1)
-        starts = (indices * content.shape[1]).tolist()
-        for start in starts:
-            self._file.ahead(read_exactly, self._file, content.shape[1], self._start + start)
-        for number, start in enumerate(starts):
-            self._read(start, content[number].data)
-        rows = stored.astype(np.int64)
-        if rows.size and (rows.min() < 0 or rows.max() >= self._vocab_size):
-            number, column = np.argwhere((rows < 0) | (rows >= self._vocab_size))[0]
-            raise DataError(
-                f"{self._file.name}, row {indices[number]}, column {column}: id {stored[number, column]} is outside of "
-                f"the vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
-            )
-        return rows
+    def probe(self) -> str:
+        """Digest of the number of rows and of a sample of the rows; differs for most other tables."""
+        digest = hashlib.blake2b(f"{self.num_rows}".encode(), digest_size=16)
+        sampled = np.linspace(0, self.num_rows - 1, min(self.num_rows, _PROBED_ROWS)).astype(np.int64)
+        digest.update(self._rows(sampled).tobytes())
+        return digest.hexdigest()
 
-    def _read(self, start: int, content: memoryview) -> None:
-        """Fill a view with the bytes at an offset, counted from the first id."""
-        done, row = 0, start // len(content)
+    def digest(self) -> str:
+        """Digest of all content; every row is checked."""
+        width = self.seq_len + 1
+        digest = hashlib.blake2b(f"{self._dtype} {(self.num_rows, width)}".encode())
+        chunk_rows = -(-_CHUNK_TOKENS // width)
+        for begin in range(0, self.num_rows, chunk_rows):
+            stored = np.empty((min(chunk_rows, self.num_rows - begin), width), self._dtype)
+            self._read(begin, stored)
+            self._check_ids(stored, np.arange(begin, begin + len(stored)))
+            digest.update(stored.data)
+        return digest.hexdigest()
+
+    def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        stored = np.empty((indices.size, self.seq_len + 1), self._dtype)
+        row_bytes = stored.shape[1] * stored.itemsize
+        for row in indices.tolist():
+            self._file.ahead(read_exactly, self._file, row_bytes, self._start + row * row_bytes)
+        for number, row in enumerate(indices.tolist()):
+            self._read(row, stored[number : number + 1])
+        self._check_ids(stored, indices)
+        return stored.astype(np.int64)
+
+    def _read(self, row: int, stored: NDArray[Any]) -> None:
+        """Fill an array with the rows from a row on."""
+        content = stored.view(np.uint8).reshape(-1).data
+        start = self._start + row * stored.shape[1] * stored.itemsize
+        done = 0
         while done < len(content):
             try:
-                length = self._file.read(content[done:], self._start + start + done)
+                length = self._file.read(content[done:], start + done)
             except OSError as error:
                 raise unreadable(f"{self._file.name}, row {row},", error) from error
             if not length:
                 raise DataError(f"{self._file.name}, row {row}, is no longer there: the file is shorter: {_CHANGED}")
             done += length
 
+    def _check_ids(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> None:
+        """Refuse rows with an id outside of the vocabulary; the message names the first such row by its number."""
+        if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
+            return
+        number, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
+        why = "; set model.config.vocab_size to that of the tokenizer that made the file"
+        if self._expected is not None:
+            why = f", though all were inside when the run began: {_CHANGED}"
+        raise DataError(
+            f"{self._file.name}, row {rows[number]}, column {column}: id {ids[number, column]} is outside of "
+            f"the vocabulary, 0 to {self._vocab_size - 1}{why}"
+        )
+
     def _compare(self) -> None:
-        if _probe(self._num_rows, self._rows) != self._expected:
+        if self._expected is not None and self.probe() != self._expected:
             raise DataError(f"{self._file.name} does not hold what was checked when the run began: {_CHANGED}")
 
 
@@ -172,16 +185,7 @@ class EndedSamples(Samples):
 
     def __init__(self, samples: Samples, end_id: int) -> None:
         self._samples, self._end_id = samples, end_id
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
-        return self._samples.num_rows
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return self._samples.seq_len
+        self.num_rows, self.seq_len = samples.num_rows, samples.seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1), with `END_BIT` at the end of each document."""
@@ -200,98 +204,18 @@ def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...]
         file = io.BytesIO(read_exactly(opened, min(opened.num_bytes, _HEADER_BYTES), 0))
     except OSError as error:
         raise unreadable(f"{path}", error) from error
+    if file.getvalue().startswith(b"PK"):
+        raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
-        raise DataError(f"{path} is no .npy array of numbers: {error}") from error
+        raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
+    if dtype.hasobject or any(type(size) is not int or size < 0 for size in shape):
+        raise DataError(f"{path} is no .npy array of numbers: it holds {dtype} of shape {shape}")
     if is_fortran and len(shape) > 1:
         raise DataError(
             f"{path} is stored column by column; save its rows: numpy.save(path, numpy.ascontiguousarray(ids))"
         )
     return dtype, shape, file.tell()
-
-
-def probe(table: Tokens) -> str:
-    """Digest of a table's number of rows and of a sample of its rows; differs for most other tables."""
-    return _probe(len(table), lambda indices: table[indices].astype(np.int64))
-
-
-def _probe(num_rows: int, rows: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> str:
-    digest = hashlib.blake2b(f"{num_rows}".encode(), digest_size=16)
-    if num_rows:
-        digest.update(rows(np.linspace(0, num_rows - 1, min(num_rows, _PROBED_ROWS)).astype(np.int64)).tobytes())
-    return digest.hexdigest()
-
-
-def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[str, str]:
-    """Identity of a table of ids in S3, and a sample's digest. Other rows are checked at their read.
-
-    Args:
-        seq_len: Targets in a row; the table must be seq_len + 1 wide.
-
-    Raises:
-        DataError: As for `check_table`, of the sample.
-    """
-    dtype, shape, start = header(file)
-    check_shape(dtype, shape, file.name, seq_len)
-    num_rows, width = shape
-    if file.num_bytes < start + num_rows * width * dtype.itemsize:
-        raise DataError(
-            f"{file.name} is cut short: it has {file.num_bytes:,} bytes, and its header names {num_rows:,} rows"
-        )
-
-    def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        size = width * dtype.itemsize
-        offsets = [start + row * size for row in indices.tolist()]
-        for offset in offsets:
-            file.ahead(read_exactly, file, size, offset)
-        stored = np.stack([np.frombuffer(read_exactly(file, size, offset), dtype) for offset in offsets])
-        _check_ids(stored, indices, file.name, vocab_size)
-        return stored.astype(np.int64)
-
-    return file.tag, _probe(num_rows, rows)
-
-
-def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, vocab_size: int) -> str:
-    """Read a table of ids from end to end and return the digest of its content.
-
-    Args:
-        seq_len: Targets in a row; the table must be seq_len + 1 wide.
-
-    Raises:
-        DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;
-            names the first bad row.
-    """
-    check_shape(table.dtype, table.shape, path, seq_len)
-    num_rows, width = table.shape
-    digest = hashlib.blake2b(f"{table.dtype} {table.shape}".encode())
-    chunk_rows = -(-_CHUNK_TOKENS // width)
-    for start in range(0, num_rows, chunk_rows):
-        chunk = np.ascontiguousarray(table[start : start + chunk_rows])
-        _check_ids(chunk, range(start, start + len(chunk)), path, vocab_size)
-        digest.update(chunk.data)
-    return digest.hexdigest()
-
-
-def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, seq_len: int) -> None:
-    """Raise a DataError unless an array has rows of ids of the length that a run reads."""
-    if len(shape) != 2 or not np.issubdtype(dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
-        raise DataError(f"{path} holds {dtype} of shape {shape}; rows of integer ids are (rows, seq_len + 1)")
-    num_rows, width = shape
-    if width != seq_len + 1:
-        way_out = f"set train.seq_len={width - 1}" if width > 1 else "save longer rows"
-        raise DataError(f"{path} has rows of {width} ids, but train.seq_len={seq_len} reads {seq_len + 1}; {way_out}")
-    if not num_rows:
-        raise DataError(f"{path} has no rows")
-
-
-def _check_ids(ids: Tokens, numbers: Sequence[int] | NDArray[np.int64], path: Location, vocab_size: int) -> None:
-    """Refuse rows with an id outside of the vocabulary; the message names the first such row by its number."""
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        row, column = np.argwhere((ids < 0) | (ids >= vocab_size))[0]
-        raise DataError(
-            f"{path}, row {numbers[row]}, column {column}: id {ids[row, column]} is outside of the vocabulary, "
-            f"0 to {vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the file"
-        )

@@ -1,6 +1,7 @@
-"""Files of corpora on disks and in S3, opened once and read at any offset. A read looks up no name.
+"""Files of corpora on disks and in S3, opened once and read at any offset, and prepared files, written atomically.
 
-Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message.
+A read looks up no name. Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a
+signal, without a message.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ import getpass
 import io
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
-from nxtrain.common.errors import DamagedError, DataError
+import numpy as np
+from numpy.typing import NDArray
+
+from nxtrain.common.errors import DamagedError, DataError, NxtrainError, StorageError, refused
+from nxtrain.common.io import atomic
 from nxtrain.common.io.cached_object import CachedObject
 from nxtrain.common.io.object_store import Location, S3Path, S3Source, S3Store
-from nxtrain.common.io.regular import open_regular
+from nxtrain.common.io.regular import NotRegularError, open_regular
 from nxtrain.config.cache_dir import fill, host_name
-from nxtrain.data.files import unreadable
+
+Tokens = NDArray[np.integer[Any]]
 
 SHARD_ENDING = ".arrow"
 
@@ -53,11 +60,7 @@ class DataFile(Protocol):
 
 
 class LocalFile:
-    """A file of a disk.
-
-    Raises:
-        OSError: The file is absent, not a regular file, or cannot be opened.
-    """
+    """A file of a disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -83,10 +86,6 @@ class RemoteFile:
 
     Args:
         cache: Folder of this node for blocks; None: blocks are not stored, and each read is a request.
-
-    Raises:
-        DataError: The object is absent, or the folder cannot be written.
-        StorageError: S3 fails.
     """
 
     def __init__(self, address: S3Path, cache: Path | None) -> None:
@@ -125,8 +124,6 @@ class RemoteFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """Binary stream of a file."""
-
     def __init__(self, file: DataFile) -> None:
         self._file, self._position = file, 0
 
@@ -151,10 +148,6 @@ def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
 
     Args:
         buffer_bytes: Least bytes of a request to S3.
-
-    Raises:
-        OSError: The file of a disk is absent, not a regular file, or cannot be opened.
-        DataError, StorageError: See `RemoteFile`.
     """
     if isinstance(path, S3Path):
         return io.BufferedReader(_RemoteStream(RemoteFile(path, None)), buffer_bytes)
@@ -166,10 +159,6 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
 
     Args:
         cache: Folder of this node for blocks of S3; None: blocks are not stored.
-
-    Raises:
-        DataError: The file is absent, is not a regular file, or may not be read.
-        StorageError: The storage fails.
     """
     if isinstance(path, S3Path):
         return RemoteFile(path, cache)
@@ -180,11 +169,7 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
 
 
 def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
-    """Bytes of a file from an offset on; fewer only where the file ends.
-
-    Raises:
-        OSError, DataError: See `DataFile.read`.
-    """
+    """Bytes of a file from an offset on; fewer only where the file ends."""
     content, done = memoryview(bytearray(size)), 0
     while done < size:
         length = file.read(content[done:], start + done)
@@ -195,11 +180,7 @@ def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
 
 
 def shards(path: Location) -> list[Location]:
-    """Files of a prepared corpus: the file itself, or the files of a folder or a prefix, in order.
-
-    Raises:
-        StorageError: S3 fails.
-    """
+    """Files of a prepared corpus: the file itself, or the files of a folder or a prefix, in order."""
     if isinstance(path, Path):
         if not path.is_dir():
             return [path]
@@ -216,10 +197,32 @@ def summary_of(path: Location) -> Location:
 
 
 def cache_folder(config: Any) -> Path:
-    """Folder of this node for blocks of S3, `data.cache_dir`.
-
-    Raises:
-        ConfigError: The path has an unknown placeholder.
-    """
+    """Folder of this node for blocks of S3, `data.cache_dir`."""
     values = {"host": host_name(), "user": getpass.getuser()}
     return Path(fill("data.cache_dir", str(config.cache_dir), values)).expanduser().absolute()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file atomically: the file gets its name once it is complete and on disk."""
+    with refusing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replacing(path, durable=True, shared=True) as draft, draft.open("wb") as file:
+            yield file
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Turn a failed write into an error for people, with the errors of `replacing`."""
+    try:
+        yield
+    except OSError as error:
+        raise refused(error, f"{path} cannot be written") from error
+
+
+def unreadable(what: str, error: OSError) -> NxtrainError:
+    """Make the error for a failed read: DataError for a wrong name or missing rights, StorageError for the storage."""
+    mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
+    if isinstance(error, mistakes):
+        return DataError(f"{what} cannot be read: {error.strerror}")
+    return StorageError(f"{what} cannot be read: {error.strerror}. Start again when the storage is back")

@@ -208,9 +208,6 @@ def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[P
 
     Args:
         corpora: Corpora of the mixture; 0 without a mixture.
-
-    Raises:
-        CheckpointError: The cursor has another number of lanes or of corpora.
     """
     places = [tuple(map(int, place)) for place in cursor.get("places", [])]
     length = len(BEGIN)

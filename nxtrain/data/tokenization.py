@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.common.errors import DataError, cause_of
 from nxtrain.common.io.regular import read_bytes
-from nxtrain.data.files import Tokens, replacing, unreadable
+from nxtrain.data.storage import Tokens, replacing, unreadable
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -63,10 +63,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE and save it; the same texts give the same file with any number of threads.
 
     Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes. Short texts may yield fewer than `vocab_size` entries.
-
-    Args:
-        vocab_size: Most entries.
-        path: The `tokenizer.json` to write.
 
     Raises:
         DataError: The vocabulary has no room for every byte.
@@ -128,11 +124,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def declared_end(file: Path) -> str:
-    """Token that ends a document, from the `tokenizer_config.json` next to a `tokenizer.json`; empty if not declared.
-
-    Raises:
-        DataError: The configuration cannot be read.
-    """
+    """Token that ends a document, from the configuration next to a `tokenizer.json`; empty if not declared."""
     config = file.with_name("tokenizer_config.json")
     declared = None
     try:

@@ -98,11 +98,7 @@ class DataWorker:
         return os.pread(self._mark.fileno(), MARK_BYTES, 0).partition(b"\0")[0].decode(errors="replace")
 
     def answer(self, timeout_s: float) -> Answer:
-        """Take the next answer, and request another step.
-
-        Raises:
-            _SilentError: The worker has died, or hangs.
-        """
+        """Take the next answer, and request another step."""
         while len(self._held) < LENGTH.size:
             self._receive(timeout_s)
         (size,) = LENGTH.unpack_from(self._held)
@@ -180,12 +176,7 @@ class Workers:
         self.members = [self._start(worker) for worker in range(number)]
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the positions after the rows.
-
-        Raises:
-            DataError, StorageError: The error of a worker.
-            WorkerError: A worker dies or hangs more often than allowed.
-        """
+        """Rows of each lane for the next step, and the positions after the rows."""
         by_lane: LaneRows = {}
         for number in range(len(self.members)):
             by_lane |= self._rows_of(number, step)
@@ -224,11 +215,7 @@ class Workers:
             return answer
 
     def _replace(self, number: int, step: int, why: str, failures: int) -> None:
-        """Start a new worker at the positions of the last answer.
-
-        Raises:
-            WorkerError: The worker has failed more often than allowed.
-        """
+        """Start a new worker at the positions of the last answer."""
         old, policy = self.members[number], self._policy
         state = "it had read no document"
         document = old.mark
@@ -240,7 +227,7 @@ class Workers:
             if self._closed or failures > policy.restarts:
                 raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further one")
             standard_error().print(
-                f"WARNING: {message}; a new one goes on behind the last row that was taken",
+                f"WARNING: {message}; a new one goes on after the last row that was taken",
                 style="yellow",
                 markup=False,
             )

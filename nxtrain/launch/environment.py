@@ -64,11 +64,7 @@ class Environment:
     notes: tuple[str, ...] = ()
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
-        """Settings of a shell that contradict the run, each with the way out.
-
-        Raises:
-            ConfigError: The compiler's flags cannot be split as a shell splits them.
-        """
+        """Settings of a shell that contradict the run, each with the way out."""
         problems: list[Problem] = []
         if self.xla:
             problems += dead_variables(environ, self.sdk)
@@ -103,13 +99,11 @@ class Environment:
         chosen = beside(self.variables, environ)
         if not self.xla:
             return chosen
-        reasons = "\n".join(f"{flag.flag}: {flag.reason} [{flag.source}]" for flag in self.compiler_flags)
-        return (*chosen, Variable(COMPILER_FLAGS, self._merged(environ.get(COMPILER_FLAGS, "")), reasons))
-
-    def _merged(self, theirs: str) -> str:
         ours = {_canonical(flag.name) for flag in self.compiler_flags}
-        added = [text for name, _, text in _parse(theirs) if name not in ours]
-        return " ".join([*(flag.flag for flag in self.compiler_flags), *added])
+        added = [text for name, _, text in _parse(environ.get(COMPILER_FLAGS, "")) if name not in ours]
+        merged = " ".join([*(flag.flag for flag in self.compiler_flags), *added])
+        reasons = "\n".join(f"{flag.flag}: {flag.reason} [{flag.source}]" for flag in self.compiler_flags)
+        return (*chosen, Variable(COMPILER_FLAGS, merged, reasons))
 
 
 QUIET_PROFILER = Variable(

@@ -88,11 +88,7 @@ def render(
     """
     loaded = load(path, overrides)
     command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE, min_nodes)
-    nodes = loaded.config.cluster.nodes
-    if nodes > 1 and not first_node:
-        reason = f"nodes={nodes}, but this is one machine"
-        hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
-        problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
+    problems += _check_first_node(loaded, first_node)
     if problems:
         raise ConfigError(problems)
     return command
@@ -104,40 +100,45 @@ def launch(
     """Replace this process by the training process, so that signals and the exit code need no relay.
 
     Args:
-        nproc: Number of ranks per machine; None: the number that the degrees require.
         dry_run: Only print the environment and the command, even for a configuration that cannot run yet.
-        first_node: With several machines, each of which calls this function, the name of one; see `render`.
-        min_nodes: Fewest machines with which the run goes on; see `render`.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
         BackendError: This machine lacks the devices of the run.
     """
+    loaded = load(path, overrides)
+    command, problems = _render(loaded, path, overrides, nproc, os.environ, first_node or FIRST_NODE, min_nodes)
     if dry_run:
-        loaded, node = load(path, overrides), first_node or FIRST_NODE
-        command, problems = _render(loaded, path, overrides, nproc, os.environ, node, min_nodes)
         print(command, flush=True)
-        if problems:
-            raise ConfigError(problems)
+    else:
+        problems += _check_first_node(loaded, first_node)
+    if problems:
+        raise ConfigError(problems)
+    if dry_run:
         return
-    command = render(path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
-    config = load(path, overrides).config
-    devices = device_support(config.backend.name, {**os.environ, **command.env})
+    name = loaded.config.backend.name
+    devices = device_support(name, {**os.environ, **command.env})
     if not devices.ok:  # each rank would find the same, after minutes of imports
         elsewhere = "--dry-run and --target need no device"
-        raise BackendError(f"backend.name={config.backend.name} cannot run here: {devices.reason}\n    {elsewhere}")
+        raise BackendError(f"backend.name={name} cannot run here: {devices.reason}\n    {elsewhere}")
     print(command, flush=True)
     if stacks.DUMP is not None:
         signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
-def rendezvous_address(first_node: str) -> tuple[str, int]:
-    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
+def _check_first_node(loaded: Loaded, first_node: str) -> list[Problem]:
+    """Problem of a run on several machines without the name of one; none otherwise."""
+    nodes = loaded.config.cluster.nodes
+    if nodes == 1 or first_node:
+        return []
+    reason = f"nodes={nodes}, but this is one machine"
+    hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
+    return [Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint)]
 
-    Raises:
-        ConfigError: The name or the port is invalid.
-    """
+
+def rendezvous_address(first_node: str) -> tuple[str, int]:
+    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given."""
     name, colon, port = first_node.rpartition(":")
     if not colon:
         name, port = first_node, ""
@@ -183,8 +184,8 @@ def _render(
     overrides: Sequence[str],
     nproc: int | None,
     environ: Mapping[str, str],
-    first_node: str = FIRST_NODE,
-    min_nodes: int = 0,
+    first_node: str,
+    min_nodes: int,
 ) -> tuple[Command, list[Problem]]:
     """Build the command for one machine, and list the problems that keep it from running."""
     config = loaded.config

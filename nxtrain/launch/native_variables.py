@@ -105,7 +105,6 @@ def _cores(text: str) -> list[int]:
 
 
 def _certain(config: RunConfig) -> list[Variable]:
-    """Variables that pages of AWS name."""
     folder = config.compile.cache_dir / FOLDERS["graphs"]
     return [
         *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
@@ -133,7 +132,6 @@ class _Uncertain:
 
     Args:
         names: Names in the order of preference.
-        instead: As in `Variable`.
         source: Page that names the first; empty: none.
     """
 

@@ -35,7 +35,6 @@ class Needs:
 
     Args:
         about: Notes on the instance, the SDK and the sources.
-        problems: Problems that keep the run from starting.
     """
 
     about: tuple[str, ...] = ()
@@ -54,17 +53,8 @@ def is_native(config: RunConfig) -> bool:
     return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
 
 
-def compiles_ahead(config: RunConfig) -> bool:
-    """True if a run's graphs can be compiled before it starts: on Neuron devices."""
-    return is_neuron(config)
-
-
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
-    """Requirements of a run that is started with the given variables.
-
-    Raises:
-        ConfigError: The compiler's flags cannot be split as a shell splits them.
-    """
+    """Requirements of a run that is started with the given variables."""
     instance = machine_of(config)
     native = is_native(config)
     if instance is None and (config.cluster.instance or not native):
@@ -103,7 +93,12 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     if native:
         problems += rank_variables(environ, 0, num_ranks)[1]
     if instance is not None:
-        problems += _misfits(config, instance, num_ranks)
+        problems += check_machine(config, instance, native=native)
+        if num_ranks > instance.devices:
+            reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.devices} cores"
+            fits = -(-num_ranks * config.cluster.nodes // instance.devices)
+            hint = f"use cluster.nodes={fits} or more, or lower degrees"
+            problems.append(Problem("cluster.nodes", reason, hint=hint))
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
@@ -134,10 +129,6 @@ def reexec_for_inference(
     """Re-execute a rank that generates or evaluates with the variables of threads that it lacks.
 
     Nothing happens on the host of a Neuron device.
-
-    Args:
-        shape: Family and shape of the model; None: unknown.
-        tokens: Tokens that a rank computes at once.
     """
     if support().ok or torchneuron.support().ok:
         return
@@ -153,28 +144,19 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
 
 
 def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of a rank on a Neuron device.
-
-    Raises:
-        ConfigError: The variables contradict the run.
-    """
     # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)
-    return [*wanted.variables, *_own_variables(config, environ, local_world)]
-
-
-def _own_variables(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    """Variables of one rank that differ from those of other ranks of its machine."""
-    if is_native(config):
-        return rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+    of_rank: list[Variable] = []
     metrics = config.metrics
-    if not metrics.profile_steps or int(environ.get("RANK", 0)) in metrics.profile_ranks:
-        return []
-    return [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
+    if is_native(config):
+        of_rank = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+    elif metrics.profile_steps and int(environ.get("RANK", 0)) not in metrics.profile_ranks:
+        of_rank = [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
+    return [*wanted.variables, *of_rank]
 
 
 def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:
@@ -182,10 +164,6 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
 
     Args:
         cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
-
-    Raises:
-        ConfigError: The list is invalid, or has fewer cores than ranks.
-        BackendError: This machine has no Neuron device.
     """
     lanes = [support(), torchneuron.support()]
     if not any(lane.ok for lane in lanes):
@@ -208,11 +186,7 @@ def machine_of(config: RunConfig) -> Machine | None:
 def attention_of(
     config: RunConfig, instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None
 ) -> AttentionChoice | None:
-    """Attention that ranks on an instance choose; None if the model's configuration is wrong.
-
-    Raises:
-        ConfigError: The configured attention is not available.
-    """
+    """Attention that ranks on an instance choose; None if the model's configuration is wrong."""
     shape, chosen = _shape_of(config), config.backend
     if shape is None:
         return None
@@ -220,11 +194,7 @@ def attention_of(
 
 
 def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> AttentionChoice | None:
-    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong.
-
-    Raises:
-        ConfigError: The configured attention is not available.
-    """
+    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong."""
     shape, wanted = _shape_of(config), config.backend.attention
     if shape is None:
         return None
@@ -258,16 +228,13 @@ def _unknown(name: str) -> Problem:
     return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(INSTANCES)}")
 
 
-def _misfits(config: RunConfig, instance: Machine, num_ranks: int) -> list[Problem]:
+def check_machine(config: RunConfig, machine: Machine, *, native: bool) -> list[Problem]:
+    """Problems of a Trainium instance that TorchNeuron or several machines cannot use."""
     problems = []
-    if is_native(config) and instance.target in FIRST_GENERATION:
-        reason = f"{instance.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
+    if native and machine.target in FIRST_GENERATION:
+        reason = f"{machine.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    if num_ranks > instance.devices:
-        reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.devices} cores"
-        fits = -(-num_ranks * config.cluster.nodes // instance.devices)
-        problems.append(Problem("cluster.nodes", reason, hint=f"use cluster.nodes={fits} or more, or lower degrees"))
-    if config.cluster.nodes > 1 and not instance.efa_devices:
-        reason = f"{config.cluster.nodes} machines, but {instance.name} has no EFA device to join them"
+    if config.cluster.nodes > 1 and not machine.efa_devices:
+        reason = f"{config.cluster.nodes} machines, but {machine.name} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import ModelConfig, ModelFamily
@@ -39,7 +40,12 @@ def thread_variables(
     Args:
         neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
     """
-    return _variables(_busy_threads(config), environ, num_ranks, neuron=neuron)
+    busy = 1
+    with suppress(ConfigError):  # the check of the configuration reports it
+        costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
+        tokens = config.train.micro_batch * config.train.seq_len // config.parallel.cp
+        busy = max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
+    return _variables(busy, environ, num_ranks, neuron=neuron)
 
 
 def inference_variables(
@@ -66,19 +72,9 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _busy_threads(config: RunConfig) -> int:
-    """Threads that the products of a block keep busy on a rank; 1 for a model that cannot be built."""
-    try:
-        costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
-    except ConfigError:  # the check of the configuration reports it
-        return 1
-    tokens = config.train.micro_batch * config.train.seq_len // config.parallel.cp
-    return max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
-
-
 def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:
     """Variables for a number of threads that the work keeps busy; a value of the shell is never changed."""
-    found: list[Variable] = []
+    variables: list[Variable] = []
     threads = environ.get(THREADS, "")
     if not threads:
         share = max(1, num_cores() // num_ranks)
@@ -86,8 +82,8 @@ def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron:
         if busy < share:
             reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
         threads = str(min(busy, share))
-        found.append(Variable(THREADS, threads, reason))
+        variables.append(Variable(THREADS, threads, reason))
     if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
         reason = "threads that wait sleep; else they take the cores from whoever has work"
-        found.append(Variable(WAITING, "passive", reason, _OPENMP))
-    return tuple(found)
+        variables.append(Variable(WAITING, "passive", reason, _OPENMP))
+    return tuple(variables)

@@ -49,15 +49,6 @@ def neuron_environment(config: RunConfig, instance: Machine, sdk: SdkVersion, *,
     return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), barred)
 
 
-_AUTO_CAST = Variable(
-    "--auto-cast",
-    "none",
-    "the types of [precision] hold; compilers differ in their default",
-    COMPILER,
-    "leave it out and choose the types in [precision]",
-)
-
-
 _BESIDE_FLASH = (
     Variable(
         "--distribution-strategy",
@@ -77,10 +68,19 @@ _BESIDE_FLASH = (
 
 
 def _compiler_flags(config: RunConfig, instance: Machine, *, flash: bool) -> list[Variable]:
-    flags = [
-        *_optlevel(config),
+    flags = []
+    if config.compile.optlevel:
+        way_out = "leave it out and use compile.optlevel"
+        flags.append(Variable("--optlevel", str(config.compile.optlevel), "compile.optlevel", COMPILER, way_out))
+    flags += [
         Variable("--model-type", "transformer", "optimizations for transformers", COMPILER),
-        _AUTO_CAST,
+        Variable(
+            "--auto-cast",
+            "none",
+            "the types of [precision] hold; compilers differ in their default",
+            COMPILER,
+            "leave it out and choose the types in [precision]",
+        ),
         Variable("--target", instance.target, "a graph compiled on another machine has the same key", COMPILER),
         Variable(
             "--retry_failed_compilation",
@@ -97,13 +97,6 @@ def _compiler_flags(config: RunConfig, instance: Machine, *, flash: bool) -> lis
         source = f"{_NXD_TRAINING}, 1.1.0 and 1.2.0"
         flags.append(Variable("--distribution-strategy", "llm-training", reason, source))
     return flags
-
-
-def _optlevel(config: RunConfig) -> list[Variable]:
-    if not config.compile.optlevel:
-        return []
-    way_out = "leave it out and use compile.optlevel"
-    return [Variable("--optlevel", str(config.compile.optlevel), "compile.optlevel", COMPILER, way_out)]
 
 
 def _variables(config: RunConfig, instance: Machine, sdk: SdkVersion) -> list[Variable]:

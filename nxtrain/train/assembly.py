@@ -33,8 +33,7 @@ from nxtrain.train.run import Run
 from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.supervision.coordinated_stop import StepGate
-from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
-from nxtrain.train.supervision.preflight import check_folder, prepare_folder
+from nxtrain.train.supervision.preflight import check_folder, fingerprint, prepare_folder, refuse_crash_loop
 from nxtrain.train.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.schema import RunConfig
-from nxtrain.data.files import replacing
+from nxtrain.data.storage import replacing
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.train.compatibility import RunInputs
 

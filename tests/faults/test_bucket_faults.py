@@ -17,7 +17,7 @@ import pytest
 
 from nxtrain.common.errors import DataError, StorageError
 from nxtrain.common.io import cached_object
-from nxtrain.data.arrow import opening, seal, streams, work
+from nxtrain.data.arrow import seal, streams, work
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import command, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
@@ -39,7 +39,7 @@ def in_small_blocks() -> None:
         (cached_object, "RUN_BLOCKS"): 2,
         (cached_object, "_RESERVE_BYTES"): 0,
     }
-    small |= {(opening, "_METADATA_BYTES"): 512, (streams, "_PERMUTED"): 2, (streams, "_GROUP_BYTES"): 100}
+    small |= {(streams, "_PERMUTED"): 2, (streams, "_GROUP_BYTES"): 100}
     small |= {(module, "BLOCK_BYTES"): 256 for module in SUMMED}
     for (module, name), value in small.items():
         vars(module)[name] = value

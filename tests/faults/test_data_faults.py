@@ -250,9 +250,12 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
     code, told = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
     assert code == 0, told
     data = tmp_path / "run/data"
-    for function, call in (("prepare_sources", "fdatasync"), ("_validation", "fsync"), ("_training", "fsync")):
-        module = "run_corpora" if function == "prepare_sources" else "training"
-        code, told = train(tmp_path, *overrides, first=partial(_before, module, function, partial(_kill_in, call)))
+    for function, call in (
+        ("prepare_sources", "fdatasync"),
+        ("_write_validation", "fsync"),
+        ("_write_training", "fsync"),
+    ):
+        code, told = train(tmp_path, *overrides, first=partial(_before, "training", function, partial(_kill_in, call)))
         assert code == -signal.SIGKILL, told
         assert [*data.glob(".*"), *data.glob("*.partial")], "the test kills too late"
         assert not [*data.glob("train-*.arrow")]

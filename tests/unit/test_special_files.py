@@ -27,7 +27,6 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.training import prepare_corpora
-from nxtrain.data.files import read_array
 from nxtrain.data.prepare import prepare_tokens
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import open_file as open_data_file
@@ -113,7 +112,6 @@ READERS: list[tuple[str, Callable[[Path], object], type[Exception]]] = [
     ("config.json", _hf_shape, ConfigError),
     ("model.safetensors", _hf, ConfigError),
     ("model.safetensors.index.json", _hf, ConfigError),
-    ("rows.npy", read_array, DataError),
     ("rows.npy", _samples, DataError),
     ("rows.npy", _tokens, DataError),
     ("rows.arrow", PreparedCorpus, DataError),

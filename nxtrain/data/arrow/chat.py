@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,15 +63,18 @@ class ChatTemplate:
 
     Attributes:
         digest: Identity of the template and of its special tokens.
-
-    Raises:
-        ConfigError: There is no template, or it is not a template.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         config = _config(tokenizer.path.with_name(CONFIG_FILE))
         text = _template_text(tokenizer.path, config)
-        self._names = {name: _token(config[name]) for name in ("bos_token", "eos_token", "pad_token") if name in config}
+        self._names: dict[str, str] = {}
+        for name in ("bos_token", "eos_token", "pad_token"):
+            declared = config.get(name)
+            if isinstance(declared, dict):  # by an object with its text
+                declared = declared.get("content")
+            if name in config:
+                self._names[name] = declared if isinstance(declared, str) else ""
         self._template = _compiled(text, tokenizer.path.parent)
         self._has_blocks = _GENERATION.search(text) is not None
         self._end = tokenizer.end
@@ -87,10 +91,6 @@ class ChatTemplate:
 
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
-
-        Raises:
-            BadRowError: The value is not a conversation, the template refuses the conversation, or a turn spells a
-                special token.
         """
         turns = _checked(messages)
         self._refuse_special(turns)
@@ -180,7 +180,7 @@ def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
 def _compiled(text: str, folder: Path) -> Template:
     extensions = ["jinja2.ext.loopcontrols", GenerationBlocks]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without the escapes for HTML
     environment.globals["raise_exception"] = _raise
     # Without strftime_now templates take a fixed date: a corpus must not depend on the day of its preparation.
     try:
@@ -189,20 +189,8 @@ def _compiled(text: str, folder: Path) -> Template:
         raise ConfigError(f"--chat: the chat template of {folder} is no template: {error}") from error
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """JSON without the escapes that jinja2 makes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _token(declared: object) -> str:
-    """Text of a token that is declared by its text, or by an object with its content."""
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return declared if isinstance(declared, str) else ""
 
 
 def _checked(messages: object) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import Location
+from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow.columns import encode, open_tokenizer
 from nxtrain.data.arrow.opening import is_prepared
 from nxtrain.data.arrow.preparation import source_rows
@@ -59,8 +60,8 @@ class Lengths:
         self.number += lengths.size
         self.total += int(lengths.sum())
         is_long = lengths >= _EXACT
-        found = np.bincount(lengths[~is_long])
-        self._counts[: found.size] += found
+        counts = np.bincount(lengths[~is_long])
+        self._counts[: counts.size] += counts
         for length in lengths[is_long].tolist():
             dropped = length.bit_length() - _BITS
             self._long[length >> dropped << dropped] += 1
@@ -143,11 +144,8 @@ def inspect_corpus(
     """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
 
     Args:
-        path: The file, folder, object or prefix.
-        seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
         field, lines, only, mixed: As in `PreparationRequest`, for files that `prepare_corpus` reads.
-        cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
         ConfigError: There is no such path.
@@ -163,11 +161,7 @@ def inspect_corpus(
 
 
 def refuse_incomplete(statistics: dict[str, Any]) -> None:
-    """Refuse statistics of files that are damaged or hold no document.
-
-    Raises:
-        DataError: A file is truncated or damaged, or there is no document.
-    """
+    """Refuse statistics of files that are damaged or hold no document."""
     path, skipped = statistics["path"], statistics["skipped"]
     if DAMAGED in skipped:
         raise DataError(
@@ -179,11 +173,8 @@ def refuse_incomplete(statistics: dict[str, Any]) -> None:
         raise DataError(f"{path} holds no document ({reasons}); look at the files and at --field")
 
 
-def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], None]) -> None:
+def verify_corpus(path: Location, cache: Path = Path()) -> None:
     """Compare every byte of a prepared corpus with its checksums.
-
-    Args:
-        progress: Called with the number of verified bytes, and the number of all bytes.
 
     Raises:
         ConfigError: There is no such path.
@@ -198,52 +189,39 @@ def verify_corpus(path: Location, cache: Path, progress: Callable[[int, int], No
             f"{corpus.path} has no checksums to compare, since an earlier release prepared it; prepare it again with "
             "--restart"
         )
-    done, total = 0, corpus.num_bytes
-
-    def add(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress(done, total)
-
-    corpus.verify(add)
+    with Progress(f"verifying {path}", corpus.num_bytes) as progress:
+        corpus.verify(progress.show)
 
 
 def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer | None) -> dict[str, Any]:
     if corpus.is_ids and tokenizer and tokenizer.digest != corpus.tokenizer:
         raise DataError(f"--tokenizer {tokenizer.path} did not make the ids of {corpus.path}; give the one that did")
-    lengths, packing = Lengths(), PackingWaste(seq_len)
+    statistics = _Statistics(seq_len, tokenizer, has_tokens=corpus.is_ids or tokenizer is not None)
     if corpus.is_ids:
-        kind = "prepared ids"
-        for of_batch in corpus.lengths():
-            lengths.add(of_batch)
-            packing.add(of_batch)
-        num_bytes = lengths.total * corpus.dtype.itemsize
+        for lengths in corpus.lengths():
+            statistics.add_lengths(lengths)
+        statistics.num_bytes = statistics.lengths.total * corpus.dtype.itemsize
     else:
-        kind = "prepared text"
-        num_bytes = _add_documents(_contents(corpus), tokenizer, lengths, packing)
-    sampled = []
+        for begin in range(0, len(corpus), _EXPECTED):
+            documents = range(begin, min(begin + _EXPECTED, len(corpus)))
+            corpus.expect(documents)
+            for document in documents:
+                statistics.add(corpus.content(document))
+    samples = []
     if len(corpus):
-        sampled = sorted({0, len(corpus) // 2, len(corpus) - 1})
-    head: dict[str, Any] = {
+        for document in sorted({0, len(corpus) // 2, len(corpus) - 1}):
+            samples.append({"document": document, "begins": _sample(corpus, document, tokenizer)})
+    return {
         "path": str(corpus.path),
-        "format": kind,
+        "format": "prepared ids" if corpus.is_ids else "prepared text",
         "files": len(corpus.files),
         "file_bytes": corpus.num_bytes,
         "skipped": {},
         "checksums": corpus.has_checksums,
         "verified": False,
+        **statistics.to_json(),
+        "samples": samples,
     }
-    result = _result(head, lengths, packing, num_bytes, corpus.is_ids or tokenizer is not None, seq_len)
-    samples = [{"document": number, "begins": _sample(corpus, number, tokenizer)} for number in sampled]
-    return result | {"samples": samples}
-
-
-def _contents(corpus: PreparedCorpus) -> Iterator[bytes]:
-    """Texts of all documents, some of which are fetched ahead."""
-    for begin in range(0, len(corpus), _EXPECTED):
-        documents = range(begin, min(begin + _EXPECTED, len(corpus)))
-        corpus.expect(documents)
-        yield from map(corpus.content, documents)
 
 
 def _sample(corpus: PreparedCorpus, document: int, tokenizer: TextTokenizer | None) -> str | list[int]:
@@ -259,22 +237,18 @@ def _sample(corpus: PreparedCorpus, document: int, tokenizer: TextTokenizer | No
 def _of_sources(
     path: Location, sources: Sequence[Source], seq_len: int, tokenizer: TextTokenizer | None, field: str, lines: bool
 ) -> dict[str, Any]:
-    lengths, packing = Lengths(), PackingWaste(seq_len)
+    statistics = _Statistics(seq_len, tokenizer, has_tokens=tokenizer is not None)
     skipped: Counter[str] = Counter()
     samples: list[dict[str, Any]] = []
-
-    def documents() -> Iterator[bytes]:
-        for _, _, row in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
-            if isinstance(row, BadRow):
-                skipped[row.reason] += row.num_rows
-            elif not is_blank(row.text):
-                if len(samples) < _SAMPLES:
-                    begins = row.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
-                    samples.append({"document": len(samples), "begins": begins})
-                yield row.text
-
-    num_bytes = _add_documents(documents(), tokenizer, lengths, packing)
-    head: dict[str, Any] = {
+    for _, _, row in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
+        if isinstance(row, BadRow):
+            skipped[row.reason] += row.num_rows
+        elif not is_blank(row.text):
+            if len(samples) < _SAMPLES:
+                begins = row.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
+                samples.append({"document": len(samples), "begins": begins})
+            statistics.add(row.text)
+    return {
         "path": str(path),
         "format": summary(sources),
         "files": len(sources),
@@ -282,60 +256,70 @@ def _of_sources(
         "skipped": dict(sorted(skipped.items())),
         "checksums": None,
         "verified": False,
+        **statistics.to_json(),
+        "samples": samples,
     }
-    return _result(head, lengths, packing, num_bytes, tokenizer is not None, seq_len) | {"samples": samples}
 
 
-def _add_documents(
-    documents: Iterable[bytes], tokenizer: TextTokenizer | None, lengths: Lengths, packing: PackingWaste
-) -> int:
-    """Count documents in groups of bounded size; returns their bytes."""
-    texts: list[bytes] = []
-    num_bytes = held = 0
-    for text in documents:
-        texts.append(text)
-        held += len(text)
-        if held >= _BATCH_BYTES or len(texts) >= _BATCH_DOCUMENTS:
-            _add_texts(texts, tokenizer, lengths, packing)
-            num_bytes, held = num_bytes + held, 0
-            texts.clear()
-    _add_texts(texts, tokenizer, lengths, packing)
-    return num_bytes + held
+class _Statistics:
+    """Lengths and waste of documents that are counted in groups of bounded size: in tokens, or in bytes of text."""
 
+    def __init__(self, seq_len: int, tokenizer: TextTokenizer | None, *, has_tokens: bool) -> None:
+        self._seq_len, self._tokenizer = seq_len, tokenizer
+        self._texts: list[bytes] = []
+        self._held = 0
+        self._has_tokens = has_tokens
+        self.lengths, self._packing = Lengths(), PackingWaste(seq_len)
+        self.num_bytes = 0
 
-def _add_texts(texts: list[bytes], tokenizer: TextTokenizer | None, lengths: Lengths, packing: PackingWaste) -> None:
-    if tokenizer:
-        sizes = np.array([ids.size for ids in encode(tokenizer, texts)], np.int64)
-        packing.add(sizes)
-    else:
-        sizes = np.array([len(text) for text in texts], np.int64)
-    lengths.add(sizes)
+    def add(self, text: bytes) -> None:
+        """Count a document."""
+        self._texts.append(text)
+        self._held += len(text)
+        if self._held >= _BATCH_BYTES or len(self._texts) >= _BATCH_DOCUMENTS:
+            self._add_texts()
 
+    def add_lengths(self, lengths: NDArray[np.int64]) -> None:
+        """Count documents by their lengths."""
+        self.lengths.add(lengths)
+        if self._has_tokens:
+            self._packing.add(lengths)
 
-def _result(
-    head: dict[str, Any], lengths: Lengths, packing: PackingWaste, num_bytes: int, has_tokens: bool, seq_len: int
-) -> dict[str, Any]:
-    tokens, unit = None, "bytes"
-    packed: dict[str, Any] = {key: {"concat": None, "best_fit": None} for key in ("waste", "rows", "cut")}
-    if has_tokens:
-        tokens, unit = lengths.total, "tokens"
-        packed = packing.to_json()
-    mean = 0.0
-    if lengths.number:
-        mean = lengths.total / lengths.number
-    return {
-        **head,
-        "documents": lengths.number,
-        "tokens": tokens,
-        "bytes": num_bytes,
-        "unit": unit,
-        "lengths": {
-            "min": lengths.shortest,
-            "median": lengths.quantile(0.5),
-            "p99": lengths.quantile(0.99),
-            "max": lengths.longest,
-            "mean": mean,
-        },
-        "seq_len": seq_len,
-        **packed,
-    }
+    def to_json(self) -> dict[str, Any]:
+        """Statistics of all documents."""
+        self._add_texts()
+        lengths = self.lengths
+        tokens, unit = None, "bytes"
+        packed: dict[str, Any] = {key: {"concat": None, "best_fit": None} for key in ("waste", "rows", "cut")}
+        if self._has_tokens:
+            tokens, unit = lengths.total, "tokens"
+            packed = self._packing.to_json()
+        mean = 0.0
+        if lengths.number:
+            mean = lengths.total / lengths.number
+        return {
+            "documents": lengths.number,
+            "tokens": tokens,
+            "bytes": self.num_bytes,
+            "unit": unit,
+            "lengths": {
+                "min": lengths.shortest,
+                "median": lengths.quantile(0.5),
+                "p99": lengths.quantile(0.99),
+                "max": lengths.longest,
+                "mean": mean,
+            },
+            "seq_len": self._seq_len,
+            **packed,
+        }
+
+    def _add_texts(self) -> None:
+        if not self._texts:
+            return
+        sizes = [len(text) for text in self._texts]
+        self.num_bytes += self._held
+        if self._tokenizer:
+            sizes = [ids.size for ids in encode(self._tokenizer, self._texts)]
+        self.add_lengths(np.array(sizes, np.int64))
+        self._texts.clear()
+        self._held = 0

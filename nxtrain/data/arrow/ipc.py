@@ -60,8 +60,8 @@ def end(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
     return footer + struct.pack("<i", len(footer)) + MAGIC
 
 
-def blocks_of(footer: bytes) -> Iterator[tuple[int, int]]:
-    """Offset and length of the metadata of each batch; nothing for a footer that is damaged."""
+def blocks_of(footer: bytes) -> Iterator[Block]:
+    """Locations of the batches in a footer; nothing for a footer that is damaged."""
     try:
         begin = _batches_at(footer)
         begin += struct.unpack_from("<I", footer, begin)[0]
@@ -69,8 +69,8 @@ def blocks_of(footer: bytes) -> Iterator[tuple[int, int]]:
     except struct.error:
         return
     listed = footer[begin + 4 : begin + 4 + _BLOCK.size * number]
-    for offset, metadata, _ in _BLOCK.iter_unpack(listed[: len(listed) // _BLOCK.size * _BLOCK.size]):
-        yield offset, metadata
+    for block in _BLOCK.iter_unpack(listed[: len(listed) // _BLOCK.size * _BLOCK.size]):
+        yield Block(*block)
 
 
 def _batches_at(footer: bytes | bytearray) -> int:

@@ -1,13 +1,10 @@
-"""Opening of a shard of a prepared corpus: its schema, and the place of each batch.
+"""Opening of a shard of a prepared corpus: its schema, and the location of each batch.
 
-pyarrow reads the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
-The bodies of the batches are not even fetched: pyarrow advises the system to read them, which is the whole file.
+pyarrow gets the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import struct
 from typing import Any, NamedTuple
 
@@ -20,18 +17,17 @@ from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY, check_schema
 from nxtrain.data.arrow.rows import DEFECTS
 from nxtrain.data.arrow.seal import checked
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import DataFile, open_stream, read_exactly, shards
+from nxtrain.data.storage import DataFile, open_stream, read_exactly, shards, unreadable
 
-_METADATA_BYTES = 1 << 14
-"""Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
+_HEAD_BYTES = 1 << 14
+"""Least bytes of a request for an object's footer and schema."""
 
 _TAIL = struct.Struct("<i6s")
 """End of an Arrow file: length of the footer, and the magic number."""
 
 
 class StoredBatch(NamedTuple):
-    """Place of a batch's buffers in its file.
+    """Location of a batch's buffers in its file.
 
     Args:
         file: Number of the file.
@@ -39,7 +35,7 @@ class StoredBatch(NamedTuple):
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
         size: Bytes of the text or the ids.
-        prompts: First byte of the lengths of the prompts; 0 if there are none.
+        extra: First byte of the numbers of the second column; 0 if there is none.
     """
 
     file: int
@@ -47,19 +43,14 @@ class StoredBatch(NamedTuple):
     offsets: int
     values: int
     size: int
-    prompts: int = 0
-
-    @property
-    def begin(self) -> int:
-        """First byte of the buffers."""
-        return self.offsets
+    extra: int = 0
 
     @property
     def stop(self) -> int:
         """Offset after the last byte of the buffers."""
         stop = self.values + self.size
-        if self.prompts:
-            stop = max(stop, self.prompts + 8 * self.rows)
+        if self.extra:
+            stop = max(stop, self.extra + 8 * self.rows)
         return stop
 
 
@@ -67,7 +58,7 @@ def is_prepared(path: Location) -> bool:
     """True if a path is a prepared file, or a folder or prefix whose first shard is there."""
     try:
         for first in shards(path)[:1]:
-            with open_stream(first, _METADATA_BYTES) as file:
+            with open_stream(first, _HEAD_BYTES) as file:
                 metadata = pa.ipc.open_file(pa.PythonFile(file, mode="r")).schema.metadata or {}
                 return any(key.startswith(b"nxtrain.") for key in metadata)  # one key may be damaged
     except (*DEFECTS, DataError):
@@ -76,111 +67,61 @@ def is_prepared(path: Location) -> bool:
 
 
 def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], DataFile]:
-    """Schema of a file, the places of its batches, and the file with verified reads if checksums are there.
-
-    Raises:
-        DataError: The file is not a prepared corpus, or is damaged.
-        StorageError: The storage fails.
-    """
+    """Schema of a file, the locations of its batches, and the file with verified reads if checksums are there."""
     try:
-        with _Bodiless(file) as bodiless:
-            file.ahead(bodiless.expect)
-            verified = checked(file, bodiless.footer)
-            reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
-            schema = reader.schema
-            check_schema(schema, file.name)
-            if verified is None and CHECKSUMS_KEY in schema.metadata:
-                raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
-            batches = []
-            for index in range(reader.num_record_batches):
-                batches.append(_place(reader.get_batch(index), number, bodiless))
-            return schema, batches, verified or file
+        tail = bytes(read_exactly(file, _TAIL.size, max(0, file.num_bytes - _TAIL.size)))
+        if len(tail) < _TAIL.size or not tail.endswith(ipc.MAGIC):
+            raise pa.ArrowInvalid("it does not end as an Arrow file")
+        footer_start = file.num_bytes - _TAIL.size - _TAIL.unpack(tail)[0]
+        if not 0 < footer_start < file.num_bytes - _TAIL.size:
+            raise pa.ArrowInvalid(f"its footer begins at byte {footer_start:,}")
+        footer = bytes(read_exactly(file, file.num_bytes - footer_start, footer_start))
+        blocks = list(ipc.blocks_of(footer))
+        for block in blocks:
+            if min(block) < 0 or sum(block) > footer_start:
+                raise pa.ArrowInvalid(f"a batch lies from byte {block.offset:,} to {sum(block):,}")
+            file.ahead(read_exactly, file, block.metadata, block.offset)
+        verified = checked(file, footer_start)
+        # pyarrow reads the schema from the footer, and nothing else of a file without batches.
+        schema = pa.ipc.open_file(pa.BufferReader(ipc.MAGIC + b"\0\0" + footer)).schema
+        check_schema(schema, file.name)
+        if verified is None and CHECKSUMS_KEY in schema.metadata:
+            raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
+        batches = [_located(file, block, schema, number) for block in blocks]
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(f"{file.name}", error) from error
         what = f"{file.name} is no Arrow file, is damaged or is cut short: {error}"
         raise DataError(f"{what}; prepare it again") from error
+    return schema, batches, verified or file
 
 
-class _Bodiless(io.RawIOBase):
-    """File for pyarrow in which the bodies of batches are zeros, of which no page is touched.
-
-    Attributes:
-        footer: Offset of the footer.
-        begin: First byte of the last read.
-        base: Address of what the last read returned.
-        size: Bytes of the last read.
-    """
-
-    def __init__(self, file: DataFile) -> None:
-        super().__init__()
-        self._file, self._position = file, 0
-        self._num_bytes = file.num_bytes
-        tail = read_exactly(file, _TAIL.size, max(0, self._num_bytes - _TAIL.size))
-        footer_bytes = 0
-        if len(tail) == _TAIL.size:
-            footer_bytes = max(0, _TAIL.unpack(tail)[0])
-        self.footer = self._num_bytes - _TAIL.size - footer_bytes
-        self.begin = self.base = self.size = 0
-
-    def expect(self) -> None:
-        """Begin to fetch the metadata of all batches."""
-        footer = bytes(read_exactly(self._file, max(0, self._num_bytes - self.footer), max(0, self.footer)))
-        for offset, _ in ipc.blocks_of(footer):
-            self._file.ahead(read_exactly, self._file, _METADATA_BYTES, offset)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}
-        position = begins[whence] + offset
-        if position < 0:
-            raise pa.ArrowInvalid(f"a batch begins at byte {position:,}")
-        self._position = position
-        return position
-
-    def read(self, size: int = -1) -> Any:
-        """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
-        left = max(0, self._num_bytes - self._position)
-        if size < 0:
-            size = left
-        wanted = size = min(size, left)
-        if self._position < self.footer:
-            wanted = min(size, _METADATA_BYTES)
-        content = read_exactly(self._file, wanted, self._position)
-        found = np.zeros(size, np.uint8)
-        found[: len(content)] = np.frombuffer(content, np.uint8)
-        self.begin = self._position
-        self.base, self.size = found.ctypes.data, found.size
-        self._position += found.size
-        return found
-
-
-def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> StoredBatch:
-    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read.
+def _located(file: DataFile, block: ipc.Block, schema: Any, number: int) -> StoredBatch:
+    """Locations of a batch's buffers, from its metadata. Zeros, of which no page is touched, stand for its body.
 
     Raises:
-        ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
+        ArrowInvalid: A buffer is too short, or lies outside of the batch, as those of a compressed batch do.
     """
+    content = np.zeros(block.metadata + block.body, np.uint8)
+    metadata = read_exactly(file, block.metadata, block.offset)
+    content[: len(metadata)] = np.frombuffer(metadata, np.uint8)
+    batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(content)), schema)
     column = batch.column(0)
     buffers = column.buffers()
     offsets, values = buffers[1], buffers[-1]
     rows = len(column)
     if not rows:
-        return StoredBatch(file, 0, 0, 0, 0)
+        return StoredBatch(number, 0, 0, 0, 0)
     needed = [(offsets, 8 * (rows + 1)), (values, 0)]
     if batch.num_columns > 1:
         needed.append((batch.column(1).buffers()[1], 8 * rows))
+    base = content.ctypes.data
     for buffer, least in needed:
-        inside = buffer is not None and 0 <= buffer.address - source.base <= source.size - buffer.size
+        inside = buffer is not None and 0 <= buffer.address - base <= content.size - buffer.size
         if not inside or buffer.size < least:
             raise pa.ArrowInvalid(f"a batch of {rows:,} documents has a buffer that is too short or not in the file")
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
-    shift = source.begin - source.base
-    prompts = needed[-1][0].address + shift if batch.num_columns > 1 else 0
-    return StoredBatch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
+    shift = block.offset - base
+    extra = needed[-1][0].address + shift if batch.num_columns > 1 else 0
+    return StoredBatch(number, rows, offsets.address + shift, values.address + shift, values.size, extra)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from nxtrain.common.errors import ConfigError, DataError, StoppedBySignal
@@ -17,17 +20,23 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.chat import ChatTemplate, with_special_tokens
 from nxtrain.data.arrow.columns import (
     CHECKSUMS,
+    CONTINUES,
+    END_ID_KEY,
+    END_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
+    PROMPT,
     SETTINGS_KEY,
     SOURCES_KEY,
-    Column,
-    IdsColumn,
-    Settings,
-    TextColumn,
+    TEXT_FIELD,
+    TOKENIZER_KEY,
+    ids_array,
+    ids_field,
     open_tokenizer,
+    schema_of,
+    text_array,
 )
-from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, FileProgress, SourceRow, is_blank, text_rows
+from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, ReadProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, PreparationWork, read_summary, refuse, shard_name
@@ -45,6 +54,9 @@ SHOWN_BAD = 5
 """Most skipped rows that are shown; the file of bad rows has all skipped rows."""
 
 OnBad = Literal["stop", "skip", "skip binary"]
+
+ToArray: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], tuple[pa.Array, Sequence[int]]]
+"""Function that makes a column of documents and of the bytes of their prompts, and returns the prompts' lengths too."""
 
 _EXAMPLES = {
     False: '{"prompt": "...", "text": "..."}',
@@ -67,7 +79,7 @@ class PreparationRequest:
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
         mixed: A folder may hold text next to other formats.
-        sections: Text files become documents of at most `SECTION_BYTES`.
+        sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
     """
 
     sources: Sequence[Location]
@@ -135,40 +147,43 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     outputs = Outputs(request.out)
     _check_fields(request, sources)
     fields = Fields(request.field, request.prompt, sections=request.sections)
-    settings = Settings(request.field, request.lines, "", request.shard_bytes, request.prompt, "", request.sections)
-    column: Column = TextColumn()
+    settings: dict[str, object] = {"field": request.field, "lines": request.lines, "tokenizer": ""}
+    settings["shard_bytes"] = request.shard_bytes
+    field, metadata, to_array = TEXT_FIELD, dict[bytes, bytes](), text_array
     if request.tokenizer:
         tokenizer = open_tokenizer(request.tokenizer)
-        settings = replace(settings, tokenizer=tokenizer.digest)
+        settings["tokenizer"] = tokenizer.digest
+        metadata[TOKENIZER_KEY] = tokenizer.digest.encode()
+        metadata[END_KEY] = tokenizer.end.encode()
+        metadata[END_ID_KEY] = str(tokenizer.end_id).encode()
         if request.chat:
             chat = ChatTemplate(tokenizer)
             fields = replace(fields, chat=chat.documents)
-            settings = replace(settings, chat=chat.digest)
+            settings["chat"] = chat.digest
             tokenizer = with_special_tokens(tokenizer)
-        column = IdsColumn(tokenizer)
-    identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
+        dtype = np.promote_types(tokenizer.dtype, np.uint16)
+        field, to_array = ids_field(dtype), partial(ids_array, tokenizer, dtype)
+    extra = PROMPT if request.prompt or request.chat else ""
+    if request.prompt:
+        settings["prompt"] = request.prompt
+    if request.sections:
+        extra, settings["sections"] = CONTINUES, True
+    origin, settings_text = fingerprint(sources), json.dumps(settings, sort_keys=True)
+    identity = {"sources": origin, "settings": settings_text}
     if outputs.out.exists():
         _compare_finished(outputs, identity)
         return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=False)
     watcher.begin(summary(sources), sum(source.size for source in sources))
     begun = {**identity, "versions": versions(sources), "checksums": CHECKSUMS}
-    work = PreparationWork(outputs, begun, column, settings)
+    schema = partial(schema_of, field=field, sources=origin, settings=settings_text, extra=extra, metadata=metadata)
+    work = PreparationWork(outputs, begun, schema, request.shard_bytes)
     try:
         if work.is_complete:
             work.publish()
         else:
             work.open()
-            _copy(request, sources, fields, column, work, watcher)
-            counts = work.counts
-            results = {
-                "rows": counts.rows,
-                "documents": counts.documents,
-                "empty": counts.empty,
-                "skipped": dict(sorted(counts.skipped.items())),
-                "bytes": counts.num_bytes,
-                "tokens": counts.tokens or None,
-            }
-            work.finish({"format": FORMAT_VERSION, **results, **identity})
+            _Copy(request, to_array, extra, work, watcher).run(sources, fields)
+            work.finish({"format": FORMAT_VERSION, **work.counts.to_json(), **identity})
     except BaseException:
         if work.is_empty:  # nothing to go on from
             with suppress(OSError):
@@ -184,27 +199,22 @@ def source_rows(
     fields: Fields,
     lines: bool,
     position: Position,
-    progress: Callable[[int], None],
+    progress: ReadProgress,
 ) -> Iterator[tuple[int, Source, SourceRow | BadRow]]:
     """Rows of all sources after a position, each with the number of its source.
 
     Args:
         position: Position after the last row to skip.
-        progress: Gets the bytes of the sources that are read.
-
-    Raises:
-        DataError, StorageError: A file cannot be read, or changed while it was read.
     """
     passed = sum(source.size for source in sources[: position.source])
     row, offset = position.row, position.offset
     for number, source in islice(enumerate(sources), position.source, None):
-        at = FileProgress()
+        of_file = partial(_add, progress, passed)
         if source.kind in {"text", "jsonl"}:
-            rows = text_rows(source, fields, lines, (row, offset), at)
+            rows = text_rows(source, fields, lines, (row, offset), of_file)
         else:
-            rows = table_rows(source, fields, row, at)
+            rows = table_rows(source, fields, row, of_file)
         for document in rows:
-            progress(passed + at.num_bytes)
             yield number, source, document
         row = offset = 0
         passed += source.size
@@ -213,105 +223,102 @@ def source_rows(
             raise DataError(f"{source.path} {reason}")
 
 
-def _copy(
-    request: PreparationRequest,
-    sources: Sequence[Source],
-    fields: Fields,
-    column: Column,
-    work: PreparationWork,
-    watcher: Watcher,
-) -> None:
-    """Write the documents of all sources after the position of the work."""
-    has_prompts = bool(fields.prompt) or fields.chat is not None
-    counts, num_read = work.counts, 0
-    batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
-    texts: list[bytes] = []
-    prompts: list[int] = []
-    num_bytes, position = 0, work.position
+def _add(progress: ReadProgress, passed: int, num_bytes: int) -> None:
+    progress(passed + num_bytes)
 
-    def progress(passed: int) -> None:
-        nonlocal num_read
-        num_read = passed
 
-    def write() -> None:
-        nonlocal num_bytes
-        array, lengths = column.array(texts, prompts)
-        counts.documents += len(texts)
-        counts.num_bytes += num_bytes
+class _Copy:
+    """Writes the documents of sources in batches, after the position of the work."""
+
+    def __init__(
+        self, request: PreparationRequest, to_array: ToArray, extra: str, work: PreparationWork, watcher: Watcher
+    ) -> None:
+        self._request, self._work, self._watcher = request, work, watcher
+        self._to_array, self._extra = to_array, extra
+        self._texts: list[bytes] = []
+        self._prompts: list[int] = []
+        self._continued: list[int] = []
+        self._num_bytes = self._num_read = 0
+
+    def run(self, sources: Sequence[Source], fields: Fields) -> None:
+        """Write all documents, and refuse sources without any."""
+        work, request = self._work, self._request
+        counts = work.counts
+        batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
+        for number, source, row in source_rows(sources, fields, request.lines, work.position, self._note_read):
+            if isinstance(row, BadRow):
+                self._skip(source, row)
+                continue
+            counts.rows += row.is_last
+            if is_blank(row.text[row.prompt :]):
+                counts.empty += 1
+                continue
+            self._texts.append(row.text)
+            self._prompts.append(row.prompt)
+            self._continued.append(int(row.continues))
+            self._num_bytes += len(row.text)
+            # A position is after a whole row: all documents of a conversation go into one batch.
+            if row.is_last and (self._num_bytes >= batch_bytes or len(self._texts) >= BATCH_ROWS):
+                self._write(Position(number, row.row, row.offset))
+        if self._texts:
+            # Bad and empty rows may follow the last document: the position after all sources counts them too.
+            self._write(Position(len(sources)))
+        if not counts.documents:
+            skipped = ""
+            if counts.skipped:
+                skipped = f", {sum(counts.skipped.values()):,} bad rows: {dict(counts.skipped)}"
+            raise DataError(
+                f"the sources hold no document: {counts.rows:,} rows, {counts.empty:,} of them empty{skipped}; "
+                "look at the files and at --field"
+            )
+
+    def _note_read(self, num_bytes: int) -> None:
+        self._num_read = num_bytes
+
+    def _write(self, position: Position) -> None:
+        counts = self._work.counts
+        array, lengths = self._to_array(self._texts, self._prompts)
+        counts.documents += len(self._texts)
+        counts.num_bytes += self._num_bytes
         if pa.types.is_large_list(array.type):
             counts.tokens += len(array.values)
         arrays = [array]
-        if has_prompts:
+        if self._extra == PROMPT:
             arrays.append(pa.array(lengths, pa.int64()))
-        work.add_batch(arrays, position)
-        texts.clear()
-        prompts.clear()
-        num_bytes = 0
-        watcher.advance(num_read, counts)
-        name = watcher.asked_to_stop()
+        elif self._extra == CONTINUES:
+            arrays.append(pa.array(self._continued, pa.int64()))
+        self._work.add_batch(arrays, position)
+        for values in (self._texts, self._prompts, self._continued):
+            values.clear()
+        self._num_bytes = 0
+        self._watcher.advance(self._num_read, counts)
+        name = self._watcher.asked_to_stop()
         if name:
             raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
 
-    for number, source, row in source_rows(sources, fields, request.lines, position, progress):
-        if isinstance(row, BadRow):
-            _bad_row(request, source, row, work, watcher)
-            continue
-        counts.rows += row.is_last
-        if is_blank(row.text[row.prompt :]):
-            counts.empty += 1
-            continue
-        texts.append(row.text)
-        prompts.append(row.prompt)
-        num_bytes += len(row.text)
-        # A position is after a whole row: all documents of a conversation go into one batch.
-        if row.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
-            position = Position(number, row.row, row.offset)
-            write()
-    if texts:
-        # Bad and empty rows may follow the last document: the position after all sources counts them too.
-        position = Position(len(sources))
-        write()
-    if not counts.documents:
-        skipped = ""
-        if counts.skipped:
-            skipped = f", {sum(counts.skipped.values()):,} bad rows: {dict(counts.skipped)}"
-        raise DataError(
-            f"the sources hold no document: {counts.rows:,} rows, {counts.empty:,} of them empty{skipped}; "
-            "look at the files and at --field"
+    def _skip(self, source: Source, bad: BadRow) -> None:
+        """Skip bad rows, counted and recorded; or stop."""
+        first = bad.row - bad.num_rows + 1
+        rows = f"row {first:,}" if bad.num_rows == 1 else f"rows {first:,} to {bad.row:,}"
+        text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
+        if self._request.on_bad == "stop":
+            raise DataError(
+                f"{text}\n    or skip and count such rows: the same command with --on-bad skip goes on from here"
+            )
+        if self._request.on_bad == "skip binary" and bad.reason != BINARY:
+            raise DataError(text)
+        counts = self._work.counts
+        counts.rows += bad.num_rows
+        shown = sum(counts.skipped.values())
+        counts.skipped[bad.reason] += bad.num_rows
+        self._work.add_bad(
+            {"file": str(source.path), "row": first, "rows": bad.num_rows, "reason": bad.reason, "detail": bad.detail}
         )
-
-
-def _bad_row(request: PreparationRequest, source: Source, bad: BadRow, work: PreparationWork, watcher: Watcher) -> None:
-    """Skip bad rows, counted and recorded; or stop.
-
-    Raises:
-        DataError: The policy is to stop; names the file and the row.
-    """
-    first = bad.row - bad.num_rows + 1
-    rows = f"row {first:,}" if bad.num_rows == 1 else f"rows {first:,} to {bad.row:,}"
-    text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
-    if request.on_bad == "stop":
-        raise DataError(
-            f"{text}\n    or skip and count such rows: the same command with --on-bad skip goes on from here"
-        )
-    if request.on_bad == "skip binary" and bad.reason != BINARY:
-        raise DataError(text)
-    work.counts.rows += bad.num_rows
-    shown = sum(work.counts.skipped.values())
-    work.counts.skipped[bad.reason] += bad.num_rows
-    work.add_bad(
-        {"file": str(source.path), "row": first, "rows": bad.num_rows, "reason": bad.reason, "detail": bad.detail}
-    )
-    if shown < SHOWN_BAD:
-        watcher.bad(text)
+        if shown < SHOWN_BAD:
+            self._watcher.bad(text)
 
 
 def _check(request: PreparationRequest) -> None:
-    """Refuse arguments that contradict each other or the sources.
-
-    Raises:
-        ConfigError: The output has another suffix, lies in a source, or is a source; or shards are too small.
-    """
     if request.out.suffix != ".arrow":
         raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:
@@ -328,11 +335,7 @@ def _check(request: PreparationRequest) -> None:
 
 
 def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
-    """Refuse sources without fields for prompts and conversations.
-
-    Raises:
-        ConfigError: A source is text, prompts and documents are one field, or conversations have no tokenizer.
-    """
+    """Refuse sources without fields for prompts and conversations."""
     if request.chat and request.prompt:
         raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
     if request.chat and request.tokenizer is None:
@@ -353,11 +356,7 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
 
 
 def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
-    """Accept results of the same input, and delete a work folder that a kill left.
-
-    Raises:
-        DataError: The file is of other sources or settings, or was not written by a preparation.
-    """
+    """Accept results of the same input, and delete a work folder that a kill left."""
     first = outputs.out / shard_name(0) if outputs.out.is_dir() else outputs.out
     try:
         with pa.memory_map(str(first)) as mapped:

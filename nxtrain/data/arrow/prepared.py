@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import (
+    CONTINUES,
     IDS,
     PROMPT,
     SETTINGS_KEY,
@@ -22,10 +23,9 @@ from nxtrain.data.arrow.columns import (
     TOKENIZER_KEY,
 )
 from nxtrain.data.arrow.opening import StoredBatch, open_shard
-from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError
+from nxtrain.data.arrow.seal import CheckedFile, DamagedBlockError
 from nxtrain.data.arrow.work import read_summary, shard_name
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of
+from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of, unreadable
 
 _SHOWN = 5
 """Damaged blocks that a message lists."""
@@ -42,6 +42,10 @@ class PreparedCorpus:
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
         dtype: Type of the ids; bytes for text.
+        tokenizer: Digest of the tokenizer that made the ids; empty for text.
+        num_bytes: Bytes of the files.
+        value_bytes: Bytes of all documents.
+        has_checksums: All reads are verified; files of earlier releases have no checksums.
 
     Raises:
         DataError: The path is not a prepared corpus, is damaged, or lacks shards.
@@ -66,9 +70,14 @@ class PreparedCorpus:
         self._value_begins = np.cumsum([0, *(batch.size for batch in self._batches)]).tolist()
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
         self._check_shards(schemas)
+        self.tokenizer = self.metadata.get(TOKENIZER_KEY, b"").decode(errors="replace")
+        self.num_bytes = sum(file.num_bytes for file in self.files)
+        self.value_bytes = int(self._value_begins[-1])
+        self.has_checksums = all(isinstance(file, CheckedFile) for file in self.files)
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
+        self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:
             self.dtype = np.dtype(kind.value_type.to_pandas_dtype())
@@ -77,50 +86,24 @@ class PreparedCorpus:
         """Number of documents."""
         return int(self._begins[-1])
 
-    @property
-    def tokenizer(self) -> str:
-        """Digest of the tokenizer that made the ids; empty for text."""
-        return self.metadata.get(TOKENIZER_KEY, b"").decode(errors="replace")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files."""
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def has_checksums(self) -> bool:
-        """True if all reads are verified; files of earlier releases have no checksums."""
-        return all(isinstance(file, CheckedFile) for file in self.files)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of all documents."""
-        return int(self._value_begins[-1])
-
     def ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
         """Token ids of a document, which end with the end of text."""
         return np.frombuffer(self._read(document), self.dtype)
 
-    def raw(self, document: int) -> bytes:
-        """Bytes of a document: its ids, or its text in UTF-8."""
-        return self._read(document) if self.is_ids else self.content(document)
-
     def prompt(self, document: int, content: bytes) -> int:
-        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
-
-        Raises:
-            DataError: The document is shorter, or its prompt ends inside of a letter.
-        """
+        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts."""
         if not self.has_prompts:
             return 0
-        number = bisect_right(self._begins, document) - 1
-        batch, row = self._batches[number], document - self._begins[number]
-        (length,) = np.frombuffer(self._pread(batch.file, batch.prompts + 8 * row, 8, document), np.int64).tolist()
+        length = self._extra(document)
         size = len(content) // self.dtype.itemsize
         is_inside = not self.is_ids and 0 <= length < size and content[length] & 0xC0 == 0x80  # noqa: PLR2004 - UTF-8
         if not 0 <= length <= size or is_inside:
             self._damaged(document, f"its prompt has a length of {length:,}, and all of it {size:,}")
-        return int(length)
+        return length
+
+    def continues(self, document: int) -> bool:
+        """True for a section of a text file that goes on in the next document."""
+        return self._has_sections and self._extra(document) != 0
 
     @property
     def identity(self) -> str:
@@ -146,17 +129,13 @@ class PreparedCorpus:
             self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
-        """Text of a document, in UTF-8.
-
-        Raises:
-            DataError: The text is damaged; names the file and the document.
-            StorageError: The storage fails.
-        """
+        """Bytes of a document: its ids, or its text in UTF-8."""
         content = self._read(document)
-        try:
-            content.decode()
-        except UnicodeDecodeError as error:
-            self._damaged(document, f"its text is no UTF-8: {error}")
+        if not self.is_ids:
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                self._damaged(document, f"its text is no UTF-8: {error}")
         return content
 
     def text(self, document: int) -> str:
@@ -169,10 +148,6 @@ class PreparedCorpus:
         Args:
             start: Offset among the bytes of all documents.
             size: Number of bytes, which are there.
-
-        Raises:
-            DataError: The documents are damaged.
-            StorageError: The storage fails.
         """
         content = b""
         while len(content) < size:
@@ -190,11 +165,7 @@ class PreparedCorpus:
                 file.forget_changed()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Lengths of the documents of each batch: tokens of ids, bytes of text.
-
-        Raises:
-            DataError: A batch is damaged.
-        """
+        """Lengths of the documents of each batch: tokens of ids, bytes of text."""
         for batch, begin in zip(self._batches, self._begins, strict=False):
             raw = bytes(8)
             if batch.rows:
@@ -205,12 +176,20 @@ class PreparedCorpus:
                 self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
             yield lengths
 
+    def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
+        """Batch of a document, and the document's row in it."""
+        number = bisect_right(self._begins, document) - 1
+        return self._batches[number], document - self._begins[number]
+
+    def _extra(self, document: int) -> int:
+        """Number of a document in the second column."""
+        batch, row = self._batch_of(document)
+        return int(np.frombuffer(self._pread(batch.file, batch.extra + 8 * row, 8, document), np.int64)[0])
+
     def _read(self, document: int) -> bytes:
-        """Bytes of a document's values."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self):,}")
-        number = bisect_right(self._begins, document) - 1
-        batch, row = self._batches[number], document - self._begins[number]
+        batch, row = self._batch_of(document)
         offsets = np.frombuffer(self._pread(batch.file, batch.offsets + 8 * row, 16, document), np.int64)
         begin, end = (offsets * self.dtype.itemsize).tolist()
         if not 0 <= begin <= end <= batch.size:
@@ -223,26 +202,23 @@ class PreparedCorpus:
         except OSError as error:
             raise unreadable(f"{self.files[file].name}, document {document:,},", error) from error
         except DamagedBlockError as error:
-            raise DataError(f"{self._description(file, error.args[0])}; prepare it again") from error
+            raise DataError(f"{self._description(file, error)}; prepare it again") from error
         if len(content) < size:
             self._damaged(document, "the file is shorter than when it was opened")
         return bytes(content)
 
     def verify(self, progress: Callable[[int], None]) -> None:
-        """Compare every byte of the files with the checksums.
-
-        Args:
-            progress: Gets the number of bytes of each block after its verification.
-
-        Raises:
-            DataError: Blocks differ from the written bytes; names and counts them.
-            StorageError: The storage fails.
-        """
+        """Compare every byte of the files with the checksums."""
         damages: list[str] = []
+        done = 0
         for number, file in enumerate(self.files):
             assert isinstance(file, CheckedFile)
             try:
-                damages += [self._description(number, damage) for damage in file.damages(progress)]
+                for num_bytes, damage in file.verified():
+                    done += num_bytes
+                    progress(done)
+                    if damage is not None:
+                        damages.append(self._description(number, damage))
             except OSError as error:
                 raise unreadable(f"{file.name}", error) from error
         if damages:
@@ -252,12 +228,12 @@ class PreparedCorpus:
                 more = f"\n    and {len(damages) - _SHOWN:,} more blocks"
             raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:\n    {shown}{more}")
 
-    def _description(self, file: int, damage: Damage) -> str:
+    def _description(self, file: int, damage: DamagedBlockError) -> str:
         """Damage in words: the file, the block, and the documents of the batches in the block."""
         inside = [
             number
             for number, batch in enumerate(self._batches)
-            if batch.file == file and batch.begin < damage.stop and damage.start < batch.stop
+            if batch.file == file and batch.offsets < damage.stop and damage.start < batch.stop
         ]
         documents = "no document"
         if inside:

@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from nxtrain.common.process.console import standard_error
+from nxtrain.common.process.progress import Progress
 from nxtrain.common.process.signals import Signals
 from nxtrain.common.text import size
 from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher
 from nxtrain.data.arrow.work import Counts
 
-_LINE_SECONDS = 10.0
-"""Time between two plain lines."""
-
 
 class ConsoleWatcher(Watcher):
-    """Progress on standard error: a bar on a terminal, else a line every ten seconds, until the context ends."""
+    """Progress and messages on standard error, until the context ends."""
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._console = standard_error()
-        self._bar: Progress | None = None
-        self._total, self._shown = 0, time.monotonic()
+        self._progress = Progress("preparing", console=self._console)
 
     def __enter__(self) -> ConsoleWatcher:
+        self._progress.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._progress.__exit__(kind, error, trace)
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """Show the sources, and start a bar on a terminal."""
+        """Show the sources."""
         self._console.print(f"sources: {what}, {size(num_bytes)}", markup=False)
-        self._total = num_bytes
-        if self._console.is_terminal:
-            columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.description}"), console=self._console)
-            self._bar.add_task("", total=num_bytes)
-            self._bar.start()
+        self._progress.total = num_bytes
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
-        """Move the bar, or print a line if the last line is ten seconds old."""
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=num_bytes, description=f"{counts.documents:,} documents")
-        elif time.monotonic() - self._shown >= _LINE_SECONDS:
-            self._shown = time.monotonic()
-            share = num_bytes / max(self._total, 1)
-            self._console.print(
-                f"{size(num_bytes)} of {size(self._total)} ({share:.0%}), {_rows(counts)}", markup=False
-            )
+        """Show the bytes of the sources that are read, the documents and the skipped rows."""
+        label = f"{size(num_bytes)} of {size(self._progress.total)}, {counts.documents:,} documents"
+        num_skipped = sum(counts.skipped.values())
+        if num_skipped:
+            label += f", {num_skipped:,} rows skipped"
+        self._progress.show(num_bytes, label)
 
     def bad(self, text: str) -> None:
         """Print a skipped row."""
@@ -83,27 +70,6 @@ class ConsoleWatcher(Watcher):
         if counts["skipped"]:
             listed = ", ".join(f"{reason} {number:,}" for reason, number in counts["skipped"].items())
             self._console.print(f"skipped: {listed}; see {outputs.bad}", markup=False)
-
-
-class VerificationLines:
-    """Lines on standard error every ten seconds of a verification."""
-
-    def __init__(self) -> None:
-        self._console, self._shown = standard_error(), time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Print a line if the last line is ten seconds old."""
-        if time.monotonic() - self._shown >= _LINE_SECONDS:
-            self._shown = time.monotonic()
-            self._console.print(f"verified {size(done)} of {size(total)} ({done / total:.0%})", markup=False)
-
-
-def _rows(counts: Counts) -> str:
-    text = f"{counts.documents:,} documents"
-    num_skipped = sum(counts.skipped.values())
-    if num_skipped:
-        text += f", {num_skipped:,} rows skipped"
-    return text
 
 
 def present_inspection(statistics: dict[str, Any], console: Console) -> None:

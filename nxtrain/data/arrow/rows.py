@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from nxtrain.common.errors import DataError, cause_of
 from nxtrain.data.arrow.sources import Source
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import open_stream
+from nxtrain.data.storage import open_stream, unreadable
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Longest document; a longer one would not fit the memory that a preparation promises."""
@@ -22,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes of text that are read at once."""
 
 SECTION_BYTES = 1 << 16
-"""Longest section of a text file that becomes several documents."""
+"""Longest section of a text file that is read in sections."""
 
 INVALID_UTF8 = "invalid UTF-8"
 BROKEN_JSON = "broken JSON"
@@ -41,6 +40,7 @@ class SourceRow(NamedTuple):
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
         prompt: Bytes of the prompt, with which the text begins.
         is_last: No further document comes from the row.
+        continues: The text is a section of a file, and goes on with the next row.
     """
 
     text: bytes
@@ -48,6 +48,7 @@ class SourceRow(NamedTuple):
     offset: int
     prompt: int = 0
     is_last: bool = True
+    continues: bool = False
 
 
 class BadRow(NamedTuple):
@@ -66,20 +67,12 @@ class BadRow(NamedTuple):
     num_rows: int = 1
 
 
-@dataclass
-class FileProgress:
-    """Position of a reader in a file, in bytes of the file on the disk.
-
-    Attributes:
-        num_bytes: Bytes that the reader has passed, at most the size of the file.
-    """
-
-    num_bytes: int = 0
-
-
 class BadRowError(Exception):
     """Error of a row without a document: reason and detail."""
 
+
+ReadProgress: TypeAlias = Callable[[int], None]
+"""Function that gets the number of bytes that a reader has passed."""
 
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
 """Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
@@ -93,7 +86,7 @@ class Fields:
         text: Field that holds the documents, or the conversations.
         prompt: Field of the prompts, each of which comes before its document; empty: none.
         chat: Writer of conversations; None: the field is text.
-        sections: A text file becomes a document for each of its sections.
+        sections: A text file is read in sections, so that a file of any size fits the memory.
     """
 
     text: str
@@ -111,10 +104,6 @@ class Fields:
 
         Args:
             values: Values of the fields: texts in UTF-8, or a conversation.
-            row, offset: See `SourceRow`.
-
-        Raises:
-            BadRowError: The values are not a conversation.
         """
         if self.chat is None:
             num_prompt = 0
@@ -127,7 +116,7 @@ class Fields:
             yield SourceRow(text, row, offset, prompt, is_last=number == len(documents))
 
 
-DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
+DEFECTS = (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, SystemError)
 """Errors of pyarrow for unreadable files; the last two for names of columns and for negative lengths."""
 
 
@@ -137,18 +126,16 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: FileProgress
+    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: ReadProgress
 ) -> Iterator[SourceRow | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, after a position.
 
-    A text file is one row. With `lines` each of its lines that is not blank is a row, with `fields.sections` each
-    section. Blank lines of JSON lines are not rows.
+    A text file is one row. With `lines` each of its lines that is not blank is a row. With `fields.sections` each
+    section is a row, of which all but the last continue. Blank lines of JSON lines are not rows.
 
     Args:
         start: Row and offset of the last row to skip.
-
-    Raises:
-        DataError, StorageError: The file cannot be read.
+        progress: Gets the bytes of the file on the disk that are read, before each row.
     """
     row, offset = start
     try:
@@ -156,17 +143,17 @@ def text_rows(
             if source.kind == "text" and fields.sections:
                 for section in _section_rows(file, row):
                     row, offset = section.row, section.offset
-                    progress.num_bytes = min(source.size, raw.tell())
+                    progress(min(source.size, raw.tell()))
                     yield section
                 return
             if source.kind == "text" and not lines:
                 if not row:
+                    progress(source.size)
                     yield _whole(file)
-                    progress.num_bytes = source.size
                 return
-            for line, end in _lines_behind(file, source, offset):
+            for line, end in _lines_after(file, source, offset):
                 begin, offset = offset, end
-                progress.num_bytes = min(source.size, raw.tell())
+                progress(min(source.size, raw.tell()))
                 try:
                     if line is None:
                         raise BadRowError(TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
@@ -206,7 +193,7 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
                 file.close()
 
 
-def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
+def _lines_after(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
     """Lines after an offset, in the form of `split_lines`; a compressed file is read from its begin.
 
     Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
@@ -231,7 +218,6 @@ def split_lines(
 
     Args:
         offset: Bytes before the stream's position.
-        limit: Longest line in bytes.
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False
@@ -260,11 +246,7 @@ def split_lines(
 
 
 def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
-    """Sections of a binary stream; a section ends at the end of a line if it contains one.
-
-    Args:
-        limit: Longest section in bytes.
-    """
+    """Sections of a binary stream; a section ends at the end of a line if it contains one."""
     held = b""
     while True:
         chunk = bytes(file.read(CHUNK_BYTES))
@@ -286,7 +268,30 @@ def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
 
 
 def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
-    """Rows of the sections of a text file after a row; the first NUL byte ends the file."""
+    """Rows of the sections of a text file after a row; the first NUL byte ends the file.
+
+    A section continues unless it is the last, or the next one is blank or bad.
+    """
+    waiting: SourceRow | None = None
+    try:
+        for section in _sections(file, row):
+            if waiting is not None:
+                continues = isinstance(section, SourceRow) and not is_blank(section.text)
+                yield waiting._replace(continues=continues)
+            waiting = None
+            if isinstance(section, SourceRow):
+                waiting = section
+            else:
+                yield section
+    except (OSError, pa.ArrowException):
+        if waiting is not None:
+            yield waiting
+        raise
+    if waiting is not None:
+        yield waiting
+
+
+def _sections(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
     position = 0
     for number, section in enumerate(split_sections(file), 1):
         begin = position
@@ -306,7 +311,6 @@ def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
 
 
 def _whole(file: Any) -> SourceRow | BadRow:
-    """Row of a text file that is one document."""
     pieces, num_bytes = [], 0
     while True:
         chunk = file.read(CHUNK_BYTES)
@@ -344,15 +348,6 @@ def valid_utf8(content: bytes, begin: int = 0) -> bytes:
     return content
 
 
-def bad_utf8(content: bytes) -> str:
-    """Defect of text that is not UTF-8; empty for valid text."""
-    try:
-        valid_utf8(content)
-    except BadRowError as error:
-        return str(error.args[1])
-    return ""
-
-
 def _json_values(line: bytes, fields: Fields) -> list[Any]:
     """Values of fields of a line of JSON: texts in UTF-8, or a conversation."""
     try:
@@ -385,6 +380,5 @@ def _json_text(record: dict[str, Any], field: str) -> bytes:
 
 
 def _kind(value: object) -> str:
-    """Type of a JSON value in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

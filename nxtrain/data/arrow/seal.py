@@ -8,8 +8,7 @@ footer, and the metadata of all batches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -28,15 +27,12 @@ _SEAL = struct.Struct("<8sQQQ")
 _MAGIC = b"NXTSEAL1"
 
 
-class Damage(NamedTuple):
-    """Range of bytes of a block that differs from the written bytes: `start` to `stop`, without `stop`."""
-
-    start: int
-    stop: int
-
-
 class DamagedBlockError(Exception):
-    """Error of a block that differs from the written bytes; the argument is the `Damage`."""
+    """Error of a block, from `start` to before `stop`, that differs from the written bytes."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__(start, stop)
+        self.start, self.stop = start, stop
 
 
 class Sealing:
@@ -93,7 +89,6 @@ class Sealing:
 
 
 def _entry(block: bytearray | memoryview) -> bytes:
-    """Entry of the table for a block."""
     return xxh3_64_intdigest(block).to_bytes(ENTRY_BYTES, "little")
 
 
@@ -123,20 +118,15 @@ class CheckedFile:
                     self._verify(block)
         return self._file.read(view, start)
 
-    def damages(self, progress: Callable[[int], None]) -> Sequence[Damage]:
-        """Blocks of the whole file whose content differs from the written bytes.
-
-        Args:
-            progress: Gets the number of bytes of each block after its verification.
-        """
-        damages = []
+    def verified(self) -> Iterator[tuple[int, DamagedBlockError | None]]:
+        """Bytes of each block of the file, and its damage if its content differs from the written bytes."""
         for block in range(len(self._is_verified)):
+            damage = None
             try:
                 self._verify(block)
             except DamagedBlockError as error:
-                damages.append(error.args[0])
-            progress(min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES))
-        return damages
+                damage = error
+            yield min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES), damage
 
     def forget_changed(self) -> None:
         """Verify all blocks again if the file has changed in place since the last call."""
@@ -163,17 +153,12 @@ class CheckedFile:
         content = read_exactly(self._file, stop - start, start)
         entry = bytes(read_exactly(self._file, ENTRY_BYTES, self._covered + block * ENTRY_BYTES))
         if xxh3_64_intdigest(content) != int.from_bytes(entry, "little"):
-            raise DamagedBlockError(Damage(start, stop))
+            raise DamagedBlockError(start, stop)
         self._is_verified[block] = 1
 
 
 def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
-    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
-
-    Raises:
-        DataError: The footer, the metadata of a batch or the seal differs from the written bytes.
-        OSError, StorageError: The file cannot be read.
-    """
+    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal."""
     start = footer_start - _SEAL.size
     sealed = bytes(read_exactly(file, _SEAL.size, start)) if start > 0 else b""
     if not sealed.startswith(_MAGIC):
@@ -183,8 +168,8 @@ def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
     num_blocks = -(-num_bytes // BLOCK_BYTES)
     if num_bytes + num_blocks * ENTRY_BYTES != start or xxh3_64_intdigest(footer) != footer_sum:
         raise DataError(_changed(file.name, "its footer"))
-    blocks = ipc.blocks_of(footer)
-    if _digest([xxh3_64_intdigest(read_exactly(file, size, offset)) for offset, size in blocks]) != metadata_sum:
+    metadata = [read_exactly(file, block.metadata, block.offset) for block in ipc.blocks_of(footer)]
+    if _digest([xxh3_64_intdigest(content) for content in metadata]) != metadata_sum:
         raise DataError(_changed(file.name, "the metadata of a batch"))
     return CheckedFile(file, num_bytes)
 

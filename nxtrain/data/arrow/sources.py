@@ -18,9 +18,8 @@ from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import Location, S3Store, content_of
 from nxtrain.common.io.s3 import split
 from nxtrain.data.arrow.ipc import MAGIC
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import open_file, open_stream, read_exactly
-from nxtrain.data.walk import walk
+from nxtrain.data.corpora import walk
+from nxtrain.data.storage import open_file, open_stream, read_exactly, unreadable
 
 Kind = Literal["text", "jsonl", "parquet", "arrow", "arrow stream"]
 
@@ -90,10 +89,6 @@ def find_sources(
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
         mixed: A folder may hold text next to other formats.
         any_text: A file of an unknown format counts as text, whose reader skips or refuses other content.
-
-    Raises:
-        ConfigError: An argument does not exist, or a folder holds no file.
-        DataError: A file of an unknown format, a folder with text next to other formats, or a file that cannot be read.
     """
     sources: list[Source] = []
     for argument in arguments:
@@ -107,7 +102,7 @@ def find_sources(
         if not mixed and texts and len(texts) < len(of_folder):
             other = next(source for source in of_folder if source.kind != "text")
             raise DataError(
-                f"{argument} holds {summary(of_folder)}: {texts[0].name} would be a document beside the rows of "
+                f"{argument} holds {summary(of_folder)}: {texts[0].name} would be a document next to the rows of "
                 f"{other.name}; choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', "
                 "give them by name, or take all of them with --mixed"
             )
@@ -174,11 +169,7 @@ def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> li
 
 
 def _is_dataset(state: Location, folder: Location) -> bool:
-    """True if a file is the state file of a folder of save_to_disk.
-
-    Raises:
-        DataError: The dataset selects rows by indices, which its files do not show.
-    """
+    """True if a file is the state file of a folder of save_to_disk."""
     try:
         content = json.loads(content_of(state))
     except (OSError, RecursionError, ValueError):
@@ -191,12 +182,7 @@ def _is_dataset(state: Location, folder: Location) -> bool:
 
 
 def _recognise(path: Location, name: str, any_text: bool) -> Source:
-    """Recognise a file's format, and read its sample.
-
-    Raises:
-        DataError: The format is unknown, or the file cannot be read.
-        StorageError: The storage fails.
-    """
+    """Recognise a file's format, and read its sample."""
     file = open_file(path, None)
     try:
         head = bytes(read_exactly(file, _LOOK_BYTES, 0))

@@ -13,21 +13,25 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
+from nxtrain.common.io.object_store import Location
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.arrow.columns import encode_prompted
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
-from nxtrain.data.tokenization import TextTokenizer
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
@@ -47,7 +51,7 @@ class Documents:
 
     Args:
         corpus: Text, or ids that end with the end of text.
-        tokenizer: Tokenizer of text; None for ids.
+        tokenizer: Tokenizer of text; ids need none.
         held_out: Share of the documents that are held out, by a hash of their content.
         mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
@@ -59,12 +63,7 @@ class Documents:
     mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
-        """Endless documents of a lane from an ordinal on, each with its ordinal.
-
-        Raises:
-            DataError: A document is damaged, has an id outside of the vocabulary, or all are held out.
-            StorageError: The storage fails.
-        """
+        """Endless documents of a lane from an ordinal on, each with its ordinal."""
         total, num_skipped = len(self.corpus), 0
         places = self._places(order, lane, start)
         # A process that must name its document tokenizes one at a time; it has a single thread in any case.
@@ -78,8 +77,8 @@ class Documents:
                 ordinal, document = next(places)
                 if self.mark:
                     self.mark(self.corpus.name_of(document))
-                content = self.corpus.raw(document)
-                if self.is_held_out(content):
+                content = self.corpus.content(document)
+                if is_held_out(content, self.held_out):
                     num_skipped += 1
                     if num_skipped > total:
                         raise DataError(
@@ -111,11 +110,9 @@ class Documents:
         Args:
             contents: Documents as they are stored.
             prompts: Length of each document's prompt.
-
-        Raises:
-            DataError: An id is outside of the vocabulary.
         """
-        if self.tokenizer is not None:
+        if not self.corpus.is_ids:
+            assert self.tokenizer is not None
             for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts):
                 yield _marked(ids, num_tokens)
             return
@@ -128,11 +125,10 @@ class Documents:
                 )
             yield _marked(ids, num_tokens)
 
-    def is_held_out(self, content: bytes) -> bool:
-        """True for a document of the held-out share; equal documents are always on the same side."""
-        if not self.held_out:
-            return False
-        return content_hash(content) < self.held_out * 2.0**64
+
+def is_held_out(content: bytes, share: float) -> bool:
+    """True for a document of the held-out share; equal documents are always on the same side."""
+    return share > 0 and content_hash(content) < share * 2.0**64
 
 
 def content_hash(content: bytes) -> int:
@@ -153,25 +149,19 @@ class ConcatLane:
 
     Args:
         documents: Documents from the document of `place` on, each with its ordinal.
-        seq_len: S, targets in a row.
         place: Document and token with which the next row begins.
     """
 
     def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place) -> None:
         self._documents, self._seq_len = documents, seq_len
-        self._place = place
+        self.place = place
         self._held: deque[tuple[int, Ids]] = deque()
-
-    @property
-    def place(self) -> Place:
-        """Position of the next row."""
-        return self._place
 
     def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) marked ids."""
         capacity = self._seq_len + 1
         row, filled = np.empty(capacity, np.int32), 0
-        start, number = self._place[1], 0
+        start, number = self.place[1], 0
         while True:
             if number == len(self._held):
                 self._held.append(next(self._documents))
@@ -182,10 +172,10 @@ class ConcatLane:
             if taken.size and start + taken.size == ids.size:
                 row[filled - 1] |= END_BIT
             if filled == capacity:
-                self._place = (ordinal, start + taken.size - 1)
+                self.place = (ordinal, start + taken.size - 1)
                 break
             start, number = 0, number + 1
-        while self._held[0][0] != self._place[0]:
+        while self._held[0][0] != self.place[0]:
             self._held.popleft()
         return row
 
@@ -194,8 +184,6 @@ class BestFitLane:
     """Documents fitted whole into rows; only documents longer than a row are cut.
 
     Args:
-        documents: Documents from the document of `place` on, each with its ordinal.
-        seq_len: S, targets in a row.
         place: First document of the window, and rows that the window has given.
         seed: Seed of the order of the rows in a window; None: the order of packing.
     """
@@ -224,7 +212,6 @@ class BestFitLane:
         return row
 
     def _fill(self) -> None:
-        """Tokenize and pack the documents of the window."""
         window: list[Ids] = []
         num_tokens = 0
         while num_tokens < WINDOW_ROWS * self._capacity:
@@ -264,3 +251,88 @@ def open_lane(
     if order.shuffle:
         seed = order.seed + lane
     return BestFitLane(of_lane, seq_len, place, seed)
+
+
+class MixedLane:
+    """Rows of several corpora by their shares; each row is of one corpus.
+
+    The lanes share each block of as many rows as there are lanes, in an order drawn for each block. A lane therefore
+    gets rows of every corpus, whatever the period of the mixture.
+
+    Args:
+        open_part: Opens the lane of a corpus by the number of the corpus and the position in the corpus.
+        place: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
+    """
+
+    def __init__(
+        self, mixture: Mixture, open_part: Callable[[int, Place], Lane], order: LaneOrder, lane: int, place: Place
+    ) -> None:
+        self._mixture = mixture
+        self._order, self._lane = order, lane
+        self._given = place[0]
+        num_corpora = len(mixture.shares)
+        numbers = [*place[1:], *[0] * (2 * num_corpora)]
+        self._parts = [
+            open_part(corpus, (numbers[2 * corpus], numbers[2 * corpus + 1])) for corpus in range(num_corpora)
+        ]
+
+    @property
+    def place(self) -> Place:
+        """Position of the next row."""
+        return self._given, *chain.from_iterable(part.place for part in self._parts)
+
+    def row(self) -> NDArray[np.int32]:
+        """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
+        lanes = self._order.lanes
+        position = np.array([self._given * lanes + self._lane])
+        corpora, _ = self._mixture.rows(self._given * lanes + shuffled(position, lanes, self._order.seed))
+        self._given += 1
+        return self._parts[int(corpora[0])].row()
+
+
+@dataclass(frozen=True)
+class CorpusLanes:
+    """Source of the lanes of prepared corpora.
+
+    Args:
+        identities: Identities of the corpora that were checked.
+        mixture: Shares of several corpora; None for one.
+        tokenizer: The `tokenizer.json` of text; None for ids only.
+    """
+
+    paths: tuple[Location, ...]
+    identities: tuple[str, ...]
+    mixture: Mixture | None
+    tokenizer: Path | None
+    end_of_text: str
+    vocab_size: int
+    held_out: float
+    packing: Literal["concat", "best_fit"]
+    seq_len: int
+    cache: Path = Path()
+
+    def documents(self, mark: Callable[[str], None] | None = None) -> list[Documents]:
+        """Open the documents of each corpus."""
+        corpora = [PreparedCorpus(path, self.cache) for path in self.paths]
+        for corpus, identity in zip(corpora, self.identities, strict=True):
+            if corpus.identity != identity:
+                raise DataError(
+                    f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew"
+                )
+        tokenizer = load_tokenizer(self.tokenizer, self.vocab_size, self.end_of_text) if self.tokenizer else None
+        return [Documents(corpus, tokenizer, self.vocab_size, self.held_out, mark) for corpus in corpora]
+
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+        """Open the documents; returns the function that opens a lane."""
+        documents, mixture = self.documents(mark), self.mixture
+        if mixture is None:
+            return partial(open_lane, documents[0], self.packing, self.seq_len)
+
+        def open_mixed(order: LaneOrder, lane: int, place: Place) -> Lane:
+            def open_part(corpus: int, place: Place) -> Lane:
+                part_order = replace(order, seed=mixture.seed(order.seed, corpus))
+                return open_lane(documents[corpus], self.packing, self.seq_len, part_order, lane, place)
+
+            return MixedLane(mixture, open_part, order, lane, place)
+
+        return open_mixed

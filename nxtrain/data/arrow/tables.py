@@ -1,15 +1,24 @@
-"""Rows of Parquet and Arrow files, read in slices of bounded size."""
+"""Rows of Parquet and Arrow files, read in slices of bounded size.
+
+An Arrow file says itself where its documents lie. pyarrow believes it: its casts, its count of nulls and its scalars of
+a damaged file read outside of the buffers, and end the process. Nothing here calls them. Every number that comes from
+the file is compared with the size of the buffer that it points into.
+
+Reference: Arrow columnar format, "Variable-size Binary Layout", "Variable-size Binary View Layout".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import DTypeLike, NDArray
 
-from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import require_regular
 from nxtrain.data.arrow.rows import (
     DAMAGED,
@@ -22,15 +31,13 @@ from nxtrain.data.arrow.rows import (
     BadRow,
     BadRowError,
     Fields,
-    FileProgress,
+    ReadProgress,
     SourceRow,
-    bad_utf8,
     is_damage,
+    valid_utf8,
 )
 from nxtrain.data.arrow.sources import Source
-from nxtrain.data.arrow.values import document_bytes, is_binary, is_string
-from nxtrain.data.files import unreadable
-from nxtrain.data.storage import open_stream
+from nxtrain.data.storage import open_stream, unreadable
 
 _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""
@@ -38,17 +45,18 @@ _SLICE_ROWS = 256
 _PARQUET_BYTES = 1 << 16
 """Least bytes of a request for a part of a Parquet file. Its columns come in requests of 1 MiB anyway."""
 
+_VIEW_BYTES = 16
+_INLINE_BYTES = 12
+"""Longest text that is stored inside of a view, in bytes."""
+
 _READ_AGAIN = "fetch or write the file again"
 
 
-def table_rows(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
+def table_rows(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet or Arrow file after a row.
 
     Args:
         start: Number of the last row to skip.
-
-    Raises:
-        DataError, StorageError: The file cannot be read.
     """
     row = start
     try:
@@ -63,10 +71,10 @@ def table_rows(source: Source, fields: Fields, start: int, progress: FileProgres
             assert isinstance(error, OSError)
             raise unreadable(f"{source.path}", error) from error
         yield BadRow(row + 1, 0, DAMAGED, f"{error}; {_READ_AGAIN}")
-    progress.num_bytes = source.size
+    progress(source.size)
 
 
-def _parquet(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
+def _parquet(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
     opened = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
     with pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20) as file:
@@ -85,7 +93,7 @@ def _parquet(source: Source, fields: Fields, start: int, progress: FileProgress)
                     for batch in file.iter_batches(_SLICE_ROWS, row_groups=[group], columns=[*fields.names]):
                         yield from _documents([batch.column(field) for field in fields.names], row, start, fields)
                         row += batch.num_rows
-                        progress.num_bytes = source.size * row // max(total, 1)
+                        progress(source.size * row // max(total, 1))
             except DEFECTS as error:
                 if not is_damage(error):
                     raise
@@ -95,12 +103,13 @@ def _parquet(source: Source, fields: Fields, start: int, progress: FileProgress)
             begin = end
 
 
-def _arrow(source: Source, fields: Fields, start: int, progress: FileProgress) -> Iterator[SourceRow | BadRow]:
+def _arrow(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
     A file of a disk is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
     """
-    with _mapped(source.path) as mapped:
+    path = source.path
+    with pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(open_stream(path), mode="r") as mapped:
         is_file = source.kind == "arrow" and mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = _opened(mapped, is_file)
@@ -109,7 +118,10 @@ def _arrow(source: Source, fields: Fields, start: int, progress: FileProgress) -
             numbers = [reader.schema.get_field_index(field) for field in fields.names]
             mapped.seek(0)
             reader = _opened(mapped, is_file, pa.ipc.IpcReadOptions(included_fields=numbers))
-        for batch in _batches(reader, is_file):
+        batches = reader
+        if is_file:
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
             end = begin + batch.num_rows
             if start < end and defect:
                 yield BadRow(end, 0, *defect, num_rows=end - max(begin, start))
@@ -122,33 +134,17 @@ def _arrow(source: Source, fields: Fields, start: int, progress: FileProgress) -
                     parts = [column.slice(row - begin, min(_SLICE_ROWS, end - row)) for column in columns]
                     yield from _documents(parts, row, start, fields)
             begin = end
-            progress.num_bytes = min(source.size, mapped.tell())
-
-
-def _mapped(path: Location) -> Any:
-    return pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(open_stream(path), mode="r")
+            progress(min(source.size, mapped.tell()))
 
 
 def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
     return pa.ipc.open_file(mapped, options=options) if is_file else pa.ipc.open_stream(mapped, options=options)
 
 
-def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
-    if not is_file:
-        yield from reader
-        return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
-
-
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
     """Reason and detail that make every row bad: a column is absent, or has an unsuitable type."""
-    is_chat = fields.chat is not None
-    for field in fields.names:
-        defect = _column_defect(schema, field, is_chat)
-        if defect:
-            return defect
-    return None
+    defects = [_column_defect(schema, field, fields.chat is not None) for field in fields.names]
+    return next(filter(None, defects), None)
 
 
 def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, str] | None:
@@ -162,7 +158,10 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
             return WRONG_TYPE, f'column "{field}" holds {kind}, not lists of turns with role and content'
         return None
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (is_string(value) or is_binary(value)):
+    types = pa.types
+    is_text = types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)
+    is_bytes = types.is_binary(value) or types.is_large_binary(value) or types.is_binary_view(value)
+    if not (is_text or is_bytes):
         return WRONG_TYPE, f'column "{field}" holds {kind}, not strings'
     return None
 
@@ -204,7 +203,90 @@ def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
         return MISSING_FIELD, f'"{field}" is null'
     if isinstance(text, int):
         return TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document"
-    detail = bad_utf8(text)
-    if detail:
-        return INVALID_UTF8, detail
+    try:
+        valid_utf8(text)
+    except BadRowError as error:
+        return INVALID_UTF8, str(error.args[1])
     return None
+
+
+def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]:
+    """Copies of the documents of a column: None for null, and the length alone for a document above the limit.
+
+    Args:
+        column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
+    """
+    kind, buffers = column.type, column.buffers()
+    start, number = column.offset, len(column)
+    if not number:
+        return
+    valid = _valid(buffers[0], start, number)
+    if pa.types.is_dictionary(kind):
+        yield from _of_dictionary(column, valid, limit)
+    elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        yield from _of_views(buffers, start, valid, limit)
+    else:
+        is_large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+        dtype = np.int64 if is_large else np.int32
+        offsets = _numbers(buffers[1], dtype, start, number + 1).tolist()
+        content = memoryview(buffers[2] or b"")
+        if any(begin > end for begin, end in pairwise([0, *offsets])):
+            raise pa.ArrowInvalid("the offsets of the documents descend")
+        if offsets[-1] > len(content):
+            raise pa.ArrowInvalid(f"a document ends at byte {offsets[-1]:,} of {len(content):,}")
+        for (begin, end), is_valid in zip(pairwise(offsets), valid, strict=True):
+            if not is_valid:
+                yield None
+            elif end - begin <= limit:
+                yield bytes(content[begin:end])
+            else:
+                yield end - begin
+
+
+def _of_dictionary(column: pa.Array, valid: Sequence[bool], limit: int) -> Iterator[bytes | int | None]:
+    indices = _numbers(column.buffers()[1], column.type.index_type.to_pandas_dtype(), column.offset, len(column))
+    entries = column.dictionary
+    for index, is_valid in zip(indices.tolist(), valid, strict=True):
+        if not is_valid:
+            yield None
+        elif 0 <= index < len(entries):
+            yield from document_bytes(entries.slice(index, 1), limit)
+        else:
+            raise pa.ArrowInvalid(f"entry {index} of a dictionary of {len(entries)} entries")
+
+
+def _of_views(buffers: Sequence[Any], start: int, valid: Sequence[bool], limit: int) -> Iterator[bytes | int | None]:
+    views = _numbers(buffers[1], np.uint8, _VIEW_BYTES * start, _VIEW_BYTES * len(valid))
+    contents = [memoryview(buffer or b"") for buffer in buffers[2:]]
+    words = views.view(np.int32).reshape(-1, 4).tolist()  # length, prefix, buffer, offset
+    for row, ((length, _, buffer, offset), is_valid) in enumerate(zip(words, valid, strict=True)):
+        if not is_valid:
+            yield None
+        elif 0 <= length <= _INLINE_BYTES:
+            begin = _VIEW_BYTES * row + 4
+            yield views[begin : begin + length].tobytes()
+        elif length < 0 or not 0 <= buffer < len(contents) or not 0 <= offset <= len(contents[buffer]) - length:
+            raise pa.ArrowInvalid(f"a view of {length} bytes at byte {offset} of buffer {buffer} is outside of it")
+        elif length <= limit:
+            yield bytes(contents[buffer][offset : offset + length])
+        else:
+            yield length
+
+
+def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[Any]:
+    """View of a range of numbers in a buffer, after a check that the buffer has the range."""
+    dtype = np.dtype(dtype)
+    size = buffer.size if buffer is not None else 0
+    if (start + number) * dtype.itemsize > size:
+        raise pa.ArrowInvalid(f"a buffer has {size:,} bytes, and {number:,} rows need more")
+    return np.frombuffer(buffer, dtype, number, start * dtype.itemsize)
+
+
+def _valid(buffer: Any, start: int, number: int) -> Sequence[bool]:
+    """Validity of each row; all are valid without a buffer."""
+    if buffer is None:
+        return [True] * number
+    first, last = start // 8, -(-(start + number) // 8)
+    bits = np.unpackbits(_numbers(buffer, np.uint8, first, last - first), bitorder="little")
+    valid: Sequence[bool] = bits[start - 8 * first :][:number].astype(bool).tolist()
+    return valid

@@ -3,64 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
-from nxtrain.data.arrow.columns import IDS, Settings
+from nxtrain.data.arrow.columns import ids_field, list_array, schema_of
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.work import Outputs, Position, PreparationWork
-from nxtrain.data.files import Tokens, refusing
 from nxtrain.data.samples import Samples
+from nxtrain.data.storage import Tokens, refusing
 
 MARKED = np.dtype(np.uint32)
 """Type of the ids; their marks are `PROMPT_BIT` and `END_BIT`."""
-
-
-class MarkedColumn:
-    """Column of documents as marked ids."""
-
-    @property
-    def field(self) -> pa.Field:
-        """Name and type."""
-        item = pa.field("item", pa.from_numpy_dtype(MARKED), nullable=False)
-        return pa.field(IDS, pa.large_list(item), nullable=False)
-
-    @property
-    def metadata(self) -> dict[bytes, bytes]:
-        """Nothing: the name of the file has its origin."""
-        return {}
-
-    def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
-        """Column of documents, which are bytes of marked ids; they have no prompts but for their marks."""
-        ends = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum([len(text) // MARKED.itemsize for text in texts], out=ends[1:])
-        items = pa.array(np.frombuffer(b"".join(texts), MARKED))
-        return pa.LargeListArray.from_arrays(pa.array(ends), items, type=self.field.type), prompts
 
 
 def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
     """Write documents as a stream of tokens; the file gets its name when it is complete and on disk.
 
     Args:
-        path: File to write; another one of this name is deleted.
         groups: Documents as marked ids, each group a batch of the file.
-
-    Raises:
-        BackendError, InputError, StorageError: The file cannot be written.
     """
     with refusing(path):
-        outputs, column = Outputs(path), MarkedColumn()
+        outputs = Outputs(path)
         outputs.clear()
-        work = PreparationWork(outputs, {"sources": path.stem}, column, Settings(IDS, False, "", 0))
+        schema = partial(schema_of, field=ids_field(MARKED), sources=path.stem)
+        work = PreparationWork(outputs, {"sources": path.stem}, schema)
         try:
             work.open()
             for group in groups:
-                array, _ = column.array([ids.astype(MARKED).tobytes() for ids in group], [])
-                work.add_batch([array], Position())
+                work.add_batch([list_array(group, MARKED)], Position())
             work.finish({})
         finally:
             work.close()
@@ -77,48 +51,21 @@ def opened_before(path: Path) -> PreparedCorpus | None:
 
 
 class StreamSamples(Samples):
-    """Rows of a stream of tokens, in which each row begins with the last token of the row before.
-
-    Args:
-        path: The stream.
-        seq_len: Targets in a row.
-
-    Raises:
-        DataError: The file is missing or damaged.
-        StorageError: The storage fails.
-    """
+    """Rows of a stream of tokens, in which each row begins with the last token of the row before."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
-        self._corpus, self._seq_len = PreparedCorpus(path), seq_len
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the stream."""
-        return self._corpus.value_bytes // MARKED.itemsize
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in an epoch."""
-        return max(0, self.num_tokens - 1) // self._seq_len
-
-    @property
-    def seq_len(self) -> int:
-        """Targets in a row."""
-        return self._seq_len
+        self._corpus, self.seq_len = PreparedCorpus(path), seq_len
+        self.num_tokens = self._corpus.value_bytes // MARKED.itemsize
+        self.num_rows = max(0, self.num_tokens - 1) // seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1).
-
-        Raises:
-            DataError: A block of the file is damaged.
-            StorageError: The file cannot be read.
-        """
+        """Rows at indices: (n,) to (n, S + 1)."""
         self._corpus.forget_changed()
-        rows = np.empty((indices.size, self._seq_len + 1), np.int64)
+        rows = np.empty((indices.size, self.seq_len + 1), np.int64)
         size = rows.shape[1] * MARKED.itemsize
         for number, index in enumerate(indices.tolist()):
             try:
-                content = self._corpus.values(index * self._seq_len * MARKED.itemsize, size)
+                content = self._corpus.values(index * self.seq_len * MARKED.itemsize, size)
             except DataError as error:
                 raise DataError(f"{error}: delete it, and the next start writes it again") from error
             rows[number] = np.frombuffer(content, MARKED)

@@ -10,28 +10,34 @@ never uses an old one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.atomic import clear_drafts
+from nxtrain.common.io.jsonl import read
+from nxtrain.common.io.object_store import place_of
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
-from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
-from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora, open_corpus
-from nxtrain.data.arrow.streams import Documents
+from nxtrain.data.arrow.preparation import OnBad, PreparationRequest, Watcher, prepare_sources
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.sources import find_sources, fingerprint, versions
+from nxtrain.data.arrow.streams import CorpusLanes, Documents, content_hash, is_held_out
 from nxtrain.data.arrow.token_stream import MARKED, opened_before, write_stream
+from nxtrain.data.arrow.work import Counts, Outputs
 from nxtrain.data.batch_source import Streams
-from nxtrain.data.files import Tokens
+from nxtrain.data.corpora import stdlib_files, text_files
+from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.prepare import Prepared, digest
-from nxtrain.data.storage import cache_folder
+from nxtrain.data.storage import Tokens, cache_folder, refusing
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
@@ -42,6 +48,145 @@ _TOKENIZER_BYTES = 32 << 20
 
 _GROUP_BYTES = 1 << 20
 """Text that is tokenized at once."""
+
+_SKIPPED: dict[str, OnBad] = {"stdlib": "skip", "text": "skip binary"}
+"""Treatment of unusable files: folders of text hold pictures too, and some modules of the library are not UTF-8."""
+
+
+@dataclass(frozen=True)
+class RunCorpora:
+    """Corpora of a run.
+
+    Args:
+        mixture: Their shares of the rows; None for one corpus.
+        fraction: `data.validation_fraction`.
+        is_text: The run has made the corpus of text or of the standard library.
+    """
+
+    corpora: Sequence[PreparedCorpus]
+    mixture: Mixture | None
+    fraction: float
+    is_text: bool = False
+    name: str = ""
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def contents(self) -> object:
+        """Identity of the corpora and of their shares."""
+        if self.is_text:
+            return self.corpora[0].checksum
+        if self.mixture is None:
+            return self.corpora[0].identity
+        return tuple(corpus.identity for corpus in self.corpora), self.mixture.shares
+
+    @cached_property
+    def held_out(self) -> float:
+        """Bound of the hashes below which documents are held out, as a share of all hashes.
+
+        Few documents may have no hash below the fraction itself. Those of text are therefore held out in ascending
+        order of their hashes until they hold the fraction of the text.
+        """
+        if not (self.is_text and self.fraction):
+            return self.fraction
+        (corpus,) = self.corpora
+        hashes = np.empty(len(corpus), np.uint64)
+        sizes = np.empty(len(corpus), np.int64)
+        for document in range(len(corpus)):
+            content = corpus.content(document)
+            hashes[document] = content_hash(content)
+            sizes[document] = len(content)
+        order = np.argsort(hashes)
+        ascending, total = hashes[order], np.cumsum(sizes[order])
+        last = int(np.searchsorted(total, self.fraction * total[-1]))
+        following = int(np.searchsorted(ascending, ascending[last], side="right"))  # equal documents stay together
+        if following == len(corpus):
+            return 1.0
+        # Between two neighbours, so that no rounding decides.
+        return (float(ascending[last]) + float(ascending[following])) / 2.0**65
+
+    def parts(self, total: float) -> list[float]:
+        """Parts of a number in proportion to the shares of the corpora; their sum is at least the number."""
+        if self.mixture is None:
+            return [total]
+        return [-(-total * share // self.mixture.period) for share in self.mixture.shares]
+
+
+def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
+    """Open the corpora of a run; text becomes a corpus in a folder first."""
+    if config.source != "arrow":
+        return _text_corpus(config, workdir)
+    if not config.mixture:
+        return RunCorpora([open_corpus(config, config.path, "data.path")], None, config.validation_fraction)
+    corpora = [open_corpus(config, name, "data.mixture") for name in config.mixture]
+    return RunCorpora(corpora, Mixture.of(config.mixture, config.weights), config.validation_fraction)
+
+
+def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
+    """Open a prepared corpus that a configuration names under a key."""
+    path = place_of(name)
+    try:
+        corpus = PreparedCorpus(path, cache_folder(config))
+    except (DataError, FileNotFoundError) as error:
+        if not isinstance(path, Path) or path.exists():
+            raise
+        relative = ""
+        if not path.is_absolute():
+            relative = f" (relative to {Path.cwd()})"
+        raise DataError(
+            f"{key}: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
+            f"nxtrain data prepare FILES --out {path}"
+        ) from error
+    if not len(corpus):
+        raise DataError(f"{corpus.path} holds no document; prepare it again from files with text")
+    return corpus
+
+
+class _TextWatcher(Watcher):
+    """Progress of the preparation of text, and its first skipped files."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.skipped: list[str] = []
+
+    def begin(self, what: str, num_bytes: int) -> None:
+        self._progress.total = num_bytes
+
+    def advance(self, num_bytes: int, counts: Counts) -> None:
+        self._progress.show(num_bytes)
+
+    def bad(self, text: str) -> None:
+        self.skipped.append(text)
+
+
+def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
+    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued."""
+    name, skipped = config.path, list[str]()
+    if config.source == "stdlib":
+        name, files = "the standard library", stdlib_files()
+    else:
+        walked = text_files(config.path)
+        files = walked.files
+        skipped = [f"{path}: {reason}" for path, reason in walked.skipped.items()]
+    sources = find_sources(files, any_text=True)
+    out = workdir / f"corpus-{digest(fingerprint(sources), versions(sources), 'sections')}.arrow"
+    outputs = Outputs(out)
+    corpus = opened_before(out)
+    if corpus is None:
+        request = PreparationRequest(files, out, on_bad=_SKIPPED[config.source], sections=True)
+        with refusing(out), Progress(f"reading {name}") as progress:
+            if out.exists():  # a damaged corpus
+                outputs.clear()
+            watcher = _TextWatcher(progress)
+            try:
+                prepare_sources(request, sources, watcher)
+            except DataError as error:
+                outputs.clear_work()  # changed files have another name at the next start
+                listed = "".join(f"\n    {line}" for line in watcher.skipped)
+                raise DataError(f"{name}: {error}{listed}") from error
+        corpus = PreparedCorpus(out)
+    if outputs.bad.exists():
+        skipped.extend(f"{line['file']}: {line['reason']}: {line['detail']}" for line in read(outputs.bad))
+    return RunCorpora([corpus], None, config.validation_fraction, True, name, tuple(skipped))
 
 
 def prepare_corpora(  # 6 arguments: each is of another part of the run, and there is one call
@@ -58,10 +203,6 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
 
     Args:
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
-
-    Raises:
-        DataError: A corpus is damaged or empty, or its ids are those of another tokenizer or vocabulary.
-        StorageError: The storage fails.
     """
     clear_drafts(workdir)
     run = open_corpora(config, workdir)
@@ -85,11 +226,11 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
         identity = first.tokenizer
         end = first.metadata.get(END_KEY, b"").decode(errors="replace")
         end_id = int(first.metadata[END_ID_KEY])
-    encoding = _Encoding(tokenizer, identity, vocab_size, workdir)
-    validation = _validation(config, run, encoding, validation_rows * seq_len + 1)
+    encoded = partial(Documents, tokenizer=tokenizer, vocab_size=vocab_size)
+    validation = _write_validation(config, run, identity, encoded, validation_rows * seq_len + 1, workdir)
     train = str(first.path)
     if run.is_text:
-        train = str(_training(run, encoding))
+        train = str(_write_training(run, identity, encoded, workdir))
     return Prepared(
         train=train,
         validation=validation,
@@ -105,11 +246,7 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
 
 
 def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int) -> Streams:
-    """Open the streams of prepared corpora.
-
-    Raises:
-        DataError: A corpus differs from the checked one.
-    """
+    """Open the streams of prepared corpora."""
     run = open_corpora(config, Path())
     tokenizer = prepared.tokenizer
     if all(corpus.is_ids for corpus in run.corpora):
@@ -143,7 +280,7 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
     def texts(progress: Progress) -> Iterator[str]:
         num_read = 0
         for corpus, wanted in zip(run.corpora, run.parts(_TOKENIZER_BYTES), strict=True):
-            for content in _sampled(open_documents(corpus, None, run.held_out, vocab_size), wanted):
+            for content in _sampled(corpus, run.held_out, wanted):
                 yield content.decode()
                 num_read += len(content)
                 progress.show(num_read)
@@ -155,12 +292,12 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
     return path
 
 
-def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
+def _sampled(corpus: PreparedCorpus, held_out: float, wanted_bytes: float) -> Iterator[bytes]:
     """Text of documents to train on, drawn from a whole corpus, up to a number of bytes."""
-    corpus, num_bytes = documents.corpus, 0
+    num_bytes = 0
     for document in shuffled(np.arange(len(corpus)), len(corpus), 0).tolist():
         content = corpus.content(document)
-        if not documents.is_held_out(content):
+        if not is_held_out(content, held_out):
             yield content
             num_bytes += len(content)
             if num_bytes >= wanted_bytes:
@@ -168,11 +305,6 @@ def _sampled(documents: Documents, wanted_bytes: float) -> Iterator[bytes]:
 
 
 def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
-    """Refuse corpora whose ids were made by another tokenizer.
-
-    Raises:
-        DataError: The ids of a corpus are those of another tokenizer.
-    """
     if tokenizer is None and len({corpus.tokenizer for corpus in run.corpora}) > 1:
         raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
     for corpus in run.corpora:
@@ -183,95 +315,93 @@ def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """Encoding of documents for token files.
-
-    Args:
-        tokenizer: Tokenizer of text; None for ids.
-    """
-
-    tokenizer: TextTokenizer | None
-    identity: str
-    vocab_size: int
-    workdir: Path
+Encoded: TypeAlias = Callable[..., Documents]
+"""Function that makes `Documents` of a corpus and of `held_out`."""
 
 
-def _validation(config: DataConfig, run: RunCorpora, encoding: _Encoding, num_tokens: int) -> Path | None:
+def _write_validation(
+    config: DataConfig, run: RunCorpora, identity: str, encoded: Encoded, num_tokens: int, workdir: Path
+) -> Path | None:
     """Write the tokens that an evaluation reads, unless their file exists; None without an evaluation."""
     if config.validation_path:
         evaluated = open_corpus(config, config.validation_path, "data.validation_path")
-        if evaluated.tokenizer not in {"", encoding.identity}:
+        if evaluated.tokenizer not in {"", identity}:
             what = f"{evaluated.path} has ids of another tokenizer than {run.corpora[0].path}"
             raise DataError(f"data.validation_path: {what}")
         run = RunCorpora([evaluated], None, 0.0)
     most_tokens = math.inf if run.is_text else num_tokens
     if not (config.validation_path or run.fraction) or most_tokens <= 1:
         return None
-    name = digest(run.contents, encoding.identity, run.fraction, most_tokens)
-    file = encoding.workdir / f"validation-{name}.arrow"
+    file = workdir / f"validation-{digest(run.contents, identity, run.fraction, most_tokens)}.arrow"
     if opened_before(file) is not None:
         return file
 
     def held_out() -> Iterator[list[Tokens]]:
         for corpus, wanted in zip(run.corpora, run.parts(most_tokens), strict=True):
-            documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
-            yield from _marked(documents, is_held_out=run.held_out > 0, most_tokens=wanted)
+            documents = encoded(corpus, held_out=run.held_out)
+            yield from _marked(documents, on_held_out_side=run.held_out > 0, most_tokens=wanted)
 
     with Progress("tokenizing held-out documents"):
         write_stream(file, held_out())
     return file
 
 
-def _training(run: RunCorpora, encoding: _Encoding) -> Path:
-    """Write the tokens of text that are trained on, unless they are there."""
-    file = encoding.workdir / f"train-{digest(run.contents, encoding.identity, run.fraction)}.arrow"
+def _write_training(run: RunCorpora, identity: str, encoded: Encoded, workdir: Path) -> Path:
+    file = workdir / f"train-{digest(run.contents, identity, run.fraction)}.arrow"
     if opened_before(file) is not None:
         return file
     (corpus,) = run.corpora
     standard_error().print(f"tokenizing {corpus.value_bytes:,} bytes of {run.name}", markup=False)
-    documents = open_documents(corpus, encoding.tokenizer, run.held_out, encoding.vocab_size)
+    documents = encoded(corpus, held_out=run.held_out)
     with Progress("tokenizing", corpus.value_bytes) as progress:
-        write_stream(file, _marked(documents, is_held_out=False, progress=progress))
+        write_stream(file, _marked(documents, on_held_out_side=False, progress=progress))
     return file
 
 
 def _marked(
-    documents: Documents, *, is_held_out: bool, most_tokens: float = math.inf, progress: Progress | None = None
+    documents: Documents, *, on_held_out_side: bool, most_tokens: float = math.inf, progress: Progress | None = None
 ) -> Iterator[list[Tokens]]:
     """Groups of documents on one side of the split, in the order of the corpus, as ids with marks of their ends.
 
+    A section that goes on in the next one on this side has no end. All sections of a file are thus one document, except
+    where a section between them is on the other side.
+
     Args:
-        documents: The documents.
-        is_held_out: Take those that are held out; otherwise the others.
+        on_held_out_side: Take those that are held out; otherwise the others.
         most_tokens: Tokens after which the last document is cut.
         progress: Gets the bytes that are read.
     """
     corpus = documents.corpus
     contents: list[bytes] = []
     prompts: list[int] = []
-    num_bytes = num_read = 0
-    num_tokens = 0
+    continued: list[bool] = []
+    num_bytes = num_read = num_tokens = 0
+    following = corpus.content(0)
     for document in range(len(corpus)):
-        content = corpus.raw(document)
+        content, is_last = following, document == len(corpus) - 1
+        following = b"" if is_last else corpus.content(document + 1)
         num_read += len(content)
-        if documents.is_held_out(content) == is_held_out:
+        if is_held_out(content, documents.held_out) == on_held_out_side:
             contents.append(content)
             prompts.append(corpus.prompt(document, content))
             num_bytes += len(content)
-        if num_bytes < _GROUP_BYTES and document < len(corpus) - 1:
+            is_next = corpus.continues(document) and is_held_out(following, documents.held_out) == on_held_out_side
+            continued.append(is_next)
+        if num_bytes < _GROUP_BYTES and not is_last:
             continue
         group: list[Tokens] = []
-        for ids in documents.ids(contents, prompts):
+        for ids, is_next in zip(documents.ids(contents, prompts), continued, strict=True):
             marked: Tokens = ids.astype(MARKED)
             marked[-1] |= END_BIT
-            if num_tokens + ids.size >= most_tokens:
+            if is_next:
+                marked = marked[:-1]
+            if num_tokens + marked.size >= most_tokens:
                 yield [*group, marked[: int(most_tokens) - num_tokens]]
                 return
             group.append(marked)
-            num_tokens += ids.size
+            num_tokens += marked.size
         if group:
             yield group
-        contents, prompts, num_bytes = [], [], 0
+        contents, prompts, continued, num_bytes = [], [], [], 0
         if progress:
             progress.show(num_read)

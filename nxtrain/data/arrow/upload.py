@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.checksummed_file import digest_of
 from nxtrain.common.io.object_store import S3Path, S3Store, content_of
@@ -36,7 +33,11 @@ def upload(outputs: Outputs, root: S3Path) -> bool:
             return False
         reason = f"{root / outputs.summary.name} is of another corpus, and a run may read it"
         raise ConfigError(f"--upload {root}: {reason}; choose another prefix or --out, or delete it there first")
-    files = list(_files(outputs))
+    files = [outputs.out]
+    if outputs.out.is_dir():
+        files = sorted(path for path in outputs.out.iterdir() if path.is_file())
+    if outputs.bad.exists():
+        files.append(outputs.bad)
     with Progress(f"copying {outputs.out.name} to {root}", sum(file.stat().st_size for file in files)) as progress:
         done = 0
         for file in files:
@@ -45,13 +46,3 @@ def upload(outputs: Outputs, root: S3Path) -> bool:
             progress.show(done)
     store.put(outputs.summary.name, summary)
     return True
-
-
-def _files(outputs: Outputs) -> Iterator[Path]:
-    """The corpus and its bad rows."""
-    if outputs.out.is_dir():
-        yield from sorted(path for path in outputs.out.iterdir() if path.is_file())
-    else:
-        yield outputs.out
-    if outputs.bad.exists():
-        yield outputs.bad

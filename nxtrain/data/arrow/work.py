@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -26,7 +26,6 @@ from nxtrain.common.io.jsonl import append, read
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow import ipc
-from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
 from nxtrain.data.arrow.seal import BLOCK_BYTES, ENTRY_BYTES, Sealing
 
@@ -53,6 +52,17 @@ class Counts:
     skipped: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     tokens: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts for the summary."""
+        return {
+            "rows": self.rows,
+            "documents": self.documents,
+            "empty": self.empty,
+            "skipped": dict(sorted(self.skipped.items())),
+            "bytes": self.num_bytes,
+            "tokens": self.tokens or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -118,15 +128,15 @@ class PreparationWork:
 
     Args:
         identity: Values that must be equal when a preparation goes on.
-
-    Raises:
-        DataError: Another process works on the same results, or the folder belongs to other sources or settings.
+        schema: Returns the schema of a shard.
+        shard_bytes: Size at which a shard ends; 0 for one file.
     """
 
-    def __init__(self, outputs: Outputs, identity: Mapping[str, str], column: Column, settings: Settings) -> None:
+    def __init__(
+        self, outputs: Outputs, identity: Mapping[str, str], schema: Callable[[int], pa.Schema], shard_bytes: int = 0
+    ) -> None:
         self._outputs = outputs
-        self._column, self._settings = column, settings
-        self._sources = identity["sources"]
+        self._schema, self._shard_bytes = schema, shard_bytes
         self.counts, self.position = Counts(), Position()
         self._blocks: list[Block] = []
         self._metadata: list[int] = []  # checksums of the metadata of the batches that an earlier start has written
@@ -138,8 +148,14 @@ class PreparationWork:
         self._file = self._bad = self._checksums = cast("BinaryIO", None)  # until `open`
         folder = outputs.work
         (folder / _SHARDS).mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        self._lock = (folder / _JOURNAL).open("ab")
         try:
+            with suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    what = f"another process prepares into {folder}"
+                    raise DataError(f"{what}; wait for it, or choose another --out") from None
             lines = read(folder / _JOURNAL)
             if lines:
                 written = lines[0].get("identity")
@@ -175,15 +191,13 @@ class PreparationWork:
 
     def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
         """Write documents as one batch, and record the position after them."""
-        schema = self._schema()
-        content, block = ipc.message(pa.record_batch(arrays, schema=schema), self._size)
-        limit = self._settings.shard_bytes
-        if limit and self._blocks and self._size + content.size > limit:
+        content, block = ipc.message(pa.record_batch(arrays, schema=self._schema(self._shard)), self._size)
+        if self._shard_bytes and self._blocks and self._size + content.size > self._shard_bytes:
             self._end_shard()
             self._shard += 1
             self._blocks, self._size = [], 0
             self._file = self._open_shard()
-            content, block = ipc.message(pa.record_batch(arrays, schema=self._schema()), self._size)
+            content, block = ipc.message(pa.record_batch(arrays, schema=self._schema(self._shard)), self._size)
         self._file.write(content)
         entries, metadata = self._sealing.add_batch(memoryview(content), block.metadata)
         self._checksums.write(entries)
@@ -225,7 +239,7 @@ class PreparationWork:
         if shards.exists():
             sync_folder(shards)
             written = shards
-            if not self._settings.shard_bytes:
+            if not self._shard_bytes:
                 written = shards / shard_name(0)
             written.replace(outputs.out)
         sync_folder(outputs.out.parent)
@@ -236,11 +250,7 @@ class PreparationWork:
         for file in (self._files, self._lock):
             file.close()
 
-    def _schema(self) -> pa.Schema:
-        return schema_of(self._column, self._sources, self._settings, self._shard)
-
     def _restore(self, lines: list[dict[str, Any]]) -> None:
-        """Restore the state of the journal's last line."""
         if not lines:
             return
         last = lines[-1]
@@ -254,11 +264,7 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard after its last whole batch, and delete later shards, which a kill left.
-
-        Raises:
-            DataError: The shard's last bytes differ from the written bytes.
-        """
+        """Open the current shard after its last whole batch, and delete later shards, which a kill left."""
         folder = self._outputs.work / _SHARDS
         for path in folder.iterdir():
             if path.name > shard_name(self._shard):
@@ -267,7 +273,7 @@ class PreparationWork:
         file = self._files.enter_context(_cut(path, self._size))
         self._checksums = self._files.enter_context(_cut(self._checksums_file, num_blocks * ENTRY_BYTES))
         if not self._size:
-            begin = ipc.begin(self._schema())
+            begin = ipc.begin(self._schema(self._shard))
             self._size = file.write(begin)
             self._sealing = Sealing()
             self._checksums.write(self._sealing.add(memoryview(begin)))
@@ -291,7 +297,7 @@ class PreparationWork:
         self._checksums.close()
         with self._checksums_file.open("rb") as entries:
             shutil.copyfileobj(entries, self._file)
-        footer = ipc.end(self._schema(), self._blocks)
+        footer = ipc.end(self._schema(self._shard), self._blocks)
         self._file.write(self._sealing.finish(self._size + len(ipc.END_OF_STREAM), footer))
         self._file.write(footer)
         self._file.flush()
@@ -300,11 +306,7 @@ class PreparationWork:
 
 
 def _cut(path: Path, size: int) -> BinaryIO:
-    """Cut a file after its first bytes, and open the file for appending.
-
-    Raises:
-        DataError: The file is shorter, so that bytes that were on the disk are lost.
-    """
+    """Cut a file after its first bytes, and open the file for appending."""
     file = path.open("ab")
     present = os.fstat(file.fileno()).st_size
     if present < size:
@@ -315,29 +317,8 @@ def _cut(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def _locked(folder: Path) -> BinaryIO:
-    """Lock the folder for this process.
-
-    Raises:
-        DataError: Another process has the lock.
-    """
-    file = (folder / _JOURNAL).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise DataError(f"another process prepares into {folder}; wait for it, or choose another --out") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
-
-
 def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse results of other sources or settings.
-
-    Raises:
-        DataError: Always; names the values that differ, and the way out.
-    """
+    """Refuse results of other sources or settings."""
     names = {
         "sources": "the source files",
         "versions": "the times of the source files",
@@ -369,7 +350,6 @@ def read_summary(path: Location) -> dict[str, Any]:
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
-    """Object of a JSON text; empty for any other text."""
     try:
         content = json.loads(text)
     except (RecursionError, ValueError):

@@ -98,6 +98,10 @@ def render_parallelcluster(job: ClusterJob) -> str:
 def render_eks(job: ClusterJob) -> dict[str, str]:
     """Files of an EKS cluster with a managed node group of the run's machines, and of its shared storage."""
     _require_instance(job)
+    permissions: dict[str, object] = {"withAddonPolicies": _ADDON_POLICIES}
+    policy = iam_policy(job.config)
+    if policy:
+        permissions["attachPolicy"] = policy
     nodes = {
         "name": "train",
         "instanceType": job.machine.name,
@@ -108,7 +112,7 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
         "availabilityZones": [_ZONE],
         "privateNetworking": True,
         "efaEnabled": bool(job.machine.efa_devices),
-        "iam": _node_permissions(job),
+        "iam": permissions,
     }
     system = {
         "name": "system",
@@ -127,14 +131,6 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
     }
     text = dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.name))
     return {"eks.yaml": text, **volumes(job.options.claim, job.options.storage_gib, _SUBNET)}
-
-
-def _node_permissions(job: ClusterJob) -> dict[str, object]:
-    permissions: dict[str, object] = {"withAddonPolicies": _ADDON_POLICIES}
-    policy = iam_policy(job.config)
-    if policy:
-        permissions["attachPolicy"] = policy
-    return permissions
 
 
 def _require_instance(job: ClusterJob) -> None:

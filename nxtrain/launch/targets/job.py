@@ -10,7 +10,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from nxtrain.backends.neuron.hardware import FIRST_GENERATION
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.machines import GPU, INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.bounds import quoted
@@ -21,6 +20,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
+from nxtrain.launch.neuron import check_machine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
@@ -132,21 +132,13 @@ class ClusterJob:
         return dump_table(reduce(merge, given, empty))
 
     def arguments(self, config_file: str, first_node: str) -> tuple[str, ...]:
-        """Arguments of `nxtrain compile` and `nxtrain launch` in a container.
-
-        Args:
-            config_file: Path of `CONFIG_FILE` there.
-        """
-        if self.nodes == 1:
-            return config_file, f"--nproc={self.nproc}"
-        return config_file, f"--nproc={self.nproc}", f"--first-node={first_node}:{PORT}"
-
-    @property
-    def elastic(self) -> tuple[str, ...]:
-        """Argument of `nxtrain launch` alone that lets the run shrink."""
-        if not self.is_elastic:
-            return ()
-        return (f"--min-nodes={self.min_nodes}",)
+        """Arguments of `nxtrain compile` and `nxtrain launch` in a container, where `CONFIG_FILE` is `config_file`."""
+        arguments = [config_file, f"--nproc={self.nproc}"]
+        if self.nodes > 1:
+            arguments.append(f"--first-node={first_node}:{PORT}")
+        if self.is_elastic:
+            arguments.append(f"--min-nodes={self.min_nodes}")
+        return tuple(arguments)
 
 
 def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) -> ClusterJob:
@@ -161,9 +153,8 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     machine = INSTANCE_TYPES.get(config.cluster.instance) or Machine(config.cluster.instance)
     lane, wanted = _lane(config, machine)
     problems += _check_instance(config, machine, lane, wanted)
-    if lane == "neuron-native" and machine.target in FIRST_GENERATION:
-        reason = f"{machine.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
-        problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
+    if machine.resource == NEURON:
+        problems += check_machine(config, machine, native=lane == "neuron-native")
     if machine.devices and not config.parallel.dp:
         uneven: list[Problem] = []
         nproc = options.nproc or machine.devices
@@ -174,9 +165,6 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     if machine.devices and nproc > machine.devices and not uneven:
         reason = f"{nproc} ranks per machine, but {machine.name} has {machine.devices} cores or GPUs for them"
         problems.append(Problem("cluster.nodes", reason, hint="use more cluster.nodes, or lower degrees"))
-    if config.cluster.nodes > 1 and machine.resource == NEURON and not machine.efa_devices:
-        reason = f"{config.cluster.nodes} machines, but {machine.name} has no EFA device to join them"
-        problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
     if not options.claim:
         problems.append(Problem("", _NO_CLAIM, hint="name it, or leave --claim out"))
     problems += _check_mounts(options)

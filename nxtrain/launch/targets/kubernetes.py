@@ -194,7 +194,6 @@ def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]
 
 
 def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
-    """Pod that takes one machine."""
     mounts = [
         {"name": "config", "mountPath": FOLDER},
         {"name": "shared", "mountPath": SHARED},
@@ -205,7 +204,7 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
         {"name": "shared", "persistentVolumeClaim": {"claimName": job.options.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
-    arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node), *job.elastic]
+    arguments = list(job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node))
     if "compile" in job.steps:
         cache = job.config.compile.cache_dir
         folder = str(cache)

@@ -61,11 +61,7 @@ def render(job: ClusterJob) -> dict[str, str]:
         reason = "not set, but the machines of a SageMaker job share no file system"
         raise ConfigError([Problem("checkpoint.mirror", reason, hint="use checkpoint.mirror=s3://BUCKET/PREFIX")])
     script = "".join(f'nxtrain {step} "$@" && ' for step in job.steps[:-1]) + f'exec nxtrain {job.steps[-1]} "$@"'
-    arguments = [
-        *job.arguments(f"{FOLDER}/{CONFIG_FILE}", "algo-1"),
-        *job.elastic,
-        f"run.dir=/opt/ml/checkpoints/{job.name}",
-    ]
+    arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", "algo-1"), f"run.dir=/opt/ml/checkpoints/{job.name}"]
     if "compile" in job.steps:
         arguments.append("compile.cache_dir=/tmp/neuron-compile-cache")
     text = _SCRIPT.format(

@@ -68,7 +68,6 @@ def container_options(image: str, mounts: str) -> str:
     """Options of srun, as shell text, that run the tasks in a container with the working directory of the job.
 
     Args:
-        image: Image in a registry, or path of a squashfs file.
         mounts: Further mounts, `SRC:DST[,SRC:DST...]`; empty: none.
     """
     more = ""

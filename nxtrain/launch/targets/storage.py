@@ -81,11 +81,7 @@ def check_storage(size_gib: int) -> list[Problem]:
 
 
 def locations(config: RunConfig) -> list[Location]:
-    """Objects in S3 that a run reads or writes.
-
-    Raises:
-        ConfigError: A name of a bucket is invalid.
-    """
+    """Objects in S3 that a run reads or writes."""
     read = {
         "data.path": [config.data.path],
         "data.mixture": list(config.data.mixture),
@@ -137,16 +133,14 @@ def iam_policy(config: RunConfig) -> Manifest:
 
 
 def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
-    """Files of the volume claim for three kinds of storage, of which a cluster needs one.
-
-    Args:
-        subnet: Subnet of a file system that is created on demand.
-    """
+    """Files of the volume claim for three kinds of storage, of which a cluster needs one."""
     size = f"{size_gib}Gi"
+    access_points = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
+    efs = _class("nxtrain-efs", "efs.csi.aws.com", access_points)
     return {
         "fsx-static.yaml": dump_yaml([_fsx_volume(size), _claim(claim, "", size, volume="nxtrain-fsx")], _FSX_STATIC),
         "fsx-dynamic.yaml": dump_yaml([_fsx_class(subnet), _claim(claim, "nxtrain-fsx", size)], _FSX_DYNAMIC),
-        "efs.yaml": dump_yaml([_efs_class(), _claim(claim, "nxtrain-efs", size)], _EFS),
+        "efs.yaml": dump_yaml([efs, _claim(claim, "nxtrain-efs", size)], _EFS),
     }
 
 
@@ -177,11 +171,6 @@ def _fsx_class(subnet: str) -> Manifest:
         "fileSystemTypeVersion": "2.15",
     }
     return {**_class("nxtrain-fsx", "fsx.csi.aws.com", parameters), "mountOptions": ["flock"]}
-
-
-def _efs_class() -> Manifest:
-    parameters = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
-    return _class("nxtrain-efs", "efs.csi.aws.com", parameters)
 
 
 def _class(name: str, provisioner: str, parameters: Manifest) -> Manifest:

@@ -37,12 +37,7 @@ _Dumper.add_representer(str, _string)
 
 
 def dump_yaml(documents: Sequence[Any], comment: str = "") -> str:
-    """Write documents as YAML in ASCII.
-
-    Args:
-        documents: Mappings of strings, numbers, lists and mappings.
-        comment: Lines that come first, as comments.
-    """
+    """Write documents as YAML in ASCII."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     options: dict[str, Any] = {"sort_keys": False, "width": 4096, "allow_unicode": False}
     text: str = yaml.dump_all(documents, Dumper=_Dumper, **options)

@@ -27,12 +27,11 @@ from rich.table import Table
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import ipc
-from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
-from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.columns import TEXT_FIELD, schema_of, text_array
 from nxtrain.data.arrow.preparation import BATCH_BYTES, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.seal import Sealing
-from nxtrain.data.arrow.streams import WINDOW_ROWS
+from nxtrain.data.arrow.streams import WINDOW_ROWS, CorpusLanes
 from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
@@ -183,9 +182,8 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, fl
 
 def write_sparse(path: Path, num_bytes: int) -> int:
     """Write a prepared corpus whose documents are holes of a sparse file, and return their number."""
-    column, settings = TextColumn(), Settings("text", False, "", 0)
-    schema = schema_of(column, "sparse", settings, 0)
-    array, _ = column.array([bytes(DOCUMENT_BYTES)] * (BATCH_BYTES // DOCUMENT_BYTES), [])
+    schema = schema_of(0, field=TEXT_FIELD, sources="sparse")
+    array, _ = text_array([bytes(DOCUMENT_BYTES)] * (BATCH_BYTES // DOCUMENT_BYTES), [])
     batch = pa.record_batch([array], schema=schema)
     blocks = []
     sealing = Sealing()

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
-from nxtrain.data.arrow.lanes import CorpusLanes
-from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
+from nxtrain.data.arrow.streams import WINDOW_ROWS, CorpusLanes, open_lane
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.tools.bench import harness

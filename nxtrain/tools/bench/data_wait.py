@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from nxtrain.common.process.progress import Progress
-from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers

@@ -31,7 +31,7 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.launch.neuron import compiles_ahead, is_native
+from nxtrain.launch.neuron import is_native, is_neuron
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.compiler_processes import descends, naming
@@ -66,7 +66,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
     """
     config = plan.config
     placement = Placement.read(environ)
-    if placement.local_rank or not compiles_ahead(config) or extracting(environ):
+    if placement.local_rank or not is_neuron(config) or extracting(environ):
         yield
         return
     native = is_native(config)

@@ -21,7 +21,7 @@ from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
-from nxtrain.launch.neuron import compiles_ahead, is_native
+from nxtrain.launch.neuron import is_native, is_neuron
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.entries import CacheKey
@@ -166,7 +166,7 @@ def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes
     problem = None
-    if not compiles_ahead(config) and name != "auto":
+    if not is_neuron(config) and name != "auto":
         reason = f"{name} compiles no graphs beforehand; Neuron devices do"
         hint = "use backend.name=neuron or neuron-native"
         problem = Problem("backend.name", reason, origins["backend.name"], hint)

@@ -61,11 +61,7 @@ class StepGate:
             self._begun = max(self._begun, step)
 
     def stops(self, step: int) -> bool:
-        """True if the run stops after a step; otherwise the next step counts as begun. May wait for other ranks.
-
-        Raises:
-            LostPeerError: A rank failed during the wait.
-        """
+        """True if the run stops after a step; otherwise the next step counts as begun. May wait for other ranks."""
         with self._changed:
             if self._frozen:
                 self._changed.wait_for(lambda: self._last is not None or self._lost)
@@ -81,9 +77,6 @@ class StopCoordinator:
     """This rank's side of the agreement on the last step, polled by the watchdog's thread.
 
     Args:
-        rank, world: This rank, and the number of ranks.
-        signals: Stop signals that this process has received.
-        link: Connection to the other ranks.
         on_stop: Called with the reason, in a thread of its own, once the run is to stop.
 
     Attributes:

@@ -53,18 +53,8 @@ def _position(frame: FrameType) -> str:
 def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[int], str], limit: str) -> str:
     """Declare a hang, and agree with all responsive ranks on its cause; the first rank to declare it is the judge.
 
-    Args:
-        board: Store of the ranks' heartbeats.
-        beat: Heartbeat of this rank.
-        world: Number of ranks.
-        rank_name: Name of a rank in messages.
-        limit: Name and value of the time limit.
-
     Returns:
         The verdict; empty if the judge does not publish one.
-
-    Raises:
-        RuntimeError: The store is gone.
     """
     first = board.declare_hang()
     board.answer(beat)
@@ -86,8 +76,6 @@ def judge(
         answers: Heartbeat of each rank that answered.
         silent: Ranks that did not answer.
         last: Last heartbeats of the silent ranks before the hang.
-        rank_name: Name of a rank in messages.
-        limit: Name and value of the time limit.
     """
     late = f"did not come within {limit} seconds"
     hosts = {rank: beat.host for rank, beat in {**last, **answers}.items()}

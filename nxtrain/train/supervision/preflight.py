@@ -1,7 +1,8 @@
-"""Preparation of a run's folder before the first step: checks of problems that would end the run later, and records."""
+"""Checks before the first step: a folder that cannot hold the run, a crash loop; and records of the start."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -9,17 +10,20 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import nxtrain
 from nxtrain.checkpoint.directory import Retention, clear, prune
-from nxtrain.common.errors import BackendError, CheckpointError, refused
+from nxtrain.common.errors import BackendError, CheckpointError, CrashLoopError, refused
 from nxtrain.common.io.atomic import replace_text
-from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
+from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE, STARTS_FILE
 from nxtrain.common.text import size
 from nxtrain.config.show import dump
+from nxtrain.metrics.goodput import RunStart
+from nxtrain.metrics.start_log import read
 from nxtrain.train.context import RunContext
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
@@ -32,13 +36,7 @@ TOLERATED_S = 7 * 86400.0
 
 
 def check_folder(folder: Path) -> None:
-    """Check on the leader that the run's folder can be written and that the clock is set.
-
-    Raises:
-        BackendError: The clock is not set, or the rights are missing.
-        InputError: A file is in the way.
-        StorageError: The storage fails or is full.
-    """
+    """Check on the leader that the run's folder can be written and that the clock is set."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -62,11 +60,7 @@ def checkpoint_bytes(state: TrainState) -> int:
 
 
 def check_space(folder: Path, state: TrainState) -> None:
-    """Check on the leader that the disk of a run has room for its next checkpoint.
-
-    Raises:
-        CheckpointError: The free space is less than one checkpoint.
-    """
+    """Check on the leader that the disk of a run has room for its next checkpoint."""
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(state)
     # File systems of clusters may report no size at all.
     if os.statvfs(folder).f_blocks and free < needed:
@@ -109,3 +103,42 @@ def _record_environment(folder: Path, context: RunContext) -> None:
         "dp": mesh.dp_size,
     }
     replace_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n", durable=False)
+
+
+def fingerprint(config: str) -> str:
+    """Fingerprint of a configuration's text."""
+    return hashlib.sha256(config.encode()).hexdigest()[:16]
+
+
+def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
+    """Refuse to start a run that has failed too often at the same step.
+
+    Args:
+        config: Fingerprint of the configuration; failures under another configuration do not count.
+        most: Failures in a row at one step; 0: never refuse.
+
+    Raises:
+        CrashLoopError: The last `most` starts failed at the same step with this configuration.
+    """
+    if not most:
+        return
+    last = failures(read(logs))[-most:]
+    if len(last) < most or {(start.spent.step, start.config) for start in last} != {(last[-1].spent.step, config)}:
+        return
+    why = last[-1].why or "it said nothing, as if killed"
+    raise CrashLoopError(
+        f"the last {most} attempts of this run all ended after step {last[-1].spent.step}; of the last one is known: "
+        f"{why}. A further one would likely end there too (recovery.max_same_step={most}). Mend the cause and "
+        f"start again with another configuration, with recovery.max_same_step=0, or without {logs / STARTS_FILE}"
+    )
+
+
+def failures(starts: Sequence[RunStart]) -> list[RunStart]:
+    """Starts since the last one that ended with `done` or was asked to stop."""
+    failed: list[RunStart] = []
+    for start in starts:
+        if start.stop or start.outcome in {"done", "stopped"}:
+            failed = []
+        else:
+            failed.append(start)
+    return failed

@@ -33,8 +33,6 @@ def only_run(
     """Lock the folder of a run within this context; the system releases the lock when this process ends in any way.
 
     Args:
-        folder: Folder of the run.
-        print_line: Prints a line for the user.
         restarted: This start replaces one that failed.
         most_s: Most seconds to wait, since other ranks wait for this one.
 

@@ -44,7 +44,10 @@ class Stragglers:
         self.rates = rates
         for ranks in self._peers.values():
             if len(ranks) > 1 and all(rank in rates for rank in ranks):
-                yield from self._compare({rank: _same_work(rates[rank]) for rank in ranks})
+                same_work: dict[int, dict[str, float]] = {}
+                for rank in ranks:  # sections, where the rank has them, in place of the whole step
+                    same_work[rank] = {kind: rates[rank][kind] for kind in SAME_WORK if kind in rates[rank]}
+                yield from self._compare(same_work)
 
     def _compare(self, rates: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         usual = median_low([sum(rate.values()) for rate in rates.values()])
@@ -78,8 +81,3 @@ class Stragglers:
         if steps < STEPS:
             return {}
         return {name: (spent - seen[0].spent.get(name, 0.0)) / steps for name, spent in beat.spent.items()}
-
-
-def _same_work(rate: Mapping[str, float]) -> dict[str, float]:
-    """The kinds that peers can be compared by; sections, where the rank has them, in place of the whole step."""
-    return {kind: rate[kind] for kind in SAME_WORK if kind in rate}

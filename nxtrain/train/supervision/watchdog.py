@@ -91,10 +91,7 @@ class Watchdog(RunObserver):
     """Watchdog of this rank and, together with the other ranks' watchdogs, of the run; as a context.
 
     Args:
-        backend: This rank's device, open.
         hang_timeout_s: Seconds without progress after which the run counts as hung.
-        logs: Folder for stacks.
-        signals: Stop signals that this process has received.
         has_agent: The parent process is an agent; without its agent this process ends.
 
     Attributes:
@@ -142,7 +139,6 @@ class Watchdog(RunObserver):
         """Report to observers: `beat` again and again, `stopping` once the run is to stop, and the `end` by a hang.
 
         Args:
-            observers: The observers.
             spent: Returns the seconds of this rank so far by kind of work, from any thread.
         """
         self._observers, self._spent = observers, spent
@@ -167,12 +163,7 @@ class Watchdog(RunObserver):
         self.enter(self._finished, "checkpoint")
 
     def lay_out(self, rank_name: Callable[[int], str], stages: Sequence[int]) -> None:
-        """Set the names of the ranks and their pipeline stages.
-
-        Args:
-            rank_name: Name of a rank in messages.
-            stages: Pipeline stage of each rank.
-        """
+        """Set the names of the ranks and their pipeline stages."""
         self._rank_name = rank_name
         if self._backend.rank == 0:
             self._stragglers = Stragglers(stages)
@@ -229,9 +220,9 @@ class Watchdog(RunObserver):
         duties = (
             self._put_off_end,
             self._look_at_agent,
-            self._tick,
+            lambda: self._ticking.start(self._observers.beat),
             self._look_at_myself,
-            self._look_at_stop,
+            lambda: self._stop.look(due=time.monotonic() >= self._next_beat),
             self._look_at_others,
         )
         try:
@@ -267,16 +258,10 @@ class Watchdog(RunObserver):
             print_line(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
             os._exit(1)
 
-    def _tick(self) -> None:
-        self._ticking.start(self._observers.beat)
-
     def _look_at_myself(self) -> None:
         self._received.look()
         if self._limited and (self._late or self._age() > self._limit()):
             self._hang()
-
-    def _look_at_stop(self) -> None:
-        self._stop.look(due=time.monotonic() >= self._next_beat)
 
     def _pause(self) -> float:
         soon_s = self._stop.pause_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,23 @@ from nxtrain.data import Data, open_data
 OpenAlone = Callable[..., Data]
 
 
+def open_at(workdir: Path, *, seq_len: int = 8, vocab_size: int = 300, validation_rows: int = 0, **keys: Any) -> Data:
+    """Open data as the only rank; takes the keys of `[data]`."""
+    return open_data(
+        DataConfig.model_validate(keys),
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        workdir=workdir,
+        leader=True,
+        barrier=lambda: None,
+        validation_rows=validation_rows,
+    )
+
+
 @pytest.fixture
 def open_alone(tmp_path: Path) -> OpenAlone:
-    """Open data as the only rank, in `tmp_path/work`; takes the keys of `[data]`, `seq_len` and `vocab_size`."""
-
-    def open_with(*, seq_len: int = 8, vocab_size: int = 300, **keys: Any) -> Data:
-        return open_data(
-            DataConfig(**keys),
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            workdir=tmp_path / "work",
-            leader=True,
-            barrier=lambda: None,
-        )
-
-    return open_with
+    """`open_at` in `tmp_path/work`."""
+    return partial(open_at, tmp_path / "work")
 
 
 @pytest.fixture

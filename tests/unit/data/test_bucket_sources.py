@@ -94,7 +94,7 @@ def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path:
             prepare(source, out=tmp_path / f"{only[2:]}{number}.arrow", only=only, on_bad="skip")
         found = [(tmp_path / f"{only[2:]}{number}.arrow").read_bytes() for number in range(2)]
         assert found[0] == found[1]
-    with pytest.raises(DataError, match=rf"{ROOT} holds .*\.txt would be a document beside"):
+    with pytest.raises(DataError, match=rf"{ROOT} holds .*\.txt would be a document next to"):
         s3.put_object(**(ROOT / "README.txt").object, Body=b"words")
         prepare(ROOT, out=tmp_path / "o.arrow")
     with pytest.raises(ConfigError, match=f"{ROOT}-none does not exist"):

@@ -23,8 +23,7 @@ from nxtrain.common.errors import BackendError, DataError, StorageError
 from nxtrain.common.io import cached_object
 from nxtrain.common.io.cached_object import CachedObject
 from nxtrain.common.io.object_store import S3Path, S3Source
-from nxtrain.config.schema import DataConfig
-from nxtrain.data import Data, Loader, StreamLoader, Streams, open_data
+from nxtrain.data import Data, Loader, StreamLoader, Streams
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
@@ -32,6 +31,7 @@ from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_
 from nxtrain.data.workers import WorkerPolicy, Workers
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
+from tests.unit.data.conftest import open_at
 
 __all__ = ["s3", "s3_variables"]
 
@@ -185,9 +185,8 @@ def bucket(s3: Any, corpora: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def opened(folder: Path, corpora: Path, root: str, name: str, **keys: Any) -> Data:
     source = {"source": "tokens" if name.endswith(".npy") else "arrow", "tokenizer": str(corpora / "tokenizer")}
-    config = DataConfig(**{**source, "path": f"{root}/{name}", "cache_dir": folder / "cache", **keys})
-    options: dict[str, Any] = {"seq_len": SEQ_LEN, "vocab_size": 300, "workdir": folder / "work"}
-    return open_data(config, **options, leader=True, barrier=lambda: None, validation_rows=4)
+    config = {**source, "path": f"{root}/{name}", "cache_dir": folder / "cache", **keys}
+    return open_at(folder / "work", seq_len=SEQ_LEN, validation_rows=4, **config)
 
 
 def batches(
@@ -281,7 +280,6 @@ def test_opening_a_bucket_reads_metadata_only(
     monkeypatch.setattr(cached_object, "BLOCK_BYTES", 1 << 10)
     texts = ["snow " * 9000 for _ in range(40)]
     monkeypatch.setattr(preparation, "BATCH_BYTES", 200_000)
-    monkeypatch.setattr("nxtrain.data.arrow.opening._METADATA_BYTES", 1 << 10)
     prepare(write_corpus(tmp_path, "a.jsonl", texts), out=tmp_path / "o.arrow")
     address = S3Path(f"s3://{BUCKET}/o.arrow")
     s3.upload_file(str(tmp_path / "o.arrow"), BUCKET, "o.arrow")
@@ -297,7 +295,7 @@ def test_an_object_that_was_damaged_on_its_way_is_refused(s3: Any, corpora: Path
     s3.put_object(Bucket=BUCKET, Key="c/ids.arrow", Body=damaged)
     corpus = PreparedCorpus(S3Path(f"{bucket}/ids.arrow"), tmp_path / "cache")
     with pytest.raises(DataError, match=rf"{bucket}/ids\.arrow is damaged: bytes .* documents 0 to "):
-        corpus.raw(0)
+        corpus.content(0)
 
 
 def gone(s3: Any, key: str) -> None:
@@ -322,7 +320,6 @@ def test_an_object_that_changes_under_a_run_ends_it_with_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cached_object, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("nxtrain.data.arrow.opening._METADATA_BYTES", 512)
     monkeypatch.setattr("nxtrain.data.samples._HEADER_BYTES", 128)
     data = opened(tmp_path, corpora, bucket, name, shuffle=False)
     if workers:  # a worker opens the object itself, at its start

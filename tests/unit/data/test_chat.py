@@ -147,7 +147,7 @@ def test_a_corpus_has_the_ids_of_transformers_and_knows_the_answers(
         length = table["prompt"][number].as_py()
         assert ids[:length] == prompt["input_ids"]
         assert theirs.decode(ids[length:]) == talk[end]["content"] + END
-        assert corpus.prompt(number, corpus.raw(number)) == length
+        assert corpus.prompt(number, corpus.content(number)) == length
     assert [batch.num_rows for batch in table.to_batches()] == [3, 4, 3] if kind == "a.jsonl" else True
 
 

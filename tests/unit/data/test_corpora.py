@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import DataError
 from nxtrain.config.schema import DataConfig
-from nxtrain.data.arrow import rows
+from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import split_sections
-from nxtrain.data.arrow.run_corpora import RunCorpora, open_corpora
 from nxtrain.data.arrow.streams import content_hash
+from nxtrain.data.arrow.training import RunCorpora, open_corpora
 from nxtrain.data.corpora import stdlib_files, stdlib_texts, text_files
+from tests.support.corpora import prepare
 
 
 class Pieces:
@@ -110,24 +111,6 @@ def test_undecodable_stdlib_module_is_skipped_with_its_reason(tmp_path: Path, mo
     assert run.skipped[0].startswith(f"{root}/bad.py: invalid UTF-8: byte 2 is 0xe9")
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"{", "broken JSON"),
-        (b'{"body": "x"}', 'missing field: no "text"'),
-        (b'["x"]', "wrong type: a list"),
-        (b'{"text": 3}', 'wrong type: "text" is a number'),
-        (b'{"text": "ab\\ud800"}', "invalid UTF-8: .*surrogate pair at character 2"),
-        (b'{"text": "\xff"}', "invalid UTF-8: byte 10 is 0xff"),
-        (b'{"text": ' + b"[" * 100_000, "broken JSON"),
-    ],
-)
-def test_bad_json_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
-    (tmp_path / "docs.jsonl").write_bytes(b'{"text": "x"}\n' + line)
-    with pytest.raises(DataError, match=rf"docs\.jsonl, row 2: {reason}"):
-        documents(tmp_path / "docs.jsonl", tmp_path / "work")
-
-
 def test_missing_path_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=.*nowhere\.txt does not exist"):
         text_files(str(tmp_path / "nowhere.txt"))
@@ -159,13 +142,26 @@ def test_sections_end_with_lines_or_letters_and_join_to_the_text(letters: list[s
         assert len(section) + len(following.decode()[0].encode()) > limit or section.endswith(b"\n")
 
 
-def test_a_text_file_of_any_length_becomes_documents(tmp_path: Path) -> None:
-    text = "".join(f"{i} bottles of beer on the wall\n" for i in range(20_000))
-    (tmp_path / "song.txt").write_text(text)
-    found = documents(tmp_path / "song.txt", tmp_path / "work")
-    assert "".join(found) == text
-    assert all(len(part) <= rows.SECTION_BYTES and part.endswith("\n") for part in found)
-    assert len(found) == -(-len(text) // rows.SECTION_BYTES)
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"line one\nline two\nline 3", [("line one\n", True), ("line two\n", True), ("line 3", False)]),
+        (b"line one\n\0\n", [("line one\n", False)]),
+        (b"line one\n" + b" " * 18 + b"line two\n", [("line one\n", False), ("line two\n", False)]),
+        (b"line one\nline \xff\nline two\n", [("line one\n", False), ("line two\n", False)]),
+    ],
+    ids=["all", "binary", "blank", "invalid"],
+)
+def test_a_section_continues_unless_the_next_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, expected: list[tuple[str, bool]]
+) -> None:
+    monkeypatch.setattr(split_sections, "__defaults__", (9,))
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.txt").write_bytes(b"another")
+    prepare(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "o.arrow", sections=True, on_bad="skip")
+    corpus = PreparedCorpus(tmp_path / "o.arrow")
+    found = [(corpus.text(number), corpus.continues(number)) for number in range(len(corpus))]
+    assert found == [*expected, ("another", False)]
 
 
 def test_a_changed_time_makes_the_corpus_again_and_equal_content_keeps_its_identity(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nxtrain.common.errors import DataError
 from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.values import document_bytes
+from nxtrain.data.arrow.tables import document_bytes
 from tests.support.corpora import documents, drop_checksums, prepare, write_corpus, write_file, write_tokenizer
 from tests.unit.data.test_drawn_sources import check
 

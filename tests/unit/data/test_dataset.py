@@ -17,7 +17,9 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data import Data, Samples, open_data
 from nxtrain.data.arrow import rows, training
 from nxtrain.data.tokenization import train_bpe
-from tests.unit.data.conftest import OpenAlone
+from tests.support.corpora import prepare
+from tests.support.corpora import texts_of as texts_of_corpus
+from tests.unit.data.conftest import OpenAlone, open_at
 
 
 def all_rows(samples: Samples) -> NDArray[np.int64]:
@@ -52,9 +54,21 @@ def test_empty_tiny_and_huge_documents(tmp_path: Path, open_alone: OpenAlone, mo
     for name, text in (("0", ""), ("1", "a"), ("2", huge), ("3", "\n"), ("4", "b")):
         (folder / name).write_text(text)
     data = open_alone(source="text", path=str(folder), seq_len=1)
-    first, *parts, last = texts_of(data, data.train)
-    assert (first, "".join(parts), last) == ("a", huge, "b")
-    assert len(parts) == -(-len(huge) // rows.SECTION_BYTES)
+    assert texts_of(data, data.train) == ["a", huge, "b"]
+    prepare(folder, out=tmp_path / "o.arrow")
+    assert texts_of_corpus(tmp_path / "o.arrow") == ["a", huge, "b"], "as `data prepare` has it"
+
+
+def test_a_file_ends_once_but_where_a_section_is_held_out(tmp_path: Path, open_alone: OpenAlone) -> None:
+    text = "".join(f"{number} bottles of beer on the wall\n" for number in range(16_000))
+    (tmp_path / "song.txt").write_text(text)
+    data = open_alone(source="text", path=str(tmp_path / "song.txt"), seq_len=1, validation_fraction=0.3)
+    assert data.validation is not None
+    parts = [*texts_of(data, data.train), *texts_of(data, data.validation)]
+    parts.sort(key=text.index)
+    assert "".join(parts) == text
+    assert 0.3 <= data.validation.num_rows / (data.train.num_rows + data.validation.num_rows) < 0.45
+    assert len(parts) < -(-len(text) // rows.SECTION_BYTES), "sections on one side are one document"
 
 
 def test_split_is_by_document_and_complete(folder_of_text: Path, open_alone: OpenAlone) -> None:
@@ -100,15 +114,6 @@ def test_equal_documents_are_on_one_side(tmp_path: Path, open_alone: OpenAlone) 
         assert len(held_out) >= 20 * fraction
 
 
-def test_single_file_can_be_split(tmp_path: Path, open_alone: OpenAlone) -> None:
-    text = "".join(f"{i} bottles of beer on the wall\n" for i in range(20_000))
-    (tmp_path / "song.txt").write_text(text)
-    data = open_alone(source="text", path=str(tmp_path / "song.txt"), seq_len=64, validation_fraction=0.1)
-    assert data.validation is not None
-    total = data.train.num_rows + data.validation.num_rows
-    assert 0.1 <= data.validation.num_rows / total < 0.25
-
-
 def test_second_start_reuses_the_files_and_gives_equal_rows(
     folder_of_text: Path, open_alone: OpenAlone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,9 +131,8 @@ def test_second_start_reuses_the_files_and_gives_equal_rows(
 def test_preparing_again_from_nothing_is_bitwise_equal(folder_of_text: Path, tmp_path: Path) -> None:
     contents = []
     for name in ("one", "two"):
-        config = DataConfig(source="text", path=str(folder_of_text), validation_fraction=0.2)
         workdir = tmp_path / name
-        open_data(config, seq_len=8, vocab_size=300, workdir=workdir, leader=True, barrier=lambda: None)
+        open_at(workdir, source="text", path=str(folder_of_text), validation_fraction=0.2)
         contents.append({p.name: p.read_bytes() for p in workdir.iterdir() if not p.name.startswith("prepared")})
     assert contents[0] == contents[1]
     assert len(contents[0]) == 7, "a tokenizer, and a corpus and two streams with their summaries"

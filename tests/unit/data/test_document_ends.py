@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
-from nxtrain.config.schema import DataConfig
 from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
 from nxtrain.data.batch_source import Batches, BatchOrder
-from nxtrain.data.dataset import Data, open_data
+from nxtrain.data.dataset import Data
 from nxtrain.data.loader import Batch, BatchShare, Loader, batch_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.conversations import (
@@ -42,6 +41,7 @@ from tests.support.conversations import (
 )
 from tests.support.corpora import prepare, write_corpus, write_tokenizer
 from tests.support.models import hf_model, our_model, plan, weights_of
+from tests.unit.data.conftest import open_at
 
 SEQ_LEN = 192
 SEEDS = range(5)
@@ -84,15 +84,8 @@ def models() -> Iterator[Models]:
 
 def opened(folder: Path, **config: Any) -> Data:
     """Data of a run that evaluates its own corpus, too."""
-    return open_data(
-        DataConfig.model_validate({"doc_mask": True, "workers": 0, "shuffle": False, **config}),
-        seq_len=SEQ_LEN,
-        vocab_size=VOCABULARY,
-        workdir=folder,
-        leader=True,
-        barrier=lambda: None,
-        validation_rows=100,
-    )
+    keys = {"doc_mask": True, "workers": 0, "shuffle": False, **config}
+    return open_at(folder, seq_len=SEQ_LEN, vocab_size=VOCABULARY, validation_rows=100, **keys)
 
 
 def loader_of(data: Data, *, doc_mask: bool, places: Sequence[tuple[int, ...]] = ()) -> Batches:

@@ -41,7 +41,9 @@ def test_the_ranks_of_a_drawn_layout_read_what_one_rank_reads() -> None:
         ranks = [islice(loader(rank, dp, micro).prefetched(first), 4) for rank in range(dp)]
         for step, whole, parts in zip(steps, alone, zip(*ranks, strict=True), strict=True):
             for part in parts:
-                assert part.inputs.shape == (accumulation, micro, seq_len), said
+                assert part.inputs.shape == part.targets.shape == (accumulation, micro, seq_len), said
+                assert part.inputs.dtype == part.targets.dtype == np.int64
+                assert part.num_tokens == part.targets.size
             inputs = np.concatenate([part.inputs.reshape(-1, seq_len) for part in parts])
             targets = np.concatenate([part.targets.reshape(-1, seq_len) for part in parts])
             np.testing.assert_array_equal(inputs, whole.inputs[0], said)

@@ -95,12 +95,6 @@ def test_ids_text_and_sources_have_the_same_statistics(
     assert bare["samples"][1] == {"document": 50, "begins": corpus.ids(50)[:16].tolist()}
 
 
-def test_bad_rows_of_sources_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n{}\n{\n{}\n')
-    found = inspect_corpus(tmp_path / "a.jsonl", seq_len=4)
-    assert (found["documents"], found["skipped"]) == (1, {"broken JSON": 1, "missing field": 2})
-
-
 def test_another_tokenizer_and_damage_are_refused(tmp_path: Path) -> None:
     first, second = write_tokenizer(tmp_path / "first"), write_tokenizer(tmp_path / "second", 290)
     prepare(write_corpus(tmp_path / "src", "a.jsonl", documents(50)), out=tmp_path / "o.arrow", tokenizer=first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -21,36 +20,6 @@ NUM_ROWS, SEQ_LEN = 21, 6
 TABLE = np.arange(NUM_ROWS * (SEQ_LEN + 1), dtype=np.uint16).reshape(NUM_ROWS, SEQ_LEN + 1)
 
 
-def rows_of_step(step: int, *, shuffle: bool, micro_batch: int, dp_size: int) -> NDArray[np.int64]:
-    """Row numbers of a global batch of 8, ranks joined in order."""
-    parts = []
-    for dp_rank in range(dp_size):
-        loader = Loader(TableSamples(TABLE), BatchShare(8, micro_batch, dp_rank, dp_size), seed=3, shuffle=shuffle)
-        batch = loader.batch(step)
-        assert batch.inputs.shape == batch.targets.shape == (8 // dp_size // micro_batch, micro_batch, SEQ_LEN)
-        assert batch.inputs.dtype == batch.targets.dtype == np.int64
-        assert batch.num_tokens == batch.targets.size
-        np.testing.assert_array_equal(batch.targets, batch.inputs + 1)
-        parts.append(batch.inputs[..., 0].ravel() // (SEQ_LEN + 1))
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 100])
-def test_unshuffled_steps_take_consecutive_rows_and_wrap(step: int) -> None:
-    rows = rows_of_step(step, shuffle=False, micro_batch=2, dp_size=2)
-    assert rows.tolist() == [(step * 8 + i) % NUM_ROWS for i in range(8)]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("step", [0, 2, 17])
-def test_layout_changes_neither_rows_nor_their_order(step: int, shuffle: bool) -> None:
-    reference = rows_of_step(step, shuffle=shuffle, micro_batch=8, dp_size=1)
-    for dp_size in (1, 2, 4):
-        for micro_batch in (1, 2, 8 // dp_size):
-            rows = rows_of_step(step, shuffle=shuffle, micro_batch=micro_batch, dp_size=dp_size)
-            np.testing.assert_array_equal(rows, reference)
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(0, 40))
 def test_steps_in_any_order_hold_the_rows_of_their_positions(steps: list[int], origin: int) -> None:
     """One loader permutes the positions of several steps at once; the order itself does so one step at a time."""
@@ -59,13 +28,6 @@ def test_steps_in_any_order_hold_the_rows_of_their_positions(steps: list[int], o
         first = origin + step * 8 + 4
         rows = loader.batch(step).inputs[..., 0].ravel() // (SEQ_LEN + 1)
         np.testing.assert_array_equal(rows, shuffled(np.arange(first, first + 4), NUM_ROWS, 3))
-
-
-def test_every_epoch_trains_on_every_row_once_across_steps() -> None:
-    rows = np.concatenate([rows_of_step(s, shuffle=True, micro_batch=4, dp_size=2) for s in range(NUM_ROWS)])
-    epochs = rows.reshape(8, NUM_ROWS)
-    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(NUM_ROWS), (8, 1)))
-    assert len({tuple(epoch) for epoch in epochs}) == 8
 
 
 def test_padded_pass_counts_every_row_once() -> None:
@@ -80,14 +42,6 @@ def test_padded_pass_counts_every_row_once() -> None:
             num_tokens += batch.num_tokens
     np.testing.assert_array_equal(np.sort(np.concatenate(counted)), TABLE[:, 1:].ravel())
     assert num_tokens == NUM_ROWS * SEQ_LEN
-
-
-def test_prefetched_batches_equal_direct_ones_from_any_step() -> None:
-    loader = Loader(TableSamples(TABLE), BatchShare(4, 2), seed=1, shuffle=True)
-    for start in (0, 5):
-        for step, batch in enumerate(islice(loader.prefetched(start), 9), start):
-            np.testing.assert_array_equal(batch.inputs, loader.batch(step).inputs)
-            np.testing.assert_array_equal(batch.targets, loader.batch(step).targets)
 
 
 class FailingSamples(TableSamples):

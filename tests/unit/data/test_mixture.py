@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.config.bounds import MAX_PERIOD, row_shares
-from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import MixedLane
-from nxtrain.data.dataset import Data, open_data
+from nxtrain.data.arrow.streams import MixedLane
+from nxtrain.data.dataset import Data
 from nxtrain.data.loader import BatchShare, Loader
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, LocalLanes, Place, StreamLoader, merged, places_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.corpora import NumberedLane, prepare, write_corpus, write_tokenizer
+from tests.unit.data.conftest import open_at
 
 VOCABULARY, SEQ_LEN = 300, 24
 WEIGHT = st.one_of(st.integers(1, 40).map(float), st.integers(1, 60).map(lambda tenths: tenths / 10))
@@ -161,16 +161,9 @@ class Corpora:
         prepare(folder / "rain", out=folder / "ids.arrow", tokenizer=self.tokenizer)
 
     def open(self, *names: str, **options: Any) -> Data:
-        settings = {"source": "arrow", "mixture": tuple(str(self.folder / name) for name in names), **options}
-        return open_data(
-            DataConfig(**settings),
-            seq_len=SEQ_LEN,
-            vocab_size=VOCABULARY,
-            workdir=self.folder / "work",
-            leader=True,
-            barrier=lambda: None,
-            validation_rows=4,
-        )
+        mixture = tuple(str(self.folder / name) for name in names)
+        shape = {"seq_len": SEQ_LEN, "vocab_size": VOCABULARY, "validation_rows": 4}
+        return open_at(self.folder / "work", **shape, source="arrow", mixture=mixture, **options)
 
     def known(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer, VOCABULARY)

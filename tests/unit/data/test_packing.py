@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -56,14 +55,6 @@ def test_each_piece_goes_to_the_fullest_row_with_room(lengths: list[int], capaci
     filled = np.bincount(packed.rows, weights=packed.lengths, minlength=packed.num_rows).astype(int)
     whole = sum(length // capacity for length in lengths)
     assert sorted(capacity - filled[whole:]) == sorted(free)
-
-
-@pytest.mark.parametrize(("seq_len", "sigma"), [(512, 1.0), (2048, 1.2), (8192, 1.5)])
-def test_waste_of_log_normal_lengths_is_at_most_one_percent(seq_len: int, sigma: float) -> None:
-    lengths = np.exp(np.random.default_rng(0).normal(6, sigma, 20_000)).astype(np.int64) + 1
-    packed = best_fit(lengths, seq_len + 1)
-    assert packed.waste <= 0.01
-    assert packed.lengths.sum() == lengths.sum()
 
 
 def test_time_grows_as_that_of_a_sort() -> None:

@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
-from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import open_documents
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.streams import BestFitLane, ConcatLane, open_lane
-from nxtrain.data.dataset import open_data
+from nxtrain.data.arrow.streams import BestFitLane, ConcatLane, Documents, is_held_out, open_lane
 from nxtrain.data.held_out import target_counts
 from nxtrain.data.loader import BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.train.results import Summary
 from tests.support.corpora import drop_checksums, prepare, write_file, write_tokenizer
+from tests.unit.data.conftest import open_at
 
 VOCABULARY, SEQ_LEN = 300, 24
 ROWS = [(f"question {n} \u2603 " * (n % 3), f"answer {n}\n" * (1 + n % 4)) for n in range(23)]
@@ -80,9 +78,9 @@ def test_documents_of_every_source_know_their_prompts(
 ) -> None:
     corpus = prepared(tmp_path, kind, tokenizer=tokenizer.path if as_ids else None)
     assert corpus.has_prompts
-    documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
+    documents = Documents(corpus, tokenizer, VOCABULARY, 0.0)
     for number, (prompt, answer) in enumerate(wanted(tokenizer)):
-        content = corpus.raw(number)
+        content = corpus.content(number)
         if not as_ids:
             assert content.decode() == "".join(ROWS[number])
         (ids,) = documents.ids([content], [corpus.prompt(number, content)])
@@ -131,7 +129,7 @@ def test_text_and_ids_give_the_same_rows(
         for name, options in (("t", {}), ("i", {"tokenizer": tokenizer.path}))
     ]
     order = LaneOrder(2, 4, True)
-    lanes = [open_lane(open_documents(c, tokenizer, 0.0, VOCABULARY), packing, SEQ_LEN, order, 1) for c in corpora]
+    lanes = [open_lane(Documents(c, tokenizer, VOCABULARY, 0.0), packing, SEQ_LEN, order, 1) for c in corpora]
     for _ in range(12):
         text, ids = (lane.row() for lane in lanes)
         assert text.tolist() == ids.tolist()
@@ -140,18 +138,9 @@ def test_text_and_ids_give_the_same_rows(
 def test_an_evaluation_counts_answers_only(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     corpus = prepared(tmp_path, "a.jsonl")
     config = {"source": "arrow", "path": str(corpus.path), "validation_fraction": 0.4, "tokenizer": str(tokenizer.path)}
-    data = open_data(
-        DataConfig(**config),  # type: ignore[arg-type]
-        seq_len=SEQ_LEN,
-        vocab_size=VOCABULARY,
-        workdir=tmp_path / "work",
-        leader=True,
-        barrier=lambda: None,
-        validation_rows=50,
-    )
+    data = open_at(tmp_path / "work", seq_len=SEQ_LEN, vocab_size=VOCABULARY, validation_rows=50, **config)
     assert data.validation is not None
-    documents = open_documents(corpus, tokenizer, 0.4, VOCABULARY)
-    held = [number for number in range(len(corpus)) if documents.is_held_out(corpus.raw(number))]
+    held = [number for number in range(len(corpus)) if is_held_out(corpus.content(number), 0.4)]
     stream = [
         (token, is_answer)
         for number in held
@@ -201,12 +190,12 @@ def test_a_damaged_length_of_a_prompt_is_named(tmp_path: Path, tokenizer: TextTo
     assert isinstance(path, Path)
     drop_checksums(path)
     corpus = PreparedCorpus(path)
-    documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
+    documents = Documents(corpus, tokenizer, VOCABULARY, 0.0)
     list(islice(documents.lane(LaneOrder(1, 0, False), 0), 3))
     (batch,) = corpus._batches
     content = bytearray(path.read_bytes())
-    content[batch.prompts + 8 : batch.prompts + 16] = length.to_bytes(8, "little", signed=True)
+    content[batch.extra + 8 : batch.extra + 16] = length.to_bytes(8, "little", signed=True)
     path.write_bytes(content)
-    damaged = open_documents(PreparedCorpus(path), tokenizer, 0.0, VOCABULARY)
+    damaged = Documents(PreparedCorpus(path), tokenizer, VOCABULARY, 0.0)
     with pytest.raises(DataError, match=r"document 1 of 23, is damaged: its prompt has a length of"):
         list(islice(damaged.lane(LaneOrder(1, 0, False), 0), 3))

@@ -172,13 +172,6 @@ def test_a_refusal_leaves_only_what_spares_the_next_start_some_work(
     assert left == ({"o.arrow.partial"} if watcher.batches else set())
 
 
-def test_sources_without_a_document_leave_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": " "}\n{}\n')
-    with pytest.raises(DataError, match="hold no document"):
-        prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", on_bad="skip")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
-
-
 def test_a_begun_preparation_refuses_other_sources_settings_and_times(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "src", "a.jsonl", documents(200))
     out = tmp_path / "o.arrow"
@@ -244,7 +237,7 @@ def test_damage_between_two_starts_is_found_when_the_corpus_is_verified(tmp_path
     with pytest.raises(
         DataError, match=r"1 damaged blocks; prepare it again:\n.*bytes 0 to 65,536, .* documents 0 to "
     ):
-        verify_corpus(tmp_path / "o.arrow", Path(), lambda done, total: None)
+        verify_corpus(tmp_path / "o.arrow")
 
 
 def test_a_stop_request_ends_behind_a_whole_batch(tmp_path: Path) -> None:

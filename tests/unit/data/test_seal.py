@@ -69,7 +69,7 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def read(path: Path) -> tuple[Read, dict[bytes, bytes], str]:
     """All that training takes from a corpus."""
     found = PreparedCorpus(path)
-    contents = [found.raw(number) for number in range(len(found))]
+    contents = [found.content(number) for number in range(len(found))]
     prompts = [found.prompt(number, content) for number, content in enumerate(contents)]
     return list(zip(contents, prompts, strict=True)), found.metadata, found.identity
 
@@ -86,10 +86,10 @@ def regions(path: Path, shard: int) -> Iterator[tuple[str, int, int]]:
         yield "offsets", batch.offsets, batch.offsets + 8 * (batch.rows + 1)
         yield "values", batch.values, batch.values + batch.size
         last = batch.values + batch.size
-        if batch.prompts:
-            yield "before prompts", last, batch.prompts
-            last = batch.prompts + 8 * batch.rows
-            yield "prompts", batch.prompts, last
+        if batch.extra:
+            yield "before prompts", last, batch.extra
+            last = batch.extra + 8 * batch.rows
+            yield "prompts", batch.extra, last
     yield "end of stream", last, covered
     yield "table", covered, footer - SEAL_BYTES
     yield "seal", footer - SEAL_BYTES, footer
@@ -158,7 +158,7 @@ def test_without_a_verification_damage_is_trained_on(
 
 def test_a_verification_finds_every_damage_and_names_its_place(corpus: Path) -> None:
     def verified() -> None:
-        verify_corpus(corpus, Path(), lambda done, total: None)
+        verify_corpus(corpus)
 
     verified()
     for name, file, content in damages(corpus, seed=2):
@@ -177,7 +177,7 @@ def test_a_block_is_read_for_its_checksum_once(corpus: Path, monkeypatch: pytest
     found, verified = PreparedCorpus(corpus), list[int]()
     monkeypatch.setattr(seal, "xxh3_64_intdigest", _counting(xxh3_64_intdigest, verified))
     for _ in range(2):
-        assert [len(found.raw(number)) > 0 for number in range(len(found))] == [True] * 240
+        assert [len(found.content(number)) > 0 for number in range(len(found))] == [True] * 240
     num_blocks = sum(-(-file._covered // BLOCK_BYTES) for file in found.files if isinstance(file, CheckedFile))
     assert num_blocks - len(found.files) <= len(verified) <= num_blocks
 
@@ -193,13 +193,20 @@ def _counting(digest: Callable[[Any], int], calls: list[int]) -> Callable[[Any],
 def test_readers_of_arrow_pass_over_the_checksums(corpus: Path) -> None:
     files = sorted(corpus.iterdir()) if corpus.is_dir() else [corpus]
     content = files[0].read_bytes()
+    mapped = pa.py_buffer(content)
     reader = pa.ipc.open_file(pa.BufferReader(content))
     table = reader.read_all()
     table.validate(full=True)
     assert pa.ipc.open_stream(pa.BufferReader(content[8:])).read_all().equals(table)
     assert pyarrow.dataset.dataset(files, format="ipc").count_rows() == 240
     assert table.column_names[0] in {"text", "ids"}
-    first = PreparedCorpus(corpus).raw(0)
+    kind = table.schema.types[0]
+    assert pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+    assert {b"nxtrain.format", b"nxtrain.sources", b"nxtrain.settings"} <= table.schema.metadata.keys()
+    values = pa.ipc.open_file(mapped).get_batch(0).column(0).buffers()[-1]
+    assert mapped.address <= values.address < mapped.address + mapped.size, "mapped without a copy"
+    assert values.address % 8 == mapped.address % 8
+    first = PreparedCorpus(corpus).content(0)
     value = table.column(0)[0].as_py()
     assert (value.encode() if isinstance(value, str) else np.array(value, np.uint16).tobytes()) == first
 
@@ -211,7 +218,7 @@ def test_a_file_of_an_earlier_release_is_read_without_checksums(tmp_path: Path) 
     assert not PreparedCorpus(path).has_checksums
     assert inspect_corpus(path, seq_len=4)["checksums"] is False
     with pytest.raises(DataError, match="has no checksums to compare, since an earlier release prepared it"):
-        verify_corpus(path, Path(), lambda done, total: None)
+        verify_corpus(path)
 
 
 def test_a_dropped_table_is_damage_unless_the_file_is_of_an_earlier_release(corpus: Path, tmp_path: Path) -> None:
@@ -221,7 +228,7 @@ def test_a_dropped_table_is_damage_unless_the_file_is_of_an_earlier_release(corp
     with pytest.raises(DataError, match="its checksums are not there"):
         PreparedCorpus(tmp_path / "o.arrow")
     drop_checksums(tmp_path / "o.arrow")
-    assert PreparedCorpus(tmp_path / "o.arrow").raw(3) == PreparedCorpus(corpus).raw(3)
+    assert PreparedCorpus(tmp_path / "o.arrow").content(3) == PreparedCorpus(corpus).content(3)
 
 
 @pytest.mark.parametrize("piece", [1000, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 10**7])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import DataError, StorageError
-from nxtrain.data.corpora import text_files
-from nxtrain.data.walk import walk
+from nxtrain.data.corpora import text_files, walk
 from tests.support.run_folders import as_nobody
 
 

@@ -20,8 +20,8 @@ import pytest
 from nxtrain.common.errors import DataError, WorkerError
 from nxtrain.data import workers as data_workers
 from nxtrain.data.arrow import streams
-from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import (
     LaneOrder,
@@ -179,7 +179,7 @@ def test_a_killed_worker_is_named_and_the_rows_go_on_as_they_would_have(capfd: p
     for pid in pids:
         assert f"of rank 6 (process {pid}) was ended by SIGKILL, before its rows of step" in told
     assert told.count("it was reading numbers.arrow, document ") >= len(pids) - 1
-    assert told.count("a new one goes on behind the last row that was taken") == len(pids)
+    assert told.count("a new one goes on after the last row that was taken") == len(pids)
 
 
 def test_a_worker_that_hangs_is_replaced_in_time(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from pathlib import Path, PurePath
 
 import pytest
@@ -17,7 +15,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.config import cache_dir
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
-from nxtrain.launch import native_variables, neuron
+from nxtrain.launch import neuron
 from nxtrain.launch.environment import Environment
 from nxtrain.launch.native_variables import Reads, native_environment, rank_variables
 
@@ -231,8 +229,3 @@ def test_a_rank_takes_its_core_as_it_starts_and_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.execve", lambda *args: None)
     with pytest.raises(ConfigError, match=r"shows 2 cores, but 4 ranks"):
         neuron.reexec_with_environment(config, {"NEURON_RT_VISIBLE_CORES": "0,1"}, local_world=4)
-
-
-def test_the_derivation_reads_no_environment() -> None:
-    tree = ast.parse(inspect.getsource(native_variables))
-    assert not {"os", "open", "Path"} & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

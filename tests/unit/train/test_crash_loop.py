@@ -11,7 +11,7 @@ from nxtrain.common.errors import CrashLoopError
 from nxtrain.common.run_folder import LOGS_DIR, START_FILE, STARTS_FILE
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.start_log import last_step
-from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
+from nxtrain.train.supervision.preflight import fingerprint, refuse_crash_loop
 
 End = Literal["done", "stopped", "failed", "killed"]
 CONFIG = fingerprint("a = 1")

@@ -26,7 +26,7 @@ from nxtrain.metrics.start_log import StepFile, last_step, read
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision import watchdog as watchdogs
 from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S
-from nxtrain.train.supervision.crash_loop import refuse_crash_loop
+from nxtrain.train.supervision.preflight import refuse_crash_loop
 from nxtrain.train.supervision.watchdog import Watchdog
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.tools.bench import data_turns

@@ -140,7 +140,7 @@ def test_a_lock_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
 
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(miss_watch, "compiles_ahead", lambda config: True)
+    monkeypatch.setattr(miss_watch, "is_neuron", lambda config: True)
     monkeypatch.setattr(miss_watch, "installed", lambda name: None)
 
 
