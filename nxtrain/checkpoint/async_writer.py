@@ -69,12 +69,6 @@ class CheckpointWriter:
     """Writes checkpoints of a run, one at a time. Every rank makes one writer, with calls at the same steps.
 
     A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
-
-    Args:
-        layout: Entries of the model's tensors that this rank holds.
-        ranks: All ranks, over the group on which they agree before they go on.
-        background: Write while training goes on.
-        uploader: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
     """
 
     def __init__(
@@ -101,7 +95,6 @@ class CheckpointWriter:
         """Save the state after a step, unless the previous checkpoint is still being written.
 
         Args:
-            shards: Returns the local tensors by kind and parameter.
             wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
                 is not saved again.
             after_failure: Save even if the previous checkpoint could not be written.
@@ -162,11 +155,7 @@ class CheckpointWriter:
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its upload until a deadline.
-
-        Args:
-            heartbeat: Called repeatedly during the wait for uploads.
-        """
+        """Wait for the last checkpoint, and for its upload until a deadline."""
         self.settle()
         uploader = self._uploader
         if uploader is not None:
@@ -247,13 +236,6 @@ GIB = 1 << 30
 
 def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Host memory that processes may still take, of this machine or of its container if that has less.
-
-    Args:
-        proc: Folder in which the kernel shows the machine.
-        cgroup: Folder of the container's control group.
-
-    Returns:
-        The bytes; the largest number of an address if the kernel does not show them.
 
     Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
     memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.

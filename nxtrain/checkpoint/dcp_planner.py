@@ -26,11 +26,7 @@ from nxtrain.common.errors import CheckpointError
 
 
 class ChunkSavePlanner(SavePlanner):
-    """Plans the write of this rank's shards.
-
-    Args:
-        read: Fetches a shard's entries to the host, immediately before they are written.
-    """
+    """Plans the write of this rank's shards; `read` fetches a shard to the host, immediately before its write."""
 
     def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
         self._chunks = {chunk.index: chunk for chunk in chunks}

@@ -60,13 +60,8 @@ class FileWriter(StorageWriter):
     """Writes this rank's shards to one file; the coordinator lists the files of all ranks in a manifest.
 
     Args:
-        folder: Folder of the file; must exist.
         memory: Bytes that do not change until the file is written; tensors inside these bytes are not copied.
         joint: Shards that all ranks write; gathered unless an earlier writer did.
-
-    Attributes:
-        stored: Digest of the file that this rank wrote, by name; at most one.
-        manifest: Manifest of all ranks' files; on the coordinator, after the write.
     """
 
     def __init__(self, folder: Path, rank: int, memory: Tensor, joint: SharedPlan) -> None:
@@ -151,9 +146,6 @@ class FileReader(StorageReader):
 
     Args:
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `folder`.
-
-    Attributes:
-        damage: Damage in one location that another location could replace.
     """
 
     def __init__(
@@ -346,25 +338,14 @@ class Staging:
         self._staged: Staged | None = None
 
     def fill(self, shards: Shards) -> Staged:
-        """Copy the shards to the host, each local tensor in one transfer.
-
-        Args:
-            shards: Kind to parameter name to local tensor, on any device; the same names in each call.
-
-        Returns:
-            The shards that this rank writes; valid until the next call.
-        """
+        """Copy the shards to the host, each local tensor in one transfer; the result is valid until the next call."""
         staged = self._staged or self.allocate(shards)
         for (kind, parameter), buffer in self._buffers.items():
             buffer.copy_(shards[kind][parameter].detach())
         return staged
 
     def allocate(self, shards: Shards) -> Staged:
-        """Take the host memory for shards, without a copy of their content.
-
-        Raises:
-            OSError: The host refuses the memory.
-        """
+        """Take the host memory for shards, without a copy of their content."""
         self._staged = self._prepare(shards)
         return self._staged
 

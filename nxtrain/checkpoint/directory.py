@@ -113,11 +113,7 @@ def newest(directory: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
+    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder."""
     if is_checkpoint(path):
         return path
     checkpoint = newest(path) or newest(path / CHECKPOINTS_DIR)
@@ -152,11 +148,7 @@ def draft_of(path: Path) -> Path:
 
 
 def prepare(path: Path, staged: Path | None = None) -> Path:
-    """Make an empty draft folder, and clean up after broken attempts.
-
-    Args:
-        staged: Name from `draft_of`; None: a new name.
-    """
+    """Make an empty draft folder, and clean up after broken attempts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path.parent, path.name)
     staged = staged or draft_of(path)
@@ -168,8 +160,7 @@ def clear(directory: Path, target: str = "") -> None:
     """Remove the drafts of broken attempts, as far as possible; an interrupted replacement gets its old folder back.
 
     Args:
-        directory: A `checkpoints` folder, or the parent of a folder of another name.
-        target: Name of that folder; empty: `directory` is a `checkpoints` folder.
+        target: Name of a folder in `directory`; empty: `directory` is a `checkpoints` folder.
     """
     if not directory.is_dir():
         return
@@ -216,7 +207,6 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """Rename the checkpoints after a step as abandoned: the run resumes at that step, and writes the names again.
 
     Args:
-        after: The last step that stays.
         damaged: Abandon quarantined checkpoints too, since they belong to the abandoned part of the run.
 
     Returns:
@@ -250,12 +240,7 @@ def mark_verified(path: Path) -> None:
 
 
 def doomed(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
-    """Steps that retention deletes.
-
-    Args:
-        steps: All steps, oldest first.
-        verified: Steps that were read back and are undamaged.
-    """
+    """Steps that retention deletes; `steps` has the oldest first."""
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
     every = retention.keep_every
@@ -263,11 +248,7 @@ def doomed(steps: list[int], verified: Container[int], retention: Retention) -> 
 
 
 def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) -> None:
-    """Delete the checkpoints of a `checkpoints` folder that retention does not keep.
-
-    Args:
-        in_use: Steps that stay in any case: an upload still reads them.
-    """
+    """Delete the checkpoints of a `checkpoints` folder that retention does not keep."""
     checkpoints = {step_of(path): path for path in list_checkpoints(directory)}
     verified = {step for step, path in checkpoints.items() if (path / VERIFIED).exists()}
     for step in sorted(doomed([*checkpoints], verified, retention)):

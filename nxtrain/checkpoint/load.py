@@ -27,7 +27,6 @@ def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
 
     Raises:
         DamagedError: A file's content differs from the written bytes.
-        CheckpointError: The checkpoint is incomplete, or of another format.
     """
     meta = read_meta(path)
     manifest = read_manifest(path)
@@ -47,14 +46,7 @@ def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
 
 
 def read_shards(path: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
-    """Fill host tensors from a checkpoint, on this rank alone.
-
-    Args:
-        targets: Tensor to fill for each shard, of the shard's shape.
-
-    Raises:
-        CheckpointError: The checkpoint lacks a tensor, or is damaged.
-    """
+    """Fill host tensors from a checkpoint, on this rank alone."""
     with collective(f"cannot read {path}"):
         reader = FileReader(path, manifest, targets)
         dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
@@ -81,7 +73,6 @@ def load(
 
     Raises:
         DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
-        CheckpointError: The checkpoint's tensors differ from the model's in name, shape or type; no tensor was touched.
     """
     action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
     meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)

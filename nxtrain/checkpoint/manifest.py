@@ -194,11 +194,7 @@ class CheckpointManifest(BaseModel):
         return sum(file.num_bytes for file in self.files.values())
 
     def metadata(self, wanted: Mapping[str, Sequence[Box]]) -> Metadata:
-        """Metadata for `torch.distributed.checkpoint`; the storage of each shard is (file, offset).
-
-        Args:
-            wanted: Boxes to read, by key; shards that overlap none of them are omitted.
-        """
+        """Metadata for `torch.distributed.checkpoint` of the shards in wanted boxes: storage is (file, offset)."""
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places = {}
         for key, tensor in self.tensors.items():
@@ -230,7 +226,6 @@ def read_manifest(path: Location) -> CheckpointManifest:
 
     Raises:
         DamagedError: The file is missing, lost by the disk, or not a manifest.
-        CheckpointError: The storage fails in another way.
     """
     file = path / MANIFEST
     try:

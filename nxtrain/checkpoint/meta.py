@@ -106,7 +106,6 @@ def read_meta(path: Location) -> Meta:
 
     Raises:
         DamagedError: The file's content differs from the written bytes.
-        CheckpointError: The file is missing, or of another format.
     """
     file = path / META
     try:

@@ -42,12 +42,7 @@ class Mirror:
         return self.store.root / _folder(step)
 
     def check(self) -> None:
-        """Check that files can be added and removed.
-
-        Raises:
-            BackendError: S3 refuses the request.
-            OSError: The folder cannot be written.
-        """
+        """Check that files can be added and removed."""
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
         self.store.put(name, b"nxtrain")
         self.store.delete([name])
@@ -131,13 +126,7 @@ class Mirror:
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-        ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or S3 refuses.
-    """
+    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder."""
     location = place_of(str(address))
     if isinstance(location, Path):
         try:
@@ -192,28 +181,14 @@ TIMEOUT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Mirror of a run, with the ranks of the mirrored folder.
-
-    Args:
-        scope: Ranks and their copies of the mirrored folder, which may differ by node.
-    """
+    """Mirror of a run, and the ranks with their copies of the mirrored folder, which may differ by node."""
 
     mirror: Mirror
     scope: StorageScope
 
 
 def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> Mirrored:
-    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this.
-
-    Args:
-        address: A folder, or `s3://bucket/prefix`.
-        local_rank: Index of this rank among the ranks of its node.
-
-    Raises:
-        ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or S3 refuses.
-        CheckpointError: The folder cannot be written.
-    """
+    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this."""
     opened: list[Mirror] = []
 
     def reach() -> None:
@@ -228,14 +203,7 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 def copy(
     mirror: Mirror, path: Path, written: Mapping[str, FileDigest], retention: directory.Retention, ranks: Ranks
 ) -> str:
-    """Copy a checkpoint of this node's disk to the mirror. Every rank calls this.
-
-    Args:
-        written: The files that this rank copies.
-
-    Returns:
-        Reason why the copy failed; empty if it succeeded.
-    """
+    """Copy the files that this rank wrote to the mirror; every rank calls this. Return the reason of a failure."""
     step, failure = directory.step_of(path), f"cannot copy {path.name} to {mirror}"
 
     def add() -> None:

@@ -136,11 +136,7 @@ def take_survey(
     unread: frozenset[tuple[int, int]] = frozenset(),
     rejected: frozenset[Version] = frozenset(),
 ) -> ResumeSurvey:
-    """Survey all locations. Every rank calls this.
-
-    Args:
-        unread: Location and step of checkpoints that this start failed to read, and does not read again.
-    """
+    """Survey all locations, except checkpoints that this start failed to read. Every rank calls this."""
     folder, there = locations.folder, locations.mirror
     survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)
     if request.resume not in {"auto", "never"}:
@@ -173,9 +169,6 @@ def read_manifests(
     """Read the manifests of the newest versions on all disks, until a version is complete or damage appears.
 
     All manifests would cost a restart minutes on slow disks.
-
-    Args:
-        read: Returns the files of a version on each disk, or the damage of the disk's manifest.
     """
     for version in survey.versions(request):
         if survey.damaged:

@@ -207,10 +207,9 @@ def read_records(locations: RunLocations) -> Records:
 def write_records(
     records: Records, newest: RunHistory, locations: RunLocations, *, only: Container[int] | None = None
 ) -> Records:
-    """Update the records, the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
+    """Update the records of all locations, or of `only` some. Every rank calls this.
 
-    Args:
-        only: Locations whose records are updated; None: all.
+    The mirror's is first, so that the loss of a disk loses no rewind.
     """
     due = set[int]()
     for where, record in records.locations.items():

@@ -24,17 +24,7 @@ from nxtrain.common.io.regular import read_bytes
 def write_state(
     path: Path, staged: Staged, meta: Meta, scope: StorageScope, tokenizer: Path | None = None
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank, and read the files back.
-
-    Args:
-        meta: Content of `meta.json`; `mesh` and the checksum are filled in.
-
-    Returns:
-        The files that this rank wrote.
-
-    Raises:
-        CheckpointError: Any rank failed; older checkpoints are untouched.
-    """
+    """Write the staged shards of every rank, and read the files back; return the files that this rank wrote."""
     mesh = scope.ranks.mesh
     meta = meta.model_copy(update={"mesh": {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}})
     written = write(path, staged, meta, scope, tokenizer)
@@ -43,14 +33,7 @@ def write_state(
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:
-    """Mark a checkpoint as read back, delete old checkpoints, and record the newest. Every rank calls this.
-
-    Args:
-        in_use: Steps that stay in any case: an upload still reads them.
-
-    Returns:
-        Failures, which never lose the checkpoint.
-    """
+    """Mark a checkpoint as read back, delete old ones, record the newest, return failures. Every rank calls this."""
     folder = path.parent
     steps: dict[str, Callable[[], None]] = {
         f"cannot note that {path} was read back": lambda: directory.mark_verified(path),
@@ -74,14 +57,7 @@ def write(
     tokenizer: Path | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank to a draft folder, then commit it.
-
-    Args:
-        check: Called before the commit; an error that it raises prevents the commit.
-
-    Returns:
-        The files that this rank wrote.
-    """
+    """Write the staged shards of every rank to a draft folder, call `check`, then commit; return this rank's files."""
     failure, ranks = f"cannot write {path}", scope.ranks
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
@@ -130,11 +106,7 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
 
 
 def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope) -> None:
-    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint.
-
-    Raises:
-        CheckpointError: A file differs or cannot be read.
-    """
+    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint."""
 
     def check() -> None:
         for name, stored in written.items():

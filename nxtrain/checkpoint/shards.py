@@ -152,12 +152,7 @@ _SHOWN = 10
 
 
 def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree.
-
-    Args:
-        wanted: Tensors of the model, by name: a shape, or a shape and a type.
-        found: Stored tensors, in the same form.
-    """
+    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree."""
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
     wrong = [

@@ -166,8 +166,7 @@ def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> It
 def rest_specs(dimensions: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
     """Sharding of a stage's parameters outside of blocks, by name; a rank with both tied parameters has only one.
 
-    Args:
-        first, last: The stage has the embedding; the stage has the output projection.
+    The first stage has the embedding, the last the output projection.
     """
     hidden, tied = dimensions.hidden_size, dimensions.tied
     specs: dict[str, ShardSpec] = {}

@@ -170,11 +170,7 @@ def family_names() -> list[str]:
 
 @cache
 def find_family(name: str) -> ModelFamily:
-    """Load the family that is installed under this name; packages are searched once per process.
-
-    Raises:
-        ConfigError: No installed package offers the family.
-    """
+    """Load the family that is installed under this name; packages are searched once per process."""
     found = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
     if name not in found:
         known = ", ".join(sorted(found)) or "none"

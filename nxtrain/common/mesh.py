@@ -91,11 +91,7 @@ class Mesh:
     def build(
         world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1, order: tuple[int, ...] = ()
     ) -> Mesh:
-        """Lay out a world; `dp=0` derives dp from tp and pp, `shard=0` shards state over all of dp.
-
-        Raises:
-            ConfigError: The degrees do not multiply to the world size.
-        """
+        """Lay out a world; `dp=0` derives dp from tp and pp, `shard=0` shards state over all of dp."""
         problems = []
         if world % (tp * pp):
             problems.append(

@@ -228,11 +228,7 @@ class ShardSpec:
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
     def has_whole_runs(self, axis: Axis, length: int) -> bool:
-        """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
-
-        Args:
-            length: Entries of a run.
-        """
+        """True if every rank's slices are whole runs of `length` adjacent entries of a matrix, counted row by row."""
         rows, columns = self.shape
         for segment in self.segments:
             width, rest = divmod(segment.size * segment.replicas, axis.size)

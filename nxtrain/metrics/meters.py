@@ -84,13 +84,7 @@ class StepRecord:
 
 
 class ThroughputMeter:
-    """Counts tokens and steps, and computes the speed of each window between two readings.
-
-    Args:
-        flops_per_token: FLOPs of forward and backward for one token.
-        peak_flops: FLOPs per second of all devices together; None when unknown.
-        tokens: Positions of the rows before this process began.
-    """
+    """Counts tokens and steps, and computes the speed of each window between two readings."""
 
     def __init__(
         self, flops_per_token: int, peak_flops: float | None, *, tokens: int = 0, clock: Clock = time.monotonic

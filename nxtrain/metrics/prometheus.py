@@ -17,22 +17,13 @@ PREFIX = "nxtrain_"
 
 
 class PrometheusSink:
-    """File with a gauge for each number of the newest record; a reader never sees a part of a file.
-
-    Args:
-        path: The file, whose name ends in `.prom`.
-        run: Name of the run, the label of all gauges.
-    """
+    """File with a gauge for each number of the newest record; a reader never sees a part of the file."""
 
     def __init__(self, path: Path, run: str) -> None:
         self._path, self._run = path, run
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Replace the file.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Replace the file."""
         replace_text(self._path, text_of(record, self._run), durable=False)
 
     def close(self) -> None:

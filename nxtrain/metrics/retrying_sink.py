@@ -35,10 +35,6 @@ class RetryingSink:
     """Wrapper that reopens a sink after a failure, at the last step that was written.
 
     Messages report the begin and the end of a failure, not each step between them.
-
-    Args:
-        open_after: Opens the sink after a step; the sink drops its records of later steps.
-        resume_step: Last step whose record stays.
     """
 
     def __init__(
@@ -104,11 +100,7 @@ class RetryingSink:
 
 
 def refuse_deleted(descriptor: int, path: object) -> None:
-    """Refuse to write to a deleted file.
-
-    Raises:
-        FileNotFoundError: The open file has no name any more.
-    """
+    """Refuse to write to an open file that has no name any more."""
     if not os.fstat(descriptor).st_nlink:
         raise FileNotFoundError(f"{path} was deleted")
 

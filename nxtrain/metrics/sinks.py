@@ -28,15 +28,7 @@ PROGRESS = "the progress display"
 
 
 class JsonlSink:
-    """Sink that writes one JSON object per line; the file is readable during the run.
-
-    Args:
-        path: File to append to; made if absent.
-        resume_step: Last step whose line stays; later and torn lines are removed.
-
-    Raises:
-        OSError: The file cannot be read or written.
-    """
+    """Sink that writes one JSON object per line; lines after the resume step and torn lines are removed first."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
@@ -45,11 +37,7 @@ class JsonlSink:
         self._file = jsonl.open_to_append(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null.
-
-        Raises:
-            OSError: The file cannot be written, or was deleted.
-        """
+        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null."""
         refuse_deleted(self._file.fileno(), self._path)
         finite = dict(record)
         for key, value in record.items():
@@ -63,16 +51,7 @@ class JsonlSink:
 
 
 def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[RetryingSink]:
-    """Open the configured sinks; a sink that cannot write does not end the run.
-
-    Args:
-        config: Configuration of the run, whose folder must exist.
-        resume_step: Finished steps of the checkpoint that the run starts from; 0 from scratch.
-        leader: True if this rank reports for the run; other ranks get no sinks.
-
-    Raises:
-        BackendError: A package of a configured sink is not installed.
-    """
+    """Open the configured sinks of the leader; a sink that cannot write does not end the run."""
     if not leader:
         return []
     metrics, run_dir = config.metrics, config.run.dir

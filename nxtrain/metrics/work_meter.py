@@ -24,12 +24,7 @@ SAME_WORK = ("data", "training", *SECTIONS)
 
 
 class WorkMeter(RunObserver):
-    """Counts seconds by kind of work.
-
-    Args:
-        timeline: Timeline of this rank; None: the timeline of the host, without waits.
-        peak_memory_bytes: Returns the peak memory of this rank; 0 if unknown.
-    """
+    """Counts seconds by kind of work; by default on the host's clock, without waits and peak memory."""
 
     def __init__(self, timeline: WorkTimeline | None = None, peak_memory_bytes: Callable[[], int] = lambda: 0) -> None:
         self._timeline, self._peak_memory_bytes = timeline or HostTimeline(), peak_memory_bytes

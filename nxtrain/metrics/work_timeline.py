@@ -38,11 +38,7 @@ class WorkTimeline(Protocol):
 
 
 class HostTimeline:
-    """Timeline by the host's clock; a piece costs two clock reads.
-
-    Args:
-        waited_s: Returns the seconds that the host has waited for other ranks so far.
-    """
+    """Timeline by the host's clock; a piece costs two clock reads."""
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0, clock: Clock = time.monotonic) -> None:
         self._waited_s, self._clock = waited_s, clock
@@ -67,9 +63,6 @@ class EventTimeline:
 
     Work of the host that the device does not wait for takes no time here. A wait of the queue for other ranks begins
     and ends with `wait`.
-
-    Args:
-        record: Puts an event into the queue.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent]) -> None:

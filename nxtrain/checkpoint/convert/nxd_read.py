@@ -50,13 +50,6 @@ def nxd_to_nxtrain(
         first_copy: If replicas on tensor parallel ranks differ, take the first.
         run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
             data, which NxD does not save. A tag that nxtrain wrote holds the position itself.
-
-    Returns:
-        Metadata of the new checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged, or has content that nxtrain's format cannot hold.
-        ConfigError: The configuration is missing, or the tensors do not fit the model.
     """
     tag = find_tag(src)
     family, model = _model(tag, config)

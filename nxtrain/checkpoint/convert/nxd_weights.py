@@ -22,11 +22,7 @@ from nxtrain.common.sharding import ShardBox
 
 @dataclass(frozen=True)
 class NxdWeights:
-    """Weights of a tag.
-
-    Args:
-        take_first: If replicas differ, take the first, as NxD's own converter does.
-    """
+    """Weights of a tag; if replicas differ, `take_first` takes the first, as NxD's own converter does."""
 
     grid: Grid
     layout: NxdLayout
@@ -91,14 +87,7 @@ class NxdWeights:
         return tensor
 
     def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
-        """Assemble a tensor from the ranks' parts, and check that replicas are equal.
-
-        Args:
-            local: Returns a rank's part by kind, parameter, tp rank and pp rank.
-
-        Raises:
-            CheckpointError: A part has another shape, loses digits, or differs from its first replica.
-        """
+        """Assemble a tensor from the ranks' parts, and check that replicas are equal."""
         pp, name = self.place(chunk.name)
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
         for tp in range(self.grid.tp):

@@ -79,12 +79,7 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
     """Settings of the next update from the run's configuration, since a checkpoint does not hold settings.
 
     Args:
-        checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.
         file: Configuration of the run; None: the file in the folder of the run, which must be on a disk.
-
-    Raises:
-        CheckpointError: The checkpoint is missing.
-        ConfigError: The configuration is missing or invalid.
     """
     path = locate_checkpoint(checkpoint)
     if file is None and isinstance(path, Path):
@@ -99,19 +94,11 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
-    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
+    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads, and return the tag.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
         dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
         rates: Settings of the optimizer, whose state is written; None: write the weights only.
-
-    Returns:
-        The tag.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: NxD's format cannot hold the checkpoint, or the tag has files that no conversion wrote.
     """
     src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
@@ -153,11 +140,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the files of all ranks.
-
-    Args:
-        dp: Number of ranks over which the optimizer's state is sharded.
-    """
+    """Writes the files of all ranks; the optimizer's state is sharded over `dp` ranks."""
 
     src: Location
     meta: Meta

@@ -92,11 +92,7 @@ class Adapter:
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
-        """Check that a folder holds the weights that the adapter was trained on, as far as known.
-
-        Raises:
-            ConfigError: The folder holds other weights.
-        """
+        """Check that a folder holds the weights that the adapter was trained on, as far as known."""
         if not self.base_fingerprint:
             return
         actual = base.fingerprint()
@@ -112,9 +108,6 @@ class MergedFolder(HfFolder):
 
     Args:
         dtype: Type of the merged weights, to which the folder's weights are rounded first; None: the folder's type.
-
-    Raises:
-        ConfigError: The folder is unreadable, or lacks a weight with an update, or has another shape of one.
     """
 
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
@@ -153,14 +146,7 @@ class MergedFolder(HfFolder):
 
 
 class AdapterWeights:
-    """Reader of this rank's adapters from a PEFT folder that fits the run.
-
-    Args:
-        wanted: Whole shape of every adapter matrix of the whole model, by name.
-
-    Raises:
-        ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.
-    """
+    """Reader of this rank's adapters from a PEFT folder that fits the run."""
 
     def __init__(
         self,
@@ -201,11 +187,7 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read a folder in PEFT's format.
-
-    Raises:
-        ConfigError: A file is missing or damaged, or the adapter is of a kind that nxtrain does not compute.
-    """
+    """Read a folder in PEFT's format."""
     config = _read_config(folder / CONFIG)
     tensors: dict[str, Tensor] = {}
     try:
@@ -279,11 +261,7 @@ def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
 
 
 def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
-    """Read the adapter of a checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint holds a whole model, or is damaged.
-    """
+    """Read the adapter of a checkpoint."""
     meta, manifest = open_checkpoint(place)
     if not meta.adapter:
         raise CheckpointError(f"{place} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
@@ -293,15 +271,7 @@ def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
 
 
 def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
-    """Base weights of an adapter's checkpoint with the update added.
-
-    Args:
-        base: Folder of the base weights; None: the folder that the run read.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or its base is another folder's.
-        ConfigError: The base is unreadable.
-    """
+    """Base weights of an adapter's checkpoint with the update added."""
     meta, adapter = read_checkpoint(place)
     path = base or Path(meta.base)
     if not path.is_dir():
@@ -317,14 +287,7 @@ def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, 
 
 
 def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
-    """Base weights of a PEFT folder with the update added.
-
-    Args:
-        base: Folder of the base weights; None: the folder that the adapter names.
-
-    Raises:
-        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained on other weights.
-    """
+    """Base weights of a PEFT folder with the update added."""
     adapter = read_adapter(folder)
     path = base or Path(adapter.base)
     if not (base or adapter.base) or not path.is_dir():

@@ -28,10 +28,8 @@ def write_streamed(
 ) -> None:
     """Write a file that equals `safetensors.torch.save_file` of the same tensors, byte for byte.
 
-    All batches share one buffer: the allocator could otherwise keep the freed memory of earlier batches.
-
-    Args:
-        read: Fills a host tensor for each shard; a shard is some rows of a tensor.
+    `read` fills host tensors with rows. All batches share one buffer: the allocator could otherwise keep the freed
+    memory of earlier batches.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
     parts = list(batches(ordered))

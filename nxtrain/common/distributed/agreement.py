@@ -39,13 +39,9 @@ class Ranks:
         return self.mesh.rank == 0
 
     def on_leader(self, action: Callable[[], T], failure: str) -> T:
-        """Run an action on rank 0 while the other ranks wait, and broadcast its result.
+        """Run an action on rank 0 while the other ranks wait, and broadcast its result or its failure.
 
-        Args:
-            failure: Start of the message for an error that is not an `NxtrainError`.
-
-        Raises:
-            CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
+        An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
         outcome: list[Any] = [None, None]
         if self.is_leader or not self.are_connected:
@@ -61,13 +57,9 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def on_all(self, action: Callable[[], T], failure: str) -> list[T]:
-        """Run an action on every rank, and gather the results by rank.
+        """Run an action on every rank, and gather the results by rank; every rank raises the first failure.
 
-        Args:
-            failure: Start of the message for an error that is not an `NxtrainError`.
-
-        Raises:
-            CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
+        An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
         mine: list[T] = []
         failed: NxtrainError | None = None
@@ -122,14 +114,7 @@ class StorageScope:
         return replace(self, ranks=ranks)
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
-        """Run an action on the leader of each folder while the other ranks wait.
-
-        Returns:
-            Results by leader, on every rank.
-
-        Raises:
-            CheckpointError: The action failed on some leader; raised on every rank.
-        """
+        """Run an action on the leader of each folder while the others wait; return the results by leader."""
         if self.number == 1:
             return {0: self.ranks.on_leader(action, failure)}
         results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)

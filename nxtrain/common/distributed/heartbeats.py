@@ -177,12 +177,9 @@ class HeartbeatStore:
 class HeartbeatLink:
     """Connection to a heartbeat store, which may be lost and opened again.
 
-    Args:
-        store: The heartbeat store; None: the run has one rank, or no store.
-
     Attributes:
         store: The heartbeat store; None while its connection is lost.
-        is_alone: The run has no heartbeat store.
+        is_alone: The run has one rank, or no heartbeat store.
     """
 
     def __init__(self, store: HeartbeatStore | None) -> None:

@@ -27,11 +27,7 @@ _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order.
-
-    Attributes:
-        group: The process group, which carries host tensors and objects.
-    """
+    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order."""
 
     def __init__(self, hang_timeout_s: float) -> None:
         self._timeout = timedelta(seconds=hang_timeout_s)
@@ -71,16 +67,7 @@ class HostGroup:
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
-        """Check that all ranks with the same program are about to run the same graph.
-
-        Args:
-            graph: Hash of the graph.
-
-        Raises:
-            BackendError: The graphs differ; the first rank reports the differences.
-            HangError: Some rank did not come in time.
-            LostPeerError: Some rank has ended.
-        """
+        """Check that all ranks with the same program run the same graph next; the first rank reports differences."""
         self._meet(self._alike, f"the comparison of graphs in {work}")
         members = dist.get_process_group_ranks(self._alike)
         found: list[tuple[str, str]] = [("", "")] * len(members)
@@ -113,11 +100,7 @@ def _gone(reason: str, work: str) -> LostPeerError:
 
 
 def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Message about differences of graphs between ranks; empty if the ranks agree.
-
-    Args:
-        found: Work and graph hash of each rank that should run the same graph, ascending.
-    """
+    """Message about differences in the work and graph hash of ranks, ascending; empty if the ranks agree."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, seen in found.items():
         ranks_of.setdefault(seen, []).append(rank)
@@ -146,12 +129,7 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
 
 
 def in_world(text: str, members: Sequence[int]) -> str:
-    """Message of torch with a group's ranks replaced by global ranks.
-
-    Args:
-        text: Message with ranks as `rank 1` or `Ranks 1, 2`.
-        members: Global rank of each rank of the group.
-    """
+    """Message of torch, such as `Ranks 1, 2`, with a group's ranks replaced by global ranks."""
 
     def renumber(found: re.Match[str]) -> str:
         return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))

@@ -25,9 +25,6 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
     are gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may
     differ, and `nxtrain.launch.torchrun` makes a store for each start.
 
-    Raises:
-        BackendError: The store cannot be reached, a rank does not come, or ranks differ in the number of ranks.
-
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
     try:

@@ -82,11 +82,7 @@ class FileDigest:
 
 
 class ChecksummedWriter:
-    """Sequential writer of a new file, synced to the disk by `close`.
-
-    Args:
-        path: The file; an existing file is replaced.
-    """
+    """Sequential writer of a new file, synced to the disk by `close`."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -99,11 +95,7 @@ class ChecksummedWriter:
         self._checksums: list[str] = []
 
     def write(self, data: memoryview, *, stays: bool = False) -> None:
-        """Append bytes.
-
-        Args:
-            stays: The caller keeps `data` unchanged until `close`, so that whole blocks are written without a copy.
-        """
+        """Append bytes; bytes that stay unchanged until `close` are written without a copy."""
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
             if stays and not self._filled and len(rest) >= BLOCK_BYTES and _address(rest) % _SECTOR_BYTES == 0:

@@ -93,20 +93,12 @@ def _meant(path: str, scheme: str) -> str:
 
 
 def storage_path(text: str) -> Path:
-    """Path as `storage` returns, which is not an address in S3.
-
-    Raises:
-        ConfigError: As `local_path`.
-    """
+    """Path as `storage` returns, which is not an address in S3."""
     return _path(text, storage)
 
 
 def local_path(text: str) -> Path:
-    """Path given to a command, with the home folder expanded.
-
-    Raises:
-        ConfigError: The path is empty or an address, or begins with `~user` for a user that does not exist.
-    """
+    """Path given to a command, with the home folder expanded."""
     return _path(text, local)
 
 

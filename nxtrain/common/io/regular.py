@@ -27,25 +27,12 @@ def require_regular(path: Path) -> None:
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The path is absent, a folder, or cannot be examined.
     """
     _require(path, os.stat(path).st_mode)
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file; a symbolic link is followed.
-        flags: Flags of `os.open`, in addition to read-only.
-
-    Returns:
-        File descriptor.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be opened.
-    """
+    """Open a regular file for reading; a symbolic link is followed."""
     require_regular(path)
     # Another file may take the name before the open: O_NONBLOCK keeps it from waiting; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
@@ -62,7 +49,6 @@ def read_bytes(path: Path) -> bytes:
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be read.
     """
     with open(open_regular(path), "rb") as file:
         return file.read()
@@ -73,8 +59,6 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be read.
-        UnicodeDecodeError: The content is not UTF-8.
     """
     with open(open_regular(path), encoding="utf-8", errors=errors) as file:
         return file.read()

@@ -46,11 +46,7 @@ class Placement:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Placement:
-        """Read the variables of torchrun's agent and of Slurm.
-
-        Raises:
-            BackendError: A variable that must be a number is not a number, or no world has such a rank.
-        """
+        """Read the variables of torchrun's agent and of Slurm."""
 
         def number(name: str, default: int) -> int:
             try:

@@ -99,12 +99,7 @@ KINDS = {
 
 
 def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
-    """Carry out a fault in this process.
-
-    Args:
-        kind: Kind of the fault, none of `VALUES`.
-        args: Arguments of the function at the point.
-    """
+    """Carry out a fault that is not one of `VALUES` in this process."""
     if kind == "sleep":
         time.sleep(float(arguments[0]))
     elif kind == "flip":

@@ -91,11 +91,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of the variable `NXTRAIN_FAULTS`.
-
-    Raises:
-        ConfigError: The value is malformed.
-    """
+    """Parse the value of the variable `NXTRAIN_FAULTS`."""
     return [_parse(part.strip()) for part in text.split(",")]
 
 

@@ -26,14 +26,7 @@ DATA_THREADS = "nxtrain-data"
 
 
 def arm(text: str, run_dir: Path, rank: int) -> None:
-    """Wrap the functions at the points of the faults, for the rest of this process.
-
-    Args:
-        text: Value of the variable `NXTRAIN_FAULTS`.
-
-    Raises:
-        ConfigError: The variable is malformed.
-    """
+    """Wrap the functions at the points of the faults, for the rest of this process."""
     faults = parse(text)
     standard_error(quiet=rank != 0).print(
         f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
@@ -44,12 +37,7 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
 
 
 class _Armed:
-    """Armed faults of one rank.
-
-    Args:
-        faults: Faults of all ranks.
-        folder: Folder with a file for each fault that has fired.
-    """
+    """Armed faults of one rank, and the folder with a file for each fault that has fired."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
         self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank

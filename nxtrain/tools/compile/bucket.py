@@ -63,16 +63,7 @@ class Bucket:
         return seal
 
     def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
-        """Upload an entry: every file that the store lacks, then the list of files.
-
-        Args:
-            folder: Folder with the entry's files, which must not change during the upload.
-
-        Raises:
-            UnusableEntryError: A file is damaged on this node's disk, or on the way.
-
-        Returns: True: the last of two nodes that upload the same graph wins.
-        """
+        """Upload an entry: every file that the store lacks, then the list of files. The last of two nodes wins."""
         try:
             for name, file in seal.items():
                 if not self._has(file):

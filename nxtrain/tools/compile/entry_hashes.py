@@ -18,11 +18,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Content:
-    """Expected content of a file.
-
-    Args:
-        sha256: SHA-256 of the file, hexadecimal.
-    """
+    """Expected content of a file."""
 
     size_bytes: int
     sha256: str
@@ -74,11 +70,7 @@ def to_json(seal: Seal) -> dict[str, Any]:
 
 
 def from_json(files: Any) -> Seal:
-    """Read a seal from the types of JSON.
-
-    Raises:
-        ValueError: The input is not a seal of a whole entry, or names files elsewhere.
-    """
+    """Read a seal of a whole entry from the types of JSON; a ValueError for anything else."""
     try:
         seal = {str(name): Content(int(file["size_bytes"]), str(file["sha256"])) for name, file in files.items()}
     except (AttributeError, KeyError, TypeError) as error:

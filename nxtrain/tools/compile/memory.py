@@ -21,12 +21,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Host memory.
-
-    Args:
-        size_bytes: Memory that this process and its children may use.
-        owner: Machine or container, in words.
-    """
+    """Host memory that this process and its children may use, and the machine or container that has it, in words."""
 
     size_bytes: int
     owner: str

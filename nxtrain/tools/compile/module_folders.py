@@ -51,12 +51,7 @@ The compiler may be about to start, or have ended just now.
 
 
 class ModuleFolders(CacheLayout):
-    """The folders of PyTorch/XLA in a cache.
-
-    Args:
-        root: Folder of the `neuronxcc-<version>/` folders.
-        grace_s: Seconds since the last write to an entry for which a lock without a process counts as live.
-    """
+    """The folders of PyTorch/XLA in a cache."""
 
     patience_s = 15.0
     """Seconds for which a lock is given the time to show its compiler."""

@@ -21,11 +21,7 @@ from nxtrain.tools.compile.layout import CacheLayout
 
 
 class NeffFiles(CacheLayout):
-    """The files of TorchNeuron in a cache.
-
-    Args:
-        seals: Folder with the hashes of the files.
-    """
+    """The files of TorchNeuron in a cache, with their hashes in a folder of seals."""
 
     def __init__(self, root: Path, seals: Path) -> None:
         super().__init__(root)

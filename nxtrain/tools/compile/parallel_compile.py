@@ -31,13 +31,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Compilation of the graphs that a command shows.
-
-    Args:
-        tool: The program `neuron_parallel_compile`.
-        command: Command that shows the graphs.
-        folder: Empty folder for logs.
-    """
+    """Compilation of the graphs that a command shows, by the program `neuron_parallel_compile`; logs go to a folder."""
 
     tool: str
     command: Sequence[str]
@@ -64,12 +58,7 @@ class Compiled:
 def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
     """Compile and seal every graph, and wait for graphs that other processes compile.
 
-    Args:
-        num_workers: Compilers at a time; half as many after some were killed.
-        retries: New attempts for graphs that failed.
-
-    Raises:
-        BackendError: The command failed or showed no graph, or graphs could not be compiled.
+    Half as many workers compile after some were killed.
     """
     cache = job.cache
     names: Names = {}

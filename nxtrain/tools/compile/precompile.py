@@ -58,14 +58,8 @@ def precompile(
     """Compile the graphs of a run and write its manifest.
 
     Args:
-        nproc: Number of ranks per machine; None: as many as the degrees ask for.
         first_node: Name of one of several machines, where all of them meet.
         workers: Compilers at a time; None: as many as the memory holds.
-        retries: New attempts for graphs that failed, on one machine.
-
-    Raises:
-        ConfigError: The configuration cannot run on that many ranks of Neuron devices.
-        BackendError: The Neuron SDK is not here, or graphs could not be compiled.
     """
     loaded = load(path, overrides)
     config = loaded.config
@@ -157,12 +151,7 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
 
 
 def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
-    """Refuse a configuration whose graphs cannot be compiled beforehand.
-
-    Args:
-        native: The run uses TorchNeuron.
-        meets: True if several machines know where to meet, or need not meet.
-    """
+    """Refuse a configuration whose graphs cannot be compiled beforehand."""
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes
     problem = None

@@ -23,13 +23,7 @@ CacheLocation = Cache | Bucket
 
 @dataclass
 class Report:
-    """Result of a sync.
-
-    Args:
-        size_bytes: Bytes of the copied entries.
-        busy: Entries that another process was adding.
-        unusable: Entries that could not be copied, with the reason.
-    """
+    """Result of a sync."""
 
     copied: list[CacheKey] = field(default_factory=list)
     size_bytes: int = 0
@@ -50,12 +44,7 @@ class Step:
 
 
 def open_place(text: str | Path) -> CacheLocation:
-    """Open the cache at an address: `s3://bucket/prefix`, or a folder.
-
-    Raises:
-        ConfigError: The address names no bucket.
-        BackendError: S3 cannot be reached from here.
-    """
+    """Open the cache at an address: `s3://bucket/prefix`, or a folder."""
     address = str(text)
     if address.startswith(SCHEME):
         return Bucket(open_store(address))
@@ -63,12 +52,7 @@ def open_place(text: str | Path) -> CacheLocation:
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
-    """Copy every done entry that the target lacks.
-
-    Raises:
-        ConfigError: Both are buckets, or the same folder.
-        BackendError: S3 refuses.
-    """
+    """Copy every done entry that the target lacks."""
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
     if isinstance(source, Cache) and not source.root.is_dir():

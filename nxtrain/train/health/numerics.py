@@ -139,15 +139,7 @@ class NumericsGuard:
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
 
-        Args:
-            step: The last finished step.
-            read: Fetched numbers by name.
-            recorded: False for the extra read before a stop, whose findings wait for the next record.
-
-        Raises:
-            DivergedError: The run must end.
-            RestartError: The run must restart from its newest checkpoint.
-            CheckpointError: The run must restart, and the verdicts that the restart needs cannot be written.
+        Findings of a read that is not recorded, before a stop, wait for the next record.
         """
         past = self._state.history.take(step, self._last_read, read)
         scale = read.pop("loss_scale", None)
@@ -182,11 +174,7 @@ class NumericsGuard:
         return self._vote is not None and self._vote.is_possible and (saves or step % every == 0)
 
     def vote(self, step: int) -> None:
-        """Compare the replicas of the model's state.
-
-        Raises:
-            RestartError: The replicas differ.
-        """
+        """Compare the replicas of the model's state."""
         assert self._vote is not None
         of_all, differing = self._vote.gather()
         backend = self._state.backend
@@ -243,12 +231,7 @@ class NumericsGuard:
             self._alarms.append((past.step, kind, alarm))
 
     def _raise_alarms(self, step: int) -> str:
-        """Warn of the alarms since the previous record, and return their texts for the record of a step.
-
-        Raises:
-            DivergedError: The run is diverging, and `recovery.on_divergence` is `stop`.
-            RestartError: The run is diverging, and `recovery.on_divergence` is `rollback`.
-        """
+        """Warn of the alarms since the previous record, and return their texts for the record of a step."""
         alarms, self._alarms = self._alarms, []
         texts: list[str] = []
         for at, kind, alarm in alarms:
@@ -268,9 +251,6 @@ class NumericsGuard:
 
         With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
         repairs the weights too.
-
-        Raises:
-            DivergedError: A fetched number is not finite, and no bad step explains it.
         """
         of_steps = set[str]()
         if bad.steps:
@@ -332,11 +312,7 @@ class NumericsGuard:
         self._warn(f"{self._describe(bad)}; recovery.non_finite={policy}: the run goes on")
 
     def _persist_verdicts(self, bad: BadSteps) -> None:
-        """Write the verdicts to disk before the first rank exits: the restarted run decides by them.
-
-        Raises:
-            CheckpointError: The verdicts cannot be written, so the restarted run would roll back again and again.
-        """
+        """Write the verdicts to disk before the first rank exits: the restarted run decides by them."""
         file = self._bad_steps.file
         problem = self._ranks.on_leader(self._bad_steps.write, f"cannot write {file}")
         if problem:
