@@ -23,16 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nxtrain.checkpoint.manifest import (
-    CODES,
-    Box,
-    CheckpointManifest,
-    FileEntry,
-    StoredShard,
-    TensorEntry,
-    file_of,
-    header,
-)
+from nxtrain.checkpoint.manifest import CODES, Box, CheckpointManifest, TensorEntry, file_of, header
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
@@ -60,15 +51,15 @@ class FileWriter(StorageWriter):
     """Writes this rank's shards to one file; the coordinator lists the files of all ranks in a manifest.
 
     Args:
-        memory: Bytes that do not change until the file is written; tensors inside these bytes are not copied.
-        joint: Shards that all ranks write; gathered unless an earlier writer did.
+        staged: Shards of this rank. Tensors inside the staged memory are not copied.
     """
 
-    def __init__(self, folder: Path, rank: int, memory: Tensor, joint: SharedPlan) -> None:
+    def __init__(self, folder: Path, rank: int, staged: Staged) -> None:
         self._folder, self._name = folder, file_of(rank)
-        self._memory, self._joint = memory, joint
-        self._items: list[WriteItem] = []
-        self._header = b""
+        self._memory, self._joint = staged.memory, staged.joint
+        self._shards = in_file_order(staged.tensors)
+        self._header, self._starts = header(self._shards)
+        self._items: dict[MetadataIndex, WriteItem] = {}
         self.stored: dict[str, FileDigest] = {}
         self.manifest: CheckpointManifest | None = None
 
@@ -80,13 +71,14 @@ class FileWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Store the plan, and list the shards' locations compactly: the coordinator receives the lists of all ranks."""
-        # Wide types first, so that the offset of every entry is a multiple of its size.
-        self._items = sorted(plan.items, key=lambda item: -_stored_shard(item).dtype.itemsize)
-        self._header, starts = header([_stored_shard(item) for item in self._items])
+        self._items = {item.index: item for item in plan.items}
         if self._joint.is_planned:
             return SavePlan([])
-        placed = [_placed(item, start) for item, start in zip(self._items, starts, strict=True)]
-        return SavePlan([], planner_data=placed)
+        located: list[_LocatedShard] = []
+        for shard, start in zip(self._shards, self._starts, strict=True):
+            box = (shard.block.offsets, shard.block.sizes)
+            located.append((shard.key, CODES[shard.dtype], shard.shape, box, start))
+        return SavePlan([], planner_data=located)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Join the lists of all ranks, and assert that they add up to whole tensors."""
@@ -107,8 +99,8 @@ class FileWriter(StorageWriter):
         with ChecksummedWriter(self._folder / self._name) as writer:
             writer.write(memoryview(self._header))
             low = high = 0  # range of `memory` with adjacent tensors that are not written yet
-            for item in self._items:
-                tensor = planner.resolve_data(item)
+            for shard in self._shards:
+                tensor = planner.resolve_data(self._items[shard.index])
                 assert isinstance(tensor, Tensor)
                 start = self._offset(tensor)
                 if start != high:
@@ -132,7 +124,7 @@ class FileWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest of the files of all ranks."""
-        files = {result.index.fqn: FileEntry.of(result.storage_data) for result in chain.from_iterable(results)}
+        files = {result.index.fqn: result.storage_data for result in chain.from_iterable(results)}
         self.manifest = CheckpointManifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
 
     @classmethod
@@ -190,7 +182,7 @@ class FileReader(StorageReader):
         for file, pieces in sorted(wanted.items()):
             entry = self._manifest.files[file]
             copies = [partial(open_source, folder / file) for folder in self._folders]
-            with ChecksummedReader(copies, entry.stored) as reader:
+            with ChecksummedReader(copies, entry) as reader:
                 _fill(reader, sorted(pieces, key=lambda piece: piece.start), entry.block_bytes)
                 self.damage += reader.damage
         done: Future[None] = Future()
@@ -277,28 +269,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _stored_shard(item: WriteItem) -> StoredShard:
-    data = item.tensor_data
-    assert data is not None
-    box = data.chunk
-    return StoredShard(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))
+def in_file_order(shards: Iterable[TensorShard]) -> list[TensorShard]:
+    """Shards with wide types first, so that the offset of every entry is a multiple of its size."""
+    return sorted(shards, key=lambda shard: -shard.dtype.itemsize)
 
 
-_PlacedShard = tuple[str, str, tuple[int, ...], Box, int]
+_LocatedShard = tuple[str, str, tuple[int, ...], Box, int]
 """Key, type and shape of a tensor, and a shard's box and offset in bytes in the rank's file."""
 
 
-def _placed(item: WriteItem, start: int) -> _PlacedShard:
-    data, part = item.tensor_data, _stored_shard(item)
-    assert data is not None
-    return part.key, CODES[part.dtype], tuple(data.size), (part.offsets, part.sizes), start
-
-
-def _join(placed: Sequence[Sequence[_PlacedShard]]) -> dict[str, TensorEntry]:
+def _join(located: Sequence[Sequence[_LocatedShard]]) -> dict[str, TensorEntry]:
     """Join the lists of all ranks to entries by key; each tensor's shards are in the order of ranks."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shards: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
-    for rank, ours in enumerate(placed):
+    for rank, ours in enumerate(located):
         for key, dtype, shape, box, start in ours:
             first = shapes.setdefault(key, (dtype, shape))
             if first != (dtype, shape):
@@ -346,7 +330,18 @@ class Staging:
 
     def allocate(self, shards: Shards) -> Staged:
         """Take the host memory for shards, without a copy of their content."""
-        self._staged = self._prepare(shards)
+        mine = self._mine(shards)
+        memory = torch.frombuffer(aligned_memory(max(1, self.num_bytes(shards))), dtype=torch.uint8)
+        tensors: dict[TensorShard, Tensor] = {}
+        start = 0
+        for chunk in mine:
+            name = (chunk.kind, chunk.parameter)
+            if name not in self._buffers:
+                x = shards[chunk.kind][chunk.parameter]
+                self._buffers[name] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+                start += x.nbytes
+            tensors[chunk] = chunk.of(self._buffers[name])
+        self._staged = Staged(tensors, memory)
         return self._staged
 
     def release(self) -> None:
@@ -374,21 +369,7 @@ class Staging:
 
     def _mine(self, shards: Shards) -> list[TensorShard]:
         """Shards that this rank writes, in the order of its file."""
-        return sorted(owned(tuple(tensor_shards(shards, self._layout))), key=lambda chunk: -chunk.dtype.itemsize)
-
-    def _prepare(self, shards: Shards) -> Staged:
-        mine = self._mine(shards)
-        memory = torch.frombuffer(aligned_memory(max(1, self.num_bytes(shards))), dtype=torch.uint8)
-        tensors: dict[TensorShard, Tensor] = {}
-        start = 0
-        for chunk in mine:
-            name = (chunk.kind, chunk.parameter)
-            if name not in self._buffers:
-                x = shards[chunk.kind][chunk.parameter]
-                self._buffers[name] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-                start += x.nbytes
-            tensors[chunk] = chunk.of(self._buffers[name])
-        return Staged(tensors, memory)
+        return in_file_order(owned(tuple(tensor_shards(shards, self._layout))))
 
 
 class LazyTensors(Mapping[TensorShard, Tensor]):

@@ -214,13 +214,12 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """
     # The new checkpoint of its step would replace an incomplete one.
     later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
+    renamed = list(later)
     if damaged:
-        for path in quarantined(directory):
-            if step_of(path) > after:
-                _add_suffix(path, "abandoned")
-    for path in later:
+        renamed += [path for path in quarantined(directory) if step_of(path) > after]
+    for path in renamed:
         _add_suffix(path, "abandoned")
-    if later or damaged:
+    if renamed:
         left = newest(directory)
         if left is None:
             (directory / LATEST).unlink(missing_ok=True)

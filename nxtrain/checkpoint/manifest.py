@@ -9,11 +9,9 @@ Source: https://huggingface.co/docs/safetensors, "Format"; torch 2.9, torch/dist
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nxtrain.checkpoint.directory import MANIFEST
+from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, content_of
@@ -63,22 +62,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """A box of entries of a whole tensor."""
-
-    key: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the entries in bytes."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
+def header(parts: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
     """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
     entries: dict[str, Any] = {}
     starts, end = [], 0
@@ -86,33 +70,13 @@ def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
         assert part.key not in entries, f"two parts of {part.key} in one file"
         starts.append(end)
         end += part.num_bytes
-        entries[part.key] = {"dtype": CODES[part.dtype], "shape": part.sizes, "data_offsets": (starts[-1], end)}
-    saved = {part.key: {"saved_offsets": part.offsets} for part in parts}
+        entries[part.key] = {"dtype": CODES[part.dtype], "shape": part.block.sizes, "data_offsets": (starts[-1], end)}
+    saved = {part.key: {"saved_offsets": part.block.offsets} for part in parts}
     entries["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(saved)}
     text = json.dumps(entries).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT_BYTES)
     first = _LENGTH.pack(len(text)) + text
     return first, [len(first) + start for start in starts]
-
-
-class FileEntry(BaseModel):
-    """A file of a checkpoint: its length, and the XXH3 of each of its blocks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    num_bytes: int
-    block_bytes: int
-    xxh3: tuple[str, ...]
-
-    @staticmethod
-    def of(stored: FileDigest) -> FileEntry:
-        """Make an entry from a writer's digest."""
-        return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, xxh3=stored.checksums)
-
-    @property
-    def stored(self) -> FileDigest:
-        """Digest that a reader compares the file with."""
-        return FileDigest(self.num_bytes, self.block_bytes, self.xxh3)
 
 
 Column = int | tuple[int, ...]
@@ -176,12 +140,12 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    files: dict[str, FileEntry]
+    files: dict[str, FileDigest]
     tensors: dict[str, TensorEntry]
 
     @field_validator("files")
     @classmethod
-    def _lie_in_the_folder(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    def _lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """Refuse names outside of the checkpoint's folder; a mirror would copy such files."""
         for name in files:
             if not _FILE.fullmatch(name):

@@ -196,7 +196,7 @@ class ResumePlanner:
             if scope.leads and scope.leader in upload.senders:
                 _, manifest = open_checkpoint(path)
                 for name in upload.senders[scope.leader]:
-                    digests[name] = manifest.files[name].stored
+                    digests[name] = manifest.files[name]
                     verify(path / name, digests[name])
 
         def add() -> None:

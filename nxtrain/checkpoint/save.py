@@ -61,7 +61,7 @@ def write(
     failure, ranks = f"cannot write {path}", scope.ranks
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
-    writer = FileWriter(draft, ranks.mesh.rank, staged.memory, staged.joint)
+    writer = FileWriter(draft, ranks.mesh.rank, staged)
     try:
         with collective(failure):
             dcp.save(

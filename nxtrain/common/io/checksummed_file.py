@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Protocol
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 from xxhash import xxh3_64_hexdigest
 
 from nxtrain.common.errors import DamagedError
@@ -62,18 +62,16 @@ _READERS = 2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@dataclass(frozen=True)
-class FileDigest:
-    """Length and checksums of an undamaged file.
+class FileDigest(BaseModel):
+    """Length and checksums of an undamaged file."""
 
-    Args:
-        block_bytes: Length of each block but the last.
-        checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     num_bytes: int
     block_bytes: int
-    checksums: tuple[str, ...]
+    """Length of each block but the last."""
+    xxh3: tuple[str, ...]
+    """XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth."""
 
     def block(self, index: int) -> tuple[int, int]:
         """Offset of a block's first byte, and the offset after its last."""
@@ -119,7 +117,7 @@ class ChecksummedWriter:
             self._await()
         os.ftruncate(self._file, self._num_bytes)
         os.fsync(self._file)
-        return FileDigest(self._num_bytes, BLOCK_BYTES, tuple(self._checksums))
+        return FileDigest(num_bytes=self._num_bytes, block_bytes=BLOCK_BYTES, xxh3=tuple(self._checksums))
 
     def __enter__(self) -> ChecksummedWriter:
         return self
@@ -318,7 +316,7 @@ class ChecksummedReader:
     def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)
         content = _filled(source, view, start, stop - start)
-        if xxh3_64_hexdigest(content) != self._stored.checksums[index]:
+        if xxh3_64_hexdigest(content) != self._stored.xxh3[index]:
             raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
         return content
 
@@ -338,7 +336,7 @@ def digest_of(path: Path) -> FileDigest:
             )
     finally:
         source.close()
-    return FileDigest(source.num_bytes, BLOCK_BYTES, tuple(checksums))
+    return FileDigest(num_bytes=source.num_bytes, block_bytes=BLOCK_BYTES, xxh3=tuple(checksums))
 
 
 def verify(path: Path, stored: FileDigest) -> None:
@@ -348,7 +346,7 @@ def verify(path: Path, stored: FileDigest) -> None:
         DamagedError: The file is damaged.
     """
     with ChecksummedReader(path, stored) as reader:
-        for _ in reader.blocks(range(len(stored.checksums))):
+        for _ in reader.blocks(range(len(stored.xxh3))):
             pass
 
 

@@ -210,7 +210,7 @@ class FolderStore:
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
         with self._draft(name) as draft:
             with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
-                for _, content in reader.blocks(range(len(stored.checksums))):
+                for _, content in reader.blocks(range(len(stored.xxh3))):
                     writer.write(content)
                 writer.close()
             verify(draft, stored)
@@ -261,12 +261,12 @@ class S3Store:
         from boto3.s3.transfer import TransferConfig
 
         # Each part is one or more blocks, so that only the parts in transfer are in memory.
-        part = stored.block_bytes * max(1, -(-len(stored.checksums) // _MAX_PARTS))
+        part = stored.block_bytes * max(1, -(-len(stored.xxh3) // _MAX_PARTS))
         settings = TransferConfig(multipart_threshold=part, multipart_chunksize=part, max_concurrency=2)
         target = self.root / name
         bucket, key = split(target)
         with ChecksummedReader(file, stored) as reader, explained(self.root):
-            body = _UploadStream(reader.blocks(range(len(stored.checksums))))
+            body = _UploadStream(reader.blocks(range(len(stored.xxh3))))
             self._client.upload_fileobj(
                 body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
             )

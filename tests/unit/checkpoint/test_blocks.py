@@ -45,9 +45,9 @@ def test_what_is_written_is_read(path: Path, size: int, piece: int) -> None:
     stored = write(path, content, piece)
     assert path.read_bytes() == content
     assert stored.num_bytes == size
-    assert len(stored.checksums) == -(-size // BLOCK)
+    assert len(stored.xxh3) == -(-size // BLOCK)
     with ChecksummedReader(path, stored) as reader:
-        read = b"".join(bytes(view) for _, view in reader.blocks(range(len(stored.checksums))))
+        read = b"".join(bytes(view) for _, view in reader.blocks(range(len(stored.xxh3))))
     assert read == content
 
 
@@ -76,7 +76,7 @@ def test_memory_that_stays_is_written_from_where_it_lies_if_it_is_aligned(path: 
     assert path.read_bytes() == b"h" * first + memory.tobytes() + b"end"
     verify(path, stored)
     if (first + shift) % 4096:
-        assert len(copied) == len(stored.checksums)
+        assert len(copied) == len(stored.xxh3)
     else:
         ends = [7 * BLOCK] if first == 0 else [0, 7 * BLOCK]
         assert copied == ends

@@ -143,6 +143,8 @@ def refuse(*args: object, **kwargs: object) -> None:
 def test_a_run_that_goes_back_keeps_what_it_leaves_under_another_name(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         make(directory.step_path(tmp_path, step))
+    directory.abandon(tmp_path, 30, damaged=True)
+    assert not (tmp_path / directory.LATEST).exists()  # nothing was renamed
     directory.abandon(tmp_path, 10)
     assert directory.list_checkpoints(tmp_path) == [directory.step_path(tmp_path, 10)]
     assert {path.name for path in tmp_path.glob("*.abandoned")} == {

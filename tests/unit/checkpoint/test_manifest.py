@@ -14,10 +14,11 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan
-from nxtrain.checkpoint.manifest import Box, CheckpointManifest, FileEntry, TensorEntry, read_manifest
+from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan, Staged
+from nxtrain.checkpoint.manifest import Box, CheckpointManifest, TensorEntry, read_manifest
 from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.sharding import Segment, ShardBox
 
 RANKS, ROWS, NAMES = 64, 7, [f"layers.{number}.mlp.down_proj.weight" for number in range(12)]
@@ -31,8 +32,9 @@ def chunk(name: str, rank: int) -> TensorShard:
 
 def told(folder: Path, rank: int, joint: SharedPlan) -> tuple[FileWriter, SavePlan]:
     """Writer of a rank, and its plan for the coordinator."""
-    planner = ChunkSavePlanner([chunk(name, rank) for name in NAMES], lambda chunk: torch.zeros(chunk.block.sizes))
-    writer = FileWriter(folder, rank, torch.empty(0, dtype=torch.uint8), joint)
+    tensors = {chunk(name, rank): torch.zeros(ROWS, 96) for name in NAMES}
+    writer = FileWriter(folder, rank, Staged(tensors, joint=joint))
+    planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
     return writer, writer.prepare_local_plan(planner.create_local_plan())
 
 
@@ -109,7 +111,7 @@ def test_parts_that_overlap_are_those_that_share_an_entry(num_dims: int) -> None
 @pytest.mark.parametrize("name", ["../rank-00000.safetensors", "/etc/passwd", "rank-0.safetensors", "other", ""])
 def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str) -> None:
     """Else a mirror would copy from anywhere."""
-    entry = FileEntry(num_bytes=1, block_bytes=1, xxh3=("0",))
+    entry = FileDigest(num_bytes=1, block_bytes=1, xxh3=("0",))
     CheckpointManifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
     text = json.dumps({"files": {name: entry.model_dump(mode="json")}, "tensors": {}})
     (tmp_path / "manifest.json").write_text(text)
