@@ -17,7 +17,7 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from nxtrain.metrics.retrying_sink import refuse_deleted
+from nxtrain.metrics.sinks import refuse_deleted
 
 _PREFIX = "events.out.tfevents."
 

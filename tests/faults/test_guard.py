@@ -35,7 +35,7 @@ def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
     replace = faults._replace
 
     def recorded(place: PatchPoint, wrapper: Any) -> None:
-        owner, attribute = faults._owner(place), place.attribute
+        owner, attribute = faults.owner_of(place), place.attribute
         before = getattr(owner, attribute)
         undo.append(lambda: setattr(owner, attribute, before))
         replace(place, wrapper)

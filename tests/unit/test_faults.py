@@ -72,7 +72,7 @@ def test_the_example_is_a_fault() -> None:
 
 @pytest.mark.parametrize("place", [*POINTS.values(), *GRADIENTS, LOSS])
 def test_every_point_is_a_function_of_the_run(place: PatchPoint) -> None:
-    assert callable(vars(faults._owner(place))[place.attribute])
+    assert callable(vars(faults.owner_of(place))[place.attribute])
 
 
 def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:

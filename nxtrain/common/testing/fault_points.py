@@ -105,17 +105,15 @@ def _parse(text: str) -> Fault:
         raise _wrong(text, f"{kind} is none of the kinds {', '.join(KINDS)}")
     if point not in POINTS:
         raise _wrong(text, f"{point} is none of the points {', '.join(POINTS)}")
-    known = KINDS[kind]
-    if known.points and not any(re.fullmatch(allowed, point) for allowed in known.points):
-        allowed = [name for name in POINTS if any(re.fullmatch(pattern, name) for pattern in known.points)]
-        raise _wrong(text, f"{kind} is possible at {', '.join(allowed)}")
+    allowed = KINDS[kind]
+    points = [name for name in POINTS if any(re.fullmatch(pattern, name) for pattern in allowed.points)]
+    if allowed.points and point not in points:
+        raise _wrong(text, f"{kind} is possible at {', '.join(points)}")
     after = 0
     if point == "ckpt_write" and arguments and arguments[-1].isdigit():
         after = int(arguments.pop())
-    try:
-        known.check(arguments)
-    except ValueError as error:
-        raise _wrong(text, f"{kind} takes {known.takes or 'no argument'}") from error
+    if not re.fullmatch(allowed.pattern, ":".join(arguments)):
+        raise _wrong(text, f"{kind} takes {allowed.takes}")
     on, at = (None if number == "*" else int(number) for number in (rank, step))
     return Fault(kind, on, at, point, tuple(arguments), after, bool(repeats), text)
 

@@ -57,24 +57,25 @@ class _Armed:
             for place in GRADIENTS:
                 _replace(place, self._on_gradients)
             _replace(LOSS, self._on_loss)
-        _replace(POINTS["ckpt_stage"], self._begin_save)
+
+        def begin_save(fill: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                self._saved = self._step
+                return fill(*args, **kwargs)
+
+            return wrapped
+
+        def begin_run(run: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(trainer: Any, finished: int) -> Any:
+                self._step = finished
+                return run(trainer, finished)
+
+            return wrapped
+
+        _replace(POINTS["ckpt_stage"], begin_save)
         # Outermost, so that every fault in a step sees that step's number.
         _replace(PatchPoint("nxtrain.train.trainer", "update"), self._count_steps)
-        _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
-
-    def _begin_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(trainer: Any, finished: int) -> Any:
-            self._step = finished
-            return run(trainer, finished)
-
-        return wrapped
-
-    def _begin_save(self, fill: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._saved = self._step
-            return fill(*args, **kwargs)
-
-        return wrapped
+        _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), begin_run)
 
     def _count_steps(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -175,11 +176,12 @@ class _Armed:
 
 
 def _replace(place: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    owner = _owner(place)
+    owner = owner_of(place)
     setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))
 
 
-def _owner(place: PatchPoint) -> Any:
+def owner_of(place: PatchPoint) -> Any:
+    """Module or class of the function at a point."""
     module, _, class_name = place.owner.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, class_name) if class_name else owner

@@ -15,9 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxtrain.config.schema import IdentityConfig, MetricsConfig, RunConfig
-from nxtrain.metrics import retrying_sink
-from nxtrain.metrics.retrying_sink import RetryingSink, Sink
-from nxtrain.metrics.sinks import PROGRESS, JsonlSink, open_sinks
+from nxtrain.metrics import sinks as sinks_module
+from nxtrain.metrics.sinks import PROGRESS, JsonlSink, RetryingSink, Sink, open_sinks
 from nxtrain.metrics.tensorboard import TensorBoardSink
 
 
@@ -231,7 +230,7 @@ def test_tries_cost_a_twentieth_of_the_time_at_most(tmp_path: Path) -> None:
 def test_what_never_could_be_written_is_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying_sink, "KEPT", 3)
+    monkeypatch.setattr(sinks_module, "KEPT", 3)
     disk = Disk(tmp_path / "m.jsonl")
     sink = RetryingSink("m.jsonl", disk.open_after, 0)
     disk.is_full = True
