@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxtrain.common.errors import BackendError
-from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState
-from nxtrain.tools.compile.entry_hashes import Seal, copy_file, damage, hash_file
-from nxtrain.tools.compile.layout import CacheLayout
+from nxtrain.tools.compile.entries import (
+    NEFF_FOLDER,
+    CacheKey,
+    CacheLayout,
+    Entry,
+    EntryState,
+    Seal,
+    copy_file,
+    damage,
+    hash_file,
+)
 from nxtrain.tools.compile.module_folders import GRACE_S, ModuleFolders
 from nxtrain.tools.compile.neff_files import NeffFiles
 

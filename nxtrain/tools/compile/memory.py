@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.tools.compile.compiler_processes import PROC
-
 GIB = 1 << 30
+PROC = Path("/proc")
 PER_COMPILER_BYTES = 64 * GIB
 """Host memory that one compiler may need.
 

@@ -34,9 +34,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.compiler_processes import descends, naming
-from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey
-from nxtrain.tools.compile.layout import CacheLayout
+from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, CacheLayout
 from nxtrain.tools.compile.manifest import (
     GraphManifest,
     check_ready,
@@ -47,6 +45,7 @@ from nxtrain.tools.compile.manifest import (
     read_manifest,
     stage_words,
 )
+from nxtrain.tools.compile.module_folders import descends, naming
 
 INTERVAL_S = 0.5
 AFTERMATH_S = 5

@@ -35,7 +35,7 @@ from nxtrain.tools.compile.manifest import (
 )
 from nxtrain.tools.compile.memory import host_memory
 from nxtrain.tools.compile.native_compile import check_torchneuron, deviceless_mode, rehearsal, rehearse
-from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs, print_line
+from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
@@ -102,7 +102,7 @@ def precompile(
         if config.cluster.nodes > 1:
             retries = 0  # one of several nodes cannot show failed graphs alone
         folder.mkdir(mode=0o700)
-        compiled = compile_graphs(CompileJob(tool, command.argv, env, cache, folder), num_workers, retries)
+        compiled = compile_graphs(tool, command.argv, env, cache, folder, num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)
 
     file = _write_manifest(loaded, num_ranks * config.cluster.nodes, env, compiled)

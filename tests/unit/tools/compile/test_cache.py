@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.compile.cache import OWN, Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, CacheKey, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import Seal, hash_file
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, CacheKey, EntryState, Seal, hash_file, parse_key
 from nxtrain.tools.compile.module_folders import OURS
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, compiling, key, neff
 

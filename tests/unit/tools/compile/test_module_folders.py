@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.tools.compile.compiler_processes import PROC
 from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
-from nxtrain.tools.compile.module_folders import OURS, ModuleFolders
+from nxtrain.tools.compile.module_folders import OURS, PROC, ModuleFolders
 from tests.support.caches import key
 
 pytestmark = pytest.mark.skipif(

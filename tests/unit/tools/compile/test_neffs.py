@@ -20,14 +20,12 @@ from nxtrain.common.io.object_store import open_store
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch, native_compile
-from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import hash_file
+from nxtrain.tools.compile.entries import CacheKey, EntryState, hash_file, parse_key
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
 from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
-from nxtrain.tools.compile.sync import CacheLocation, sync
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, sync
 from tests.support.caches import compile_now, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
@@ -303,4 +301,22 @@ def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None
         add(tmp_path, 1, "compiled")
         assert not cache.store(neff(1), folder, {name: hash_file(folder / name)})
         assert not cache.layout("neff").publish(folder, neff(1), {}), "compiled after the check"
+    assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"
+
+
+def test_a_file_that_a_rank_replaces_during_a_copy_is_not_held_to_the_seal_of_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, link = Cache(tmp_path), Path.hardlink_to
+    name = Path(neff(1).module).name
+
+    def link_and_compile(path: Path, target: Path) -> None:
+        link(path, target)
+        add(tmp_path, 1, "compiled")
+
+    monkeypatch.setattr(Path, "hardlink_to", link_and_compile)
+    with cache.staging() as folder:
+        (folder / name).write_text("copied", encoding="utf-8")
+        assert cache.store(neff(1), folder, {name: hash_file(folder / name)})
+    assert [(verdict.damage, verdict.is_new) for verdict in cache.verify()] == [("", True)]
     assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"

@@ -12,11 +12,9 @@ import pytest
 
 from nxtrain.common.errors import BackendError, ConfigError, StorageError
 from nxtrain.common.io.object_store import S3Path, S3Store, open_store
-from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry
-from nxtrain.tools.compile.entry_hashes import Seal
-from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry, Seal
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_place, sync
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
 from tests.support.s3 import BUCKET, s3, s3_variables
 
