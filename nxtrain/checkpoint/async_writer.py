@@ -54,9 +54,7 @@ class SaveOutcome:
 class Destination:
     """Folder of a run's checkpoints, and the ranks that write there.
 
-    Args:
-        scope: The ranks and their folders, over a group next to the collectives of training. With the group None, this
-            rank is alone or no group can be made; checkpoints are then written while training waits.
+    If the group of `scope` is None, checkpoints are written while training waits.
     """
 
     folder: Path
@@ -92,12 +90,9 @@ class CheckpointWriter:
         self._has_noted = False
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
-        """Save the state after a step, unless the previous checkpoint is still being written.
+        """Save the state after a step, unless the checkpoint before is still being written or, on request, has failed.
 
-        Args:
-            wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
-                is not saved again.
-            after_failure: Save even if the previous checkpoint could not be written.
+        With `wait`, wait for both checkpoints. A step that is saved already is not saved again.
         """
         began = time.monotonic()
         # The leader ends last: it commits and deletes old checkpoints after all others have written.

@@ -48,10 +48,9 @@ class SharedPlan:
 
 
 class FileWriter(StorageWriter):
-    """Writes this rank's shards to one file; the coordinator lists the files of all ranks in a manifest.
+    """Writes this rank's shards to one file; tensors inside the staged memory are not copied.
 
-    Args:
-        staged: Shards of this rank. Tensors inside the staged memory are not copied.
+    The coordinator lists the files of all ranks in a manifest.
     """
 
     def __init__(self, folder: Path, rank: int, staged: Staged) -> None:
@@ -136,8 +135,7 @@ class FileWriter(StorageWriter):
 class FileReader(StorageReader):
     """Reads and verifies the blocks of files that hold this rank's shards, each block once and in order.
 
-    Args:
-        fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `folder`.
+    Blocks that are missing or damaged in `folder` are read from its fallbacks.
     """
 
     def __init__(
@@ -301,12 +299,7 @@ def _join(located: Sequence[Sequence[_LocatedShard]]) -> dict[str, TensorEntry]:
 
 @dataclass(frozen=True)
 class Staged:
-    """Host tensors of the shards that a rank writes.
-
-    Args:
-        memory: The bytes of all tensors, which do not change during the write; empty: tensors are copied.
-        joint: Shards that all ranks write, the same in each checkpoint.
-    """
+    """Host tensors of the shards that a rank writes, and the memory of all tensors; if empty, tensors are copied."""
 
     tensors: Mapping[TensorShard, Tensor]
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))

@@ -157,11 +157,7 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
 
 
 def clear(directory: Path, target: str = "") -> None:
-    """Remove the drafts of broken attempts, as far as possible; an interrupted replacement gets its old folder back.
-
-    Args:
-        target: Name of a folder in `directory`; empty: `directory` is a `checkpoints` folder.
-    """
+    """Remove drafts of broken attempts in a `checkpoints` folder, or those of a target; restore replaced folders."""
     if not directory.is_dir():
         return
     for left in sorted(directory.iterdir()):
@@ -206,11 +202,8 @@ def quarantine(path: Path) -> Path:
 def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """Rename the checkpoints after a step as abandoned: the run resumes at that step, and writes the names again.
 
-    Args:
-        damaged: Abandon quarantined checkpoints too, since they belong to the abandoned part of the run.
-
-    Returns:
-        Steps of the abandoned checkpoints that were not quarantined.
+    With `damaged`, quarantined checkpoints too, since they belong to the abandoned part of the run. Return the steps of
+    the others.
     """
     # The new checkpoint of its step would replace an incomplete one.
     later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]

@@ -23,11 +23,7 @@ from nxtrain.common.sharding import Layout
 
 
 def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
-    """Read a checkpoint's metadata and manifest.
-
-    Raises:
-        DamagedError: A file's content differs from the written bytes.
-    """
+    """Read a checkpoint's metadata and manifest."""
     meta = read_meta(path)
     manifest = read_manifest(path)
     if zlib.crc32(content_of(path / MANIFEST)) != meta.manifest_crc32:
@@ -70,9 +66,6 @@ def load(
         ranks: All ranks of the run; None: those of the layout, over the default group.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `path`.
         on_damage: Called with each damage in `path` that a fallback could replace.
-
-    Raises:
-        DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
     """
     action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
     meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)

@@ -186,11 +186,7 @@ def _matrix(columns: Sequence[Column], num_rows: int) -> np.ndarray:
 
 
 def read_manifest(path: Location) -> CheckpointManifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        DamagedError: The file is missing, lost by the disk, or not a manifest.
-    """
+    """Read the manifest of a checkpoint."""
     file = path / MANIFEST
     try:
         return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))

@@ -70,11 +70,7 @@ class Mirror:
                 self._remove(other, names)
 
     def add(self, step: int, file: Path, stored: FileDigest) -> None:
-        """Copy a rank's file.
-
-        Raises:
-            DamagedError: The file's content differs from the written bytes.
-        """
+        """Copy a rank's file."""
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:

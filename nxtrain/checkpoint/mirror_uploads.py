@@ -27,12 +27,7 @@ _THREAD = "nxtrain-mirror"
 
 @dataclass(frozen=True)
 class UploadDeadline:
-    """Limits of the wait for uploads at the end of a run.
-
-    Args:
-        stall_s: Seconds without progress on any rank.
-        after_stop_s: Seconds after any rank is asked to stop.
-    """
+    """Limits of the wait for uploads: without progress, in all, and after a request to stop, on any rank."""
 
     stall_s: float
     total_s: float = float("inf")
@@ -69,9 +64,6 @@ class MirrorUploader:
 
         A checkpoint waits while an earlier upload is under way. The next offer replaces a waiting checkpoint; the end
         of the run uploads it.
-
-        Args:
-            ranks: All ranks, over the group on which they agree during this call.
         """
         task = BackgroundTask(_THREAD, partial(self._upload, path, written, self._last))
         # The leader's upload ends last.

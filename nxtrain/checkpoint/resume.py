@@ -23,11 +23,7 @@ from nxtrain.config.schema import RunConfig
 class ResumePlanner:
     """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons checkpoints after a rewind.
 
-    Every rank makes one planner, and makes the same calls.
-
-    Args:
-        restarted: True if an agent or a scheduler restarted the same command, by this rank's environment.
-        job: The agent's or scheduler's name for the restarted job; empty if it has none.
+    Every rank makes one planner, and makes the same calls. A restart is that of the same command in the same job.
     """
 
     def __init__(

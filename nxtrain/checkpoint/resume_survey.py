@@ -23,13 +23,7 @@ LOOKING = "cannot look for checkpoints"
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Request of a start: the checkpoint to resume from, and the origin of the request.
-
-    Args:
-        resume: The value of `checkpoint.resume`.
-        is_restart: An agent or a scheduler restarted the same command.
-        job: The agent's or scheduler's name for the restarted job; empty if it has none.
-    """
+    """Request of a start: `checkpoint.resume`, and the scheduler's or agent's job that restarts the same command."""
 
     resume: str
     is_restart: bool = False

@@ -131,11 +131,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json`.
-
-        Raises:
-            ConfigError: The file describes something that this family does not compute.
-        """
+        """Read a Hugging Face `config.json`; a ConfigError for anything that this family does not compute."""
 
     @abstractmethod
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -146,11 +142,7 @@ class ModelFamily(ABC):
         """Dimensions of the model, from which its parameters, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
-        """Configuration of a preset.
-
-        Raises:
-            ConfigError: The family has no such preset.
-        """
+        """Configuration of a preset."""
         if name not in self.presets:
             known = ", ".join(self.presets)
             raise ConfigError(

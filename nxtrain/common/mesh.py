@@ -24,10 +24,8 @@ class Axis:
     """One parallel dimension of a run, seen from one rank.
 
     Args:
-        name: Name used in messages and as the key of a process group, such as `tp`.
         rank: This rank's index inside its replica group.
-        groups: Every replica group of the axis over the whole world, each a tuple of global ranks; together they
-            hold each rank once.
+        groups: Every replica group of the axis, each a tuple of global ranks; together they hold each rank once.
         spans_stages: A group has ranks of several pipeline stages, which run different programs.
     """
 

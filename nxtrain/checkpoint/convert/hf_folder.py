@@ -36,12 +36,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HfFolder:
-    """A folder with `config.json` and safetensors, in one file or several with an index.
-
-    Attributes:
-        config: Content of `config.json`.
-        dtype: The narrowest type that holds all weights exactly.
-    """
+    """A folder with `config.json` and safetensors; `dtype` is the narrowest type that holds all weights exactly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

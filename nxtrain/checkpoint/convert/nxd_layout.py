@@ -45,12 +45,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of one rank.
-
-    Args:
-        shape: Local shape.
-        blocks: Global name of the tensor, and box, for each box of entries that the parameter holds.
-    """
+    """A parameter of one rank: its local shape, and the name and box of each global tensor's entries that it holds."""
 
     name: str
     shape: tuple[int, ...]

@@ -44,9 +44,7 @@ def nxd_to_nxtrain(
 
     Args:
         src: A tag, or a folder of tags, whose last finished one is taken.
-        dst: Folder to make; an existing checkpoint is replaced.
         config: The model's Hugging Face `config.json`; None: the file in the tag, or next to the tag.
-        weights_only: Omit the state of the optimizer.
         first_copy: If replicas on tensor parallel ranks differ, take the first.
         run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
             data, which NxD does not save. A tag that nxtrain wrote holds the position itself.

@@ -76,10 +76,9 @@ class OptimizerSettings:
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """Settings of the next update from the run's configuration, since a checkpoint does not hold settings.
+    """Settings of the next update from the configuration of the run, since a checkpoint does not hold settings.
 
-    Args:
-        file: Configuration of the run; None: the file in the folder of the run, which must be on a disk.
+    Without a file, the configuration is that of the run's folder, which must be on a disk.
     """
     path = locate_checkpoint(checkpoint)
     if file is None and isinstance(path, Path):

@@ -104,11 +104,7 @@ class Adapter:
 
 
 class MergedFolder(HfFolder):
-    """A Hugging Face folder whose weights are read with the update of an adapter.
-
-    Args:
-        dtype: Type of the merged weights, to which the folder's weights are rounded first; None: the folder's type.
-    """
+    """A Hugging Face folder whose weights are rounded to `dtype`, and read with the update of an adapter."""
 
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
         super().__init__(path)

@@ -21,8 +21,7 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
 
-    Args:
-        group: Group of all ranks that carries host objects; None: the default group.
+    Their objects go over a group of the hosts; None: the default group.
     """
 
     mesh: Mesh

@@ -56,11 +56,8 @@ class Beat:
 class HeartbeatStore:
     """Heartbeats, stop requests and hang reports of the ranks of one start, in the store of the rendezvous.
 
-    Args:
-        store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.
-
-    Raises:
-        RuntimeError: From every method, when the store is gone.
+    The store is cloned, since a waiting request blocks all others of a connection. Every method raises a RuntimeError
+    once the store is gone.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:

@@ -44,12 +44,7 @@ class HostGroup:
             self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
-        """Wait until every rank has called `barrier`.
-
-        Raises:
-            HangError: Some rank did not come in time.
-            LostPeerError: Some rank has ended.
-        """
+        """Wait until every rank has called `barrier`."""
         self._meet(self.group, work)
 
     def _meet(self, group: dist.ProcessGroup, work: str) -> None:

@@ -70,11 +70,7 @@ class CachedObject:
         self._close = weakref.finalize(self, _close, self._file, self._index)
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes from `start` on into `view`; return their number, 0 at the end.
-
-        Raises:
-            DamagedError: The object is gone, or another version has replaced it.
-        """
+        """Read bytes from `start` on into `view`; return their number, 0 at the end."""
         view = view[: max(0, self.num_bytes - start)]
         for first, last in self._missing(start, start + len(view)):
             if self._stores:

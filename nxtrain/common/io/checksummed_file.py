@@ -183,11 +183,7 @@ class ByteSource(Protocol):
 
 
 class FileSource:
-    """A file on a disk.
-
-    Raises:
-        DamagedError: The file is absent.
-    """
+    """A file on a disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -229,9 +225,6 @@ class ChecksummedReader:
 
     Attributes:
         damage: Damage in copies, which content of a later copy has replaced.
-
-    Raises:
-        DamagedError: All copies are absent, or of another length.
     """
 
     def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
@@ -249,9 +242,6 @@ class ChecksummedReader:
         """Iterate over some blocks, in the order given, as pairs of offset in the file and content.
 
         A content is valid until the next iteration.
-
-        Raises:
-            DamagedError: A block is damaged in all copies.
         """
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
         free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
@@ -322,11 +312,7 @@ class ChecksummedReader:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Read a file from the disk, and return its digest.
-
-    Raises:
-        DamagedError: The file is absent, or became shorter while it was read.
-    """
+    """Read a file from the disk, and return its digest."""
     source, checksums = FileSource(path), list[str]()
     try:
         view = memoryview(aligned_memory(BLOCK_BYTES))
@@ -340,11 +326,7 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def verify(path: Path, stored: FileDigest) -> None:
-    """Read a file from the disk and check it against its digest.
-
-    Raises:
-        DamagedError: The file is damaged.
-    """
+    """Read a file from the disk; a DamagedError if it differs from its digest."""
     with ChecksummedReader(path, stored) as reader:
         for _ in reader.blocks(range(len(stored.xxh3))):
             pass

@@ -104,11 +104,7 @@ def content_of(file: Location) -> bytes:
 
 
 def open_source(file: Location) -> ByteSource:
-    """Open a file for reading.
-
-    Raises:
-        DamagedError: The file is absent.
-    """
+    """Open a file for reading."""
     if isinstance(file, Path):
         return FileSource(file)
     return S3Source(file)
@@ -127,11 +123,6 @@ class S3Source:
         self.num_bytes, self.tag = int(head["ContentLength"]), str(head["ETag"])
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes; see `ByteSource.read`.
-
-        Raises:
-            DamagedError: The object is gone, or another version has replaced it.
-        """
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
             return 0

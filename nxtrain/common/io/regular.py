@@ -23,11 +23,7 @@ class NotRegularError(OSError):
 
 
 def require_regular(path: Path) -> None:
-    """Refuse anything but a regular file, before a library opens the path.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-    """
+    """Refuse anything but a regular file, before a library opens the path."""
     _require(path, os.stat(path).st_mode)
 
 
@@ -45,21 +41,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a regular file.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-    """
+    """Content of a regular file."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Text of a regular file in UTF-8, with universal newlines.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-    """
+    """Text of a regular file in UTF-8, with universal newlines."""
     with open(open_regular(path), encoding="utf-8", errors=errors) as file:
         return file.read()
 

@@ -50,11 +50,9 @@ class EntryVerdict:
 
 
 class Cache:
-    """Folder of compiled graphs, of one node or shared.
+    """Folder of compiled graphs, of one node or shared; created with the first entry.
 
-    Args:
-        root: Folder of the `neuronxcc-<version>/` folders; created with the first entry.
-        grace_s: Seconds since the last write to an entry for which a lock without a process counts as live.
+    Within `grace_s` seconds of the last write to an entry, a lock without a process counts as live.
     """
 
     def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
@@ -104,11 +102,7 @@ class Cache:
                 os.utime(self.root / key.compiler / key.module)
 
     def fetch(self, key: CacheKey, target: Path) -> Seal:
-        """Copy the files of a done entry.
-
-        Raises:
-            UnusableEntryError: The entry is damaged, or changed during the copy.
-        """
+        """Copy the files of a done entry."""
         layout = self.layout(key.compiler)
         try:
             seal = layout.read_seal(key)

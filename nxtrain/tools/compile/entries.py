@@ -211,19 +211,11 @@ class CacheLayout(ABC):
 
     @abstractmethod
     def files(self, key: CacheKey) -> list[Path]:
-        """Compiled files of a done entry, sorted by name.
-
-        Raises:
-            FileNotFoundError: The entry is gone, or is not done.
-        """
+        """Compiled files of a done entry, sorted by name; a FileNotFoundError for any other."""
 
     @abstractmethod
     def read_seal(self, key: CacheKey) -> Seal | None:
-        """Seal of an entry; None if it has none, or one of an earlier compilation.
-
-        Raises:
-            FileNotFoundError: The entry is gone, or is not done.
-        """
+        """Seal of a done entry; None if it has none, or one of an earlier compilation."""
 
     @abstractmethod
     def write_seal(self, key: CacheKey, seal: Seal) -> None:

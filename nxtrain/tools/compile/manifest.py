@@ -35,13 +35,7 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class Build:
-    """Inputs of the graphs' keys besides the code of the step.
-
-    Args:
-        compiler: Folder of the compiler's version, `neuronxcc-<version>`.
-        flags: Flags of the compiler, whose order counts.
-        settings: Values of the configuration that shape graphs, by dotted key.
-    """
+    """Inputs of the graphs' keys besides the code: compiler, ordered flags, and settings by dotted key."""
 
     compiler: str
     flags: tuple[str, ...]

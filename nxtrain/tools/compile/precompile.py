@@ -55,12 +55,7 @@ def precompile(
     retries: int,
     dry_run: bool,
 ) -> None:
-    """Compile the graphs of a run and write its manifest.
-
-    Args:
-        first_node: Name of one of several machines, where all of them meet.
-        workers: Compilers at a time; None: as many as the memory holds.
-    """
+    """Compile the graphs of a run and write its manifest; the machines of a run meet at `first_node`."""
     loaded = load(path, overrides)
     config = loaded.config
     native = is_native(config)

@@ -52,11 +52,7 @@ class Bucket:
             return 0
 
     def fetch(self, key: CacheKey, target: Path) -> Seal:
-        """Download an entry and verify its hashes.
-
-        Raises:
-            UnusableEntryError: Files of the entry are missing or differ from their hashes.
-        """
+        """Download an entry and verify its hashes."""
         seal = self._seal(key)
         for name, file in seal.items():
             try:
