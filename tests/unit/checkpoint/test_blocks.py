@@ -95,17 +95,6 @@ def test_only_the_blocks_that_are_asked_for_are_read_and_verified(path: Path) ->
             list(reader.blocks([3, 4, 5]))
 
 
-@pytest.mark.parametrize("bit", [0, 8 * BLOCK - 1, 8 * (3 * BLOCK + 20) + 3])
-def test_a_flipped_bit_is_found_wherever_it_is(path: Path, bit: int) -> None:
-    content = bytearray(os.urandom(3 * BLOCK + 50))
-    stored = write(path, bytes(content))
-    verify(path, stored)
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-    with pytest.raises(DamagedError, match="file is damaged"):
-        verify(path, stored)
-
-
 def test_a_file_that_is_absent_shorter_or_longer_is_damaged(path: Path) -> None:
     content = os.urandom(100)
     stored = write(path, content)
