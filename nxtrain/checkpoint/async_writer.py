@@ -18,12 +18,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_storage import Staged, Staging
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
+from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.process.background import BackgroundTask

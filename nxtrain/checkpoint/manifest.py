@@ -17,14 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.shards import TensorShard
@@ -62,21 +54,29 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def header(parts: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
+def header(shards: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
     """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
-    entries: dict[str, Any] = {}
-    starts, end = [], 0
-    for part in parts:
-        assert part.key not in entries, f"two parts of {part.key} in one file"
+    by_key = {shard.key: shard for shard in shards}
+    assert len(by_key) == len(shards), "two shards of one tensor in one file"
+    saved = {key: {"saved_offsets": shard.block.offsets} for key, shard in by_key.items()}
+    content = safetensors_header(by_key, {"DCP_SHARDING_INFO": json.dumps(saved)}, _ALIGNMENT_BYTES)
+    starts, end = [], len(content)
+    for shard in shards:
         starts.append(end)
-        end += part.num_bytes
-        entries[part.key] = {"dtype": CODES[part.dtype], "shape": part.block.sizes, "data_offsets": (starts[-1], end)}
-    saved = {part.key: {"saved_offsets": part.block.offsets} for part in parts}
-    entries["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(saved)}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT_BYTES)
-    first = _LENGTH.pack(len(text)) + text
-    return first, [len(first) + start for start in starts]
+        end += shard.num_bytes
+    return content, starts
+
+
+def safetensors_header(shards: Mapping[str, TensorShard], about: Mapping[str, str], alignment_bytes: int) -> bytes:
+    """Header of a safetensors file of adjacent shards, by name, as the library of safetensors writes it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    end = 0
+    for name, shard in shards.items():
+        start, end = end, end + shard.num_bytes
+        entries[name] = {"dtype": CODES[shard.dtype], "shape": shard.block.sizes, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % alignment_bytes)
+    return _LENGTH.pack(len(text)) + text
 
 
 Column = int | tuple[int, ...]
@@ -156,20 +156,6 @@ class CheckpointManifest(BaseModel):
     def num_bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.num_bytes for file in self.files.values())
-
-    def metadata(self, wanted: Mapping[str, Sequence[Box]]) -> Metadata:
-        """Metadata for `torch.distributed.checkpoint` of the shards in wanted boxes: storage is (file, offset)."""
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places = {}
-        for key, tensor in self.tensors.items():
-            boxes = []
-            for (offsets, sizes), file, start in tensor.parts(wanted.get(key, ())):
-                box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                boxes.append(box)
-                places[MetadataIndex(key, box.offsets)] = (file, start)
-            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
-            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
-        return Metadata(tensors, storage_data=places)
 
 
 def _column(numbers: Sequence[int]) -> Column:

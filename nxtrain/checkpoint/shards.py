@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from nxtrain.common.sharding import Layout, ShardBox
 
@@ -60,16 +59,6 @@ class TensorShard:
     def num_bytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.block.sizes) * self.dtype.itemsize
-
-    @property
-    def box(self) -> ChunkStorageMetadata:
-        """Offsets and sizes in the whole tensor."""
-        return ChunkStorageMetadata(torch.Size(self.block.offsets), torch.Size(self.block.sizes))
-
-    @property
-    def index(self) -> MetadataIndex:
-        """Index of the shard in `torch.distributed.checkpoint`."""
-        return MetadataIndex(self.key, self.box.offsets)
 
     def rows(self, start: int, number: int) -> TensorShard:
         """Adjacent rows of the shard, counted in dimension 0."""

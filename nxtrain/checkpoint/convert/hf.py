@@ -20,12 +20,12 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.streamed import write_streamed
-from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused

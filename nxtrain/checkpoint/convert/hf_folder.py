@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxtrain.checkpoint.dcp_storage import bytes_of
 from nxtrain.checkpoint.meta import fingerprint
+from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
 from nxtrain.common.io.atomic import write_durably

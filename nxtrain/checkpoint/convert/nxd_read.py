@@ -15,10 +15,10 @@ from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.checkpoint.convert.nxd_states import NxdStates
 from nxtrain.checkpoint.convert.nxd_weights import NxdWeights
-from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family

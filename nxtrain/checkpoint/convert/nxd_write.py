@@ -222,10 +222,11 @@ class _Writer:
                 for whole, block in param.blocks:
                     chunk = TensorShard(kind, param.name, whole, self.layout.shapes[whole], dtype, block)
                     target = block.of(read[kind][param.name])
-                    if chunk.index in first:  # a rank may hold a head twice
-                        again.append((target, first[chunk.index]))
+                    index = (chunk.key, block.offsets)
+                    if index in first:  # a rank may hold a head twice
+                        again.append((target, first[index]))
                     else:
-                        targets[chunk] = first[chunk.index] = target
+                        targets[chunk] = first[index] = target
         read_shards(self.src, self.manifest, targets)
         for target, source in again:
             target.copy_(source)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
-from nxtrain.common.errors import CheckpointError, DamagedError, NxtrainError, cause_of
+from nxtrain.common.errors import CheckpointError, NxtrainError, cause_of
 from nxtrain.common.mesh import Mesh
 
 T = TypeVar("T")
@@ -80,6 +77,16 @@ class Ranks:
             dist.all_gather_object(values, mine, group=self.group)
         return values
 
+    def gather_on_leader(self, mine: T) -> list[T]:
+        """Values of all ranks, by rank, on rank 0; empty on other ranks."""
+        if not self.are_connected:
+            return [mine]
+        values: list[T] = []
+        if self.is_leader:
+            values = [mine] * self.mesh.world
+        dist.gather_object(mine, values or None, dst=0, group=self.group)
+        return values
+
 
 def _readable(error: Exception, failure: str) -> NxtrainError:
     """Turn an error into an `NxtrainError` for people; an `NxtrainError` is unchanged."""
@@ -118,23 +125,3 @@ class StorageScope:
             return {0: self.ranks.on_leader(action, failure)}
         results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)
         return {rank: result for rank, some in enumerate(results) for result in some}
-
-
-@contextmanager
-def collective(action: str) -> Iterator[None]:
-    """Silence warnings of `torch.distributed.checkpoint`; the failure of any rank becomes one readable error on all."""
-    try:
-        with warnings.catch_warnings():
-            # A single process is not a mistake, and the deprecated call is torch's own.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, DamagedError):
-            raise cause from None
-        if isinstance(cause, NxtrainError):
-            raise CheckpointError(f"{action}: {cause}") from None
-        if isinstance(cause, Exception):
-            raise CheckpointError(f"{action}: rank {rank}: {cause!r}") from error
-        raise cause from error

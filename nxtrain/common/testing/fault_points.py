@@ -43,7 +43,7 @@ POINTS = {
     "reduce": PatchPoint("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": PatchPoint("nxtrain.optim.adamw:AdamW", "step"),
     "post_step": PatchPoint("nxtrain.train.trainer", "update", "after"),
-    "ckpt_stage": PatchPoint("nxtrain.checkpoint.dcp_storage:Staging", "fill"),
+    "ckpt_stage": PatchPoint("nxtrain.checkpoint.staging:Staging", "fill"),
     "ckpt_write": PatchPoint("nxtrain.common.io.checksummed_file:ChecksummedWriter", "_transfer", "writing"),
     "ckpt_fsync": PatchPoint("nxtrain.common.io.checksummed_file:ChecksummedWriter", "close"),
     "ckpt_commit": PatchPoint("nxtrain.checkpoint.save", "_commit"),

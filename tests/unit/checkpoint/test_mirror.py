@@ -288,7 +288,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("nxtrain.common.io.object_store.ChecksummedWriter.write", full)
     monkeypatch.setattr(
-        "nxtrain.checkpoint.dcp_storage.ChecksummedWriter",
+        "nxtrain.checkpoint.shard_files.ChecksummedWriter",
         type("Free", (checksummed_file.ChecksummedWriter,), {"write": WRITE}),
     )
     run.save(1)
