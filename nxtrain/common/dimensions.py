@@ -129,7 +129,8 @@ def block_specs(
     dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
     """Sharding of the parameters of one block, by their names inside the block, in the order of the model."""
-    hidden, inner, width = dimensions.hidden_size, dimensions.intermediate_size, dimensions.head_size
+    hidden, inner = dimensions.hidden_size, dimensions.intermediate_size
+    width = dimensions.head_size
     norm, head_norm = ShardSpec((hidden,)), ShardSpec((width,))
     qkv = qkv_segments(dimensions.num_heads, dimensions.num_kv_heads, width, tp)
     ups: tuple[Segment, ...] = gate_up_segments(inner)

@@ -81,7 +81,9 @@ class DamagedError(CheckpointError):
     """
 
     def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
-        self.file, self.reason, self.unread = file, reason, unread
+        self.file = file
+        self.reason = reason
+        self.unread = unread
         super().__init__(f"{file} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str, bool]]:

@@ -42,8 +42,10 @@ class Axis:
     def neighbours(self, size: int) -> Axis:
         """Axis of `size` adjacent ranks inside each group, such as those that share a replicated key/value head."""
         assert self.size % size == 0, (self, size)
-        groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
-        return Axis(f"{self.name}/{size}", self.rank % size, groups)
+        groups: list[tuple[int, ...]] = []
+        for group in self.groups:
+            groups += [group[i : i + size] for i in range(0, len(group), size)]
+        return Axis(f"{self.name}/{size}", self.rank % size, tuple(groups))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Replica group of a global rank."""
@@ -62,8 +64,11 @@ class Axis:
         low, high = sorted((self.rank, peer))
         begins = low if high - low == 1 else high
         edges = [sorted((i, (i + 1) % size)) for i in range(begins % 2, size, 2)]
-        groups = tuple((group[low], group[high]) for group in self.groups for low, high in edges)
-        return Axis(f"{self.name}:{edges[0][0]}-{edges[0][1]}", int(self.rank > peer), groups, self.spans_stages)
+        groups: list[tuple[int, ...]] = []
+        for group in self.groups:
+            groups += [(group[low], group[high]) for low, high in edges]
+        first, second = edges[0]
+        return Axis(f"{self.name}:{first}-{second}", int(self.rank > peer), tuple(groups), self.spans_stages)
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,7 @@ class Mesh:
         return held if len(held) < self.pp_size else ()
 
     @cached_property
-    def _place(self) -> int:
+    def _index(self) -> int:
         """Index of this rank in the mesh [pp, dp, tp]."""
         return self.order.index(self.rank) if self.order else self.rank
 
@@ -193,19 +198,34 @@ class Mesh:
         """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
         replicas = self.dp_size // self.shard_size
         sizes = {"pp": self.pp_size, "replica": replicas, "shard": self.shard_size, "tp": self.tp_size}
-        parts = [part for name in names for part in (("replica", "shard") if name == "dp" else (name,))]
+        parts = set(names)
+        if "dp" in parts:
+            parts |= {"replica", "shard"}
+        # Indices in the mesh: of the first group's members, and of the first member of each group.
         members, starts = [0], [0]
-        own, stride = 0, self.world
+        index, stride = 0, self.world
         for part, size in sizes.items():
             stride //= size
-            grow = members if part in parts else starts
-            grow[:] = [base + i * stride for base in grow for i in range(size)]
             if part in parts:
-                own += stride * (self._place // stride % size)
-        groups = tuple(tuple(start + member for member in members) for start in starts)
-        if self.order:
-            groups = tuple(tuple(self.order[place] for place in group) for group in groups)
-        return Axis("x".join(names), members.index(own), groups, "pp" in names and self.pp_size > 1)
+                members = _spread(members, size, stride)
+                index += stride * (self._index // stride % size)
+            else:
+                starts = _spread(starts, size, stride)
+        groups: list[tuple[int, ...]] = []
+        for start in starts:
+            group = [start + member for member in members]
+            if self.order:
+                group = [self.order[i] for i in group]
+            groups.append(tuple(group))
+        return Axis("x".join(names), members.index(index), tuple(groups), "pp" in names and self.pp_size > 1)
+
+
+def _spread(indices: Sequence[int], size: int, stride: int) -> list[int]:
+    """Indices with `size` multiples of a stride added to each, in order."""
+    spread: list[int] = []
+    for index in indices:
+        spread += range(index, index + size * stride, stride)
+    return spread
 
 
 def divisors(n: int) -> list[int]:
@@ -222,5 +242,11 @@ def listed(numbers: Sequence[int]) -> str:
 
 def spans(ranks: Sequence[int]) -> str:
     """Text of ascending numbers, with runs as ranges: 0-2, 5."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    texts: list[str] = []
+    for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
+        numbers = [rank for _, rank in run]
+        if len(numbers) == 1:
+            texts.append(str(numbers[0]))
+        else:
+            texts.append(f"{numbers[0]}-{numbers[-1]}")
+    return ", ".join(texts)

@@ -67,7 +67,10 @@ class Ranks:
         for _, error_of_rank in outcomes:
             if error_of_rank is not None:
                 raise error_of_rank
-        return [result for results, _ in outcomes for result in results]
+        results: list[T] = []
+        for result, _ in outcomes:
+            results += result
+        return results
 
     def gather(self, mine: T) -> list[T]:
         """Values of all ranks, by rank."""
@@ -124,4 +127,8 @@ class StorageScope:
         if self.number == 1:
             return {0: self.ranks.on_leader(action, failure)}
         results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)
-        return {rank: result for rank, some in enumerate(results) for result in some}
+        of_leaders: dict[int, T] = {}
+        for rank, result in enumerate(results):
+            if result:
+                of_leaders[rank] = result[0]
+        return of_leaders

@@ -57,8 +57,10 @@ class FirstFailure:
 
         def look() -> str:
             # Polling: while a store waits for a key, it serves no other request of this process.
-            while not (first := self.first()) and time.monotonic() < limit:
+            first = self.first()
+            while not first and time.monotonic() < limit:
                 time.sleep(LOOK_S)
+                first = self.first()
             return first
 
         return call_with_timeout(seconds, look) or ""
@@ -189,7 +191,8 @@ class FailureReporter:
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
         self._first_failure = FirstFailure(store)
-        self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
+        self._rank, self._words = rank, words
+        self._hang_timeout_s = hang_timeout_s
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:

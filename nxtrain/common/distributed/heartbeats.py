@@ -143,7 +143,8 @@ class HeartbeatStore:
         limit = time.monotonic() + ANSWER_S
         while missing and time.monotonic() < limit:
             for rank in sorted(missing):
-                if text := self._text(f"hang/{rank}"):
+                text = self._text(f"hang/{rank}")
+                if text:
                     found[rank] = Beat(**json.loads(text))
             missing -= found.keys()
             time.sleep(0.02)
@@ -194,7 +195,8 @@ class HeartbeatLink:
     def lose(self) -> None:
         """Close the connection to the store, and open a new one: the store may have been slow only once."""
         if self.store is not None:
-            self._lost, self.store, self._lost_at = self.store, None, time.monotonic()
+            self._lost, self.store = self.store, None
+            self._lost_at = time.monotonic()
         self.reach()
 
     def reach(self) -> None:

@@ -67,7 +67,8 @@ class HostGroup:
         members = dist.get_process_group_ranks(self._alike)
         found: list[tuple[str, str]] = [("", "")] * len(members)
         dist.all_gather_object(found, (work, graph), group=self._alike)
-        if problem := disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group)):
+        problem = disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group))
+        if problem:
             first = members[0]
             see = f"ranks are about to run different graphs in {work}; see rank {first}"
             raise BackendError(problem if dist.get_rank() == first else see)

@@ -9,6 +9,7 @@ from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.placement import Placement
 
@@ -39,7 +40,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
             store = PrefixStore(f"nxtrain/start/{place.restarts}", store)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
-        raise _no_way(_first_line(error)) from error
+        raise _no_way(first_line(error)) from error
     if refusal:
         raise BackendError(refusal)
     return store
@@ -69,7 +70,7 @@ def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
     thread.join(timeout.total_seconds() + LATE_S)
     if found:
         return found[0]
-    why = _first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
+    why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
         raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
     raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
@@ -122,7 +123,3 @@ def _no_way(why: str) -> BackendError:
         "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
         "torchrun and nxtrain launch set both"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

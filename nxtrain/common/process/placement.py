@@ -68,7 +68,8 @@ class Placement:
             uses_agents_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             is_only_agent=environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in environ,
         )
-        if reason := _contradiction(found, environ) or _unusable(environ):
+        reason = _contradiction(found, environ) or _unusable(environ)
+        if reason:
             raise _impossible(reason)
         return found
 
@@ -98,7 +99,8 @@ class Placement:
 
 def _contradiction(place: Placement, environ: Mapping[str, str]) -> str:
     """Reason why no world has this rank; empty if a world may have it."""
-    rank, world, local_rank, local_world = place.rank, place.world, place.local_rank, place.local_world
+    rank, world = place.rank, place.world
+    local_rank, local_world = place.local_rank, place.local_world
     rank_of_world = f"RANK={rank} of WORLD_SIZE={world}"
     if world < 1 or local_world < 1:
         return f"WORLD_SIZE={world} and LOCAL_WORLD_SIZE={local_world}: a world has at least one rank"

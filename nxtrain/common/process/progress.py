@@ -37,7 +37,8 @@ class Progress:
         line_every_s: float = LINE_EVERY_S,
         redraw_s: float = REDRAW_S,
     ) -> None:
-        self._label, self.total, self._done = label, total, 0.0
+        self._label, self.total = label, total
+        self._done = 0.0
         self._console = console or standard_error()
         self._clock, self._began_s = clock, clock()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal

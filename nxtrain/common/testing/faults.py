@@ -40,7 +40,8 @@ class _Armed:
     """Armed faults of one rank, and the folder with a file for each fault that has fired."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
-        self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
+        self._faults = [fault for fault in faults if fault.rank in {None, rank}]
+        self._folder, self._rank = folder, rank
         # For faults of any rank: all ranks must compute the same graph on a lazy device.
         self._alters = any(fault.kind in fault_kinds.VALUES for fault in faults)
         self._step, self._in_step = 0, False

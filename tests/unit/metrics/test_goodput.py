@@ -141,8 +141,8 @@ def test_people_get_a_line_at_the_end(run: Run) -> None:
     run.start(0, 10, "failed")
     run.start(8, 12, "stopped")
     assert run.said == [
-        "goodput 23.8% over 2 starts: 10.0 s productive of 42.0 s; lost 2 steps (2.0 s), detection 0.2 s, restart "
-        "11.0 s, checkpoints 1.5 s, first start 11.0 s, evaluation 6.0 s, after the last step 0.2 s",
+        "goodput 23.8% over 2 starts: 10.0 s productive of 42.0 s; lost 2 steps (2.0 s), detection 250 ms, restart "
+        "11.0 s, checkpoints 1.5 s, first start 11.0 s, evaluation 6.0 s, after the last step 250 ms",
     ]
     run.said.clear()
     alone = Run(run.logs.parent / "alone", said=run.said)
