@@ -235,13 +235,13 @@ def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
     Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
     memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.
     """
-    found = [sys.maxsize]
+    free = [sys.maxsize]
     with suppress(OSError):
-        found += [1024 * size for size in _numbers(proc / "meminfo", "MemAvailable:")]
+        free += [1024 * size for size in _numbers(proc / "meminfo", "MemAvailable:")]
     with suppress(OSError, ValueError):
         limit, used = (int((cgroup / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
-        found.append(limit - used + sum(_numbers(cgroup / "memory.stat", "inactive_file")))
-    return min(found)
+        free.append(limit - used + sum(_numbers(cgroup / "memory.stat", "inactive_file")))
+    return min(free)
 
 
 def _numbers(file: Path, name: str) -> list[int]:

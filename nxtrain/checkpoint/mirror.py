@@ -37,7 +37,7 @@ class Mirror:
     def __str__(self) -> str:
         return str(self.store.root)
 
-    def place(self, step: int) -> Location:
+    def folder(self, step: int) -> Location:
         """Folder of a step."""
         return self.store.root / _folder(step)
 
@@ -53,7 +53,7 @@ class Mirror:
 
     def spoilt(self) -> list[str]:
         """Locations of the quarantined checkpoints."""
-        return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
+        return [str(self.folder(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def remnants(self) -> list[str]:
         """Locations of incomplete checkpoints, unless there is only the one that a killed upload leaves."""
@@ -61,7 +61,7 @@ class Mirror:
         incomplete = {step: names for step, names in sorted(self._files().items()) if not names & marks}
         if len(incomplete) == 1 and not any(directory.MANIFEST in names for names in incomplete.values()):
             return []
-        return [str(self.place(step)) for step in incomplete]
+        return [str(self.folder(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
         """Prepare the upload of a checkpoint: remove an older version of the step, and incomplete other steps."""
@@ -82,7 +82,7 @@ class Mirror:
     def quarantine(self, step: int) -> str:
         """Quarantine a damaged checkpoint, so that no start resumes from it; return its location."""
         self._rename(step, directory.META, _CORRUPT)
-        return str(self.place(step))
+        return str(self.folder(step))
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
         """Mark the checkpoints after a step as abandoned; see `directory.abandon`."""
@@ -103,7 +103,7 @@ class Mirror:
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:
-        self.store.put(f"{_folder(step)}/{new}", content_of(self.place(step) / name))
+        self.store.put(f"{_folder(step)}/{new}", content_of(self.folder(step) / name))
         self.store.delete([f"{_folder(step)}/{name}"])
 
     def _files(self) -> Mapping[int, set[str]]:
@@ -135,7 +135,7 @@ def locate_checkpoint(address: str | Path) -> Location:
         mirror = Mirror(open_store(folder))
         steps = mirror.steps()
         if steps:
-            return mirror.place(steps[-1])
+            return mirror.folder(steps[-1])
     raise CheckpointError(f"{location} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
 
 

@@ -216,7 +216,7 @@ def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> Lo
 
 
 def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey:
-    seals, damaged = _read_seals({step: there.place(step) for step in there.steps() if step not in unread})
+    seals, damaged = _read_seals({step: there.folder(step) for step in there.steps() if step not in unread})
     names = {address: directory.step_of(place_of(address)) for address in there.spoilt()}
     return LocationSurvey(seals, damaged, unread, names, tuple(there.remnants()))
 

@@ -140,14 +140,14 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
 _SHOWN = 10
 
 
-def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> list[str]:
     """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree."""
-    missing = [name for name in wanted if name not in found]
-    extra = [name for name in found if name not in wanted]
+    missing = [name for name in wanted if name not in present]
+    extra = [name for name in present if name not in wanted]
     wrong = [
-        f"{name} is {found[name]} instead of {expected}"
+        f"{name} is {present[name]} instead of {expected}"
         for name, expected in wanted.items()
-        if name in found and found[name] != expected
+        if name in present and present[name] != expected
     ]
     lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
     return [f"{len(names)} {title}: {_some(names)}" for title, names in lines.items() if names]

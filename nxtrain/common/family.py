@@ -144,9 +144,9 @@ class ModelFamily(ABC):
     def preset(self, name: str) -> ModelConfig:
         """Configuration of a preset."""
         if name not in self.presets:
-            known = ", ".join(self.presets)
+            names = ", ".join(self.presets)
             raise ConfigError(
-                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {known}")]
+                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {names}")]
             )
         return self.presets[name].config
 
@@ -163,10 +163,10 @@ def family_names() -> list[str]:
 @cache
 def find_family(name: str) -> ModelFamily:
     """Load the family that is installed under this name; packages are searched once per process."""
-    found = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none"
+    families = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
+    if name not in families:
+        names = ", ".join(sorted(families)) or "none"
         raise ConfigError(
-            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {known}")]
+            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {names}")]
         )
-    return cast(ModelFamily, found[name].load())
+    return cast(ModelFamily, families[name].load())

@@ -163,13 +163,13 @@ def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, m
     if len(files) == 1:
         write_durably(out / WEIGHTS, partial(write_streamed, tensors=chunks, read=read))
         return
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_durably(out / name, partial(write_streamed, tensors=part, read=read))
-        places.update({chunk.name: name for chunk in part})
+        file_of.update({chunk.name: name for chunk in part})
     total = sum(chunk.num_bytes for chunk in chunks)
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
 def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:

@@ -256,27 +256,27 @@ def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
     return Adapter(config, tensors, meta.base, meta.base_fingerprint)
 
 
-def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
+def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
     """Read the adapter of a checkpoint."""
-    meta, manifest = open_checkpoint(place)
+    meta, manifest = open_checkpoint(checkpoint)
     if not meta.adapter:
-        raise CheckpointError(f"{place} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
+        raise CheckpointError(f"{checkpoint} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
     targets = {shard: torch.empty(shard.shape, dtype=shard.dtype) for shard in whole_weights(manifest)}
-    read_shards(place, manifest, targets)
+    read_shards(checkpoint, manifest, targets)
     return meta, adapter_of(meta, {shard.name: tensor for shard, tensor in targets.items()})
 
 
-def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
+def merged_checkpoint(checkpoint: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
     """Base weights of an adapter's checkpoint with the update added."""
-    meta, adapter = read_checkpoint(place)
+    meta, adapter = read_checkpoint(checkpoint)
     path = base or Path(meta.base)
     if not path.is_dir():
         hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
-        raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder here; {hint}")
+        raise ConfigError(f"{checkpoint} holds an adapter of the weights in {path}, which is no folder here; {hint}")
     fingerprint = HfFolder(path).fingerprint()
     if fingerprint != meta.base_fingerprint:
         raise CheckpointError(
-            f"{place} holds an adapter of other weights than those in {path}: their fingerprint is "
+            f"{checkpoint} holds an adapter of other weights than those in {path}: their fingerprint is "
             f"{meta.base_fingerprint!r} there and {fingerprint!r} here; give the folder that the run read"
         )
     return meta, MergedFolder(path, adapter, getattr(torch, meta.dtype))

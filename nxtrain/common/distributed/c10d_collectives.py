@@ -68,10 +68,10 @@ class _Async:
             with WAIT_CLOCK:
                 self.work.wait()
         except RuntimeError as error:
-            found = loss(error, _others(self.axis))
-            if found is None:
+            lost = loss(error, _others(self.axis))
+            if lost is None:
                 raise
-            raise found from error
+            raise lost from error
         return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
 
 

@@ -144,10 +144,10 @@ def blaming(peers: Peers) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = loss(error, peers)
-        if found is None:
+        lost = loss(error, peers)
+        if lost is None:
             raise
-        raise found from error
+        raise lost from error
 
 
 def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:

@@ -63,12 +63,12 @@ class HeartbeatStore:
     def __init__(self, store: Store, rank: int, world: int) -> None:
         from torch.distributed import PrefixStore
 
-        own: Any = store
-        own = own.clone()
-        own.set_timeout(timedelta(seconds=PATIENCE_S))
-        self._own = own
-        self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack some methods of a store
-        self._first_failure = FirstFailure(own)
+        clone: Any = store
+        clone = clone.clone()
+        clone.set_timeout(timedelta(seconds=PATIENCE_S))
+        self._own = clone
+        self._store: Any = PrefixStore("nxtrain/board", clone)  # torch's stubs lack some methods of a store
+        self._first_failure = FirstFailure(clone)
         self._rank, self._world = rank, world
 
     def again(self) -> HeartbeatStore:
@@ -139,16 +139,16 @@ class HeartbeatStore:
 
     def answers(self) -> dict[int, Beat]:
         """Answers to a declared hang, from all ranks that answer in time."""
-        missing, found = set(range(self._world)), dict[int, Beat]()
+        missing, answers = set(range(self._world)), dict[int, Beat]()
         limit = time.monotonic() + ANSWER_S
         while missing and time.monotonic() < limit:
             for rank in sorted(missing):
                 text = self._text(f"hang/{rank}")
                 if text:
-                    found[rank] = Beat(**json.loads(text))
-            missing -= found.keys()
+                    answers[rank] = Beat(**json.loads(text))
+            missing -= answers.keys()
             time.sleep(0.02)
-        return found
+        return answers
 
     def last_beats(self, ranks: set[int]) -> dict[int, Beat]:
         """Last heartbeats of some ranks; ranks that never published one are left out."""

@@ -65,9 +65,9 @@ class HostGroup:
         """Check that all ranks with the same program run the same graph next; the first rank reports differences."""
         self._meet(self._alike, f"the comparison of graphs in {work}")
         members = dist.get_process_group_ranks(self._alike)
-        found: list[tuple[str, str]] = [("", "")] * len(members)
-        dist.all_gather_object(found, (work, graph), group=self._alike)
-        problem = disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group))
+        graphs: list[tuple[str, str]] = [("", "")] * len(members)
+        dist.all_gather_object(graphs, (work, graph), group=self._alike)
+        problem = disagreement(dict(zip(members, graphs, strict=True)), dist.get_world_size(self.group))
         if problem:
             first = members[0]
             see = f"ranks are about to run different graphs in {work}; see rank {first}"
@@ -76,8 +76,8 @@ class HostGroup:
 
 def _missing(reason: str) -> list[int]:
     """Ranks that a message of torch names. Only the first rank of a group gets the names; the others lose that rank."""
-    found = _MISSING.search(reason)
-    return [int(rank) for rank in found[1].split(", ")] if found else []
+    match = _MISSING.search(reason)
+    return [int(rank) for rank in match[1].split(", ")] if match else []
 
 
 def _on_nodes(reason: str) -> str:
@@ -95,10 +95,10 @@ def _gone(reason: str, work: str) -> LostPeerError:
     return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
 
 
-def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
+def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:
     """Message about differences in the work and graph hash of ranks, ascending; empty if the ranks agree."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, seen in found.items():
+    for rank, seen in graphs.items():
         ranks_of.setdefault(seen, []).append(rank)
     if len(ranks_of) == 1:
         return ""
@@ -108,9 +108,9 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
     ]
     if len(lines) > SHOWN_GRAPHS:
         lines = [*lines[:SHOWN_GRAPHS], f"    and {len(lines) - SHOWN_GRAPHS} more"]
-    first, *_ = found
-    differing = [rank for rank, seen in found.items() if seen != found[first]]
-    whole = str(world) if len(found) == world else f"the stage of ranks {spans(list(found))}"
+    first, *_ = graphs
+    differing = [rank for rank, seen in graphs.items() if seen != graphs[first]]
+    whole = str(world) if len(graphs) == world else f"the stage of ranks {spans(list(graphs))}"
     return "\n".join(
         [
             f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
@@ -127,7 +127,7 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
 def in_world(text: str, members: Sequence[int]) -> str:
     """Message of torch, such as `Ranks 1, 2`, with a group's ranks replaced by global ranks."""
 
-    def renumber(found: re.Match[str]) -> str:
-        return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))
+    def renumber(match: re.Match[str]) -> str:
+        return match[1] + ", ".join(str(members[int(number)]) for number in match[2].split(", "))
 
     return re.sub(r"(\b[Rr]anks? )(\d+(?:, \d+)*)", renumber, text)

@@ -35,9 +35,9 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
     store = _within(timeout, host, port, rank)
     try:
         store.set_timeout(timeout)
-        place = Placement.read()
-        if place.is_only_agent:
-            store = PrefixStore(f"nxtrain/start/{place.restarts}", store)
+        placement = Placement.read()
+        if placement.is_only_agent:
+            store = PrefixStore(f"nxtrain/start/{placement.restarts}", store)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
         raise _no_way(first_line(error)) from error
@@ -56,20 +56,20 @@ def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
 
 def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
     """Connect in a thread, which is abandoned at the time limit."""
-    found: list[Store] = []
+    stores: list[Store] = []
     failed: list[Exception] = []
 
     def attempt() -> None:
         try:
-            found.append(connect(host, port, rank, timeout))
+            stores.append(connect(host, port, rank, timeout))
         except (DistError, ValueError, TypeError) as error:
             failed.append(error)
 
     thread = Thread(target=attempt, name="nxtrain-meeting", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + LATE_S)
-    if found:
-        return found[0]
+    if stores:
+        return stores[0]
     why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
         raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")

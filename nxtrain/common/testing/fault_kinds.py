@@ -121,9 +121,9 @@ def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tenso
 @torch.no_grad()
 def flip(model: torch.nn.Module, name: str = "") -> None:
     """Turn over the lowest bit of the first entry of a parameter that this rank holds."""
-    for own, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        if local.numel() and name in {"", own}:
+        if local.numel() and name in {"", parameter_name}:
             whole = local.cpu().clone()  # on lazy devices a write into a part would make the next step another graph
             bits = whole.view(-1)[:1].view(torch.uint8)
             bits[0] ^= 1

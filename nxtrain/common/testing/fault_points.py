@@ -96,10 +96,10 @@ def parse(text: str) -> list[Fault]:
 
 
 def _parse(text: str) -> Fault:
-    found = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
-    if found is None:
+    match = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
+    if match is None:
         raise _wrong(text, "a fault is kind@rank:step:point, with arguments behind further colons")
-    kind, repeats, rank, step, point, rest = found.groups()
+    kind, repeats, rank, step, point, rest = match.groups()
     arguments = rest.split(":")[1:]
     if kind not in KINDS:
         raise _wrong(text, f"{kind} is none of the kinds {', '.join(KINDS)}")

@@ -52,11 +52,11 @@ class _Armed:
 
     def wrap(self) -> None:
         for point in {fault.point for fault in self._faults}:
-            place = POINTS[point]
-            _replace(place, functools.partial(self._at_point, point=point, when=place.when))
+            target = POINTS[point]
+            _replace(target, functools.partial(self._at_point, point=point, when=target.when))
         if self._alters:
-            for place in GRADIENTS:
-                _replace(place, self._on_gradients)
+            for target in GRADIENTS:
+                _replace(target, self._on_gradients)
             _replace(LOSS, self._on_loss)
 
         def begin_save(fill: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,19 +170,19 @@ class _Armed:
         def wrapped(loss: Tensor, targets: Tensor) -> Tensor:
             if not self._in_step:
                 return function(loss, targets)
-            found = [float(fault.kind) for fault in self._values if fault.point in {"fwd", "bwd"}]
-            return function(fault_kinds.altered(loss.detach(), 1.0, found[0] if found else None), targets)
+            values = [float(fault.kind) for fault in self._values if fault.point in {"fwd", "bwd"}]
+            return function(fault_kinds.altered(loss.detach(), 1.0, values[0] if values else None), targets)
 
         return wrapped
 
 
-def _replace(place: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    owner = owner_of(place)
-    setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))
+def _replace(target: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    owner = owner_of(target)
+    setattr(owner, target.attribute, wrapper(getattr(owner, target.attribute)))
 
 
-def owner_of(place: PatchPoint) -> Any:
+def owner_of(target: PatchPoint) -> Any:
     """Module or class of the function at a point."""
-    module, _, class_name = place.owner.partition(":")
+    module, _, class_name = target.owner.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, class_name) if class_name else owner

@@ -28,7 +28,7 @@ from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
-from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
+from nxtrain.tools.compile.sync import CacheLocation, Step, open_location, sync
 
 _COLORS = {
     EntryState.DONE: "green",
@@ -105,7 +105,7 @@ def verify(where: str | None) -> None:
         )
 
 
-def sync_places(source: str, target: str) -> None:
+def sync_caches(source: str, target: str) -> None:
     """Copy the done entries that the target lacks; a live bar on a terminal shows the progress."""
     source_cache = _location(source)
     target_cache = _location(target)
@@ -161,7 +161,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
 
 def _location(text: str) -> CacheLocation:
     if text.startswith(SCHEME):
-        return open_place(text)
+        return open_location(text)
     folder = _folder(text)
     _refuse_other(folder)
     return Cache(folder)

@@ -126,7 +126,7 @@ class Step:
     bytes_total: int
 
 
-def open_place(text: str | Path) -> CacheLocation:
+def open_location(text: str | Path) -> CacheLocation:
     """Open the cache at an address: `s3://bucket/prefix`, or a folder."""
     address = str(text)
     if address.startswith(SCHEME):

@@ -185,7 +185,7 @@ def test_what_became_damaged_on_the_disk_is_not_copied(
 def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(address))
     run.save(1)
-    local, copied = directory.step_path(run.folder, 1), run.mirror.place(1)
+    local, copied = directory.step_path(run.folder, 1), run.mirror.folder(1)
     expected, damaged = run.load(local, copied)
     assert damaged == []
     run.flip(1)
@@ -245,7 +245,7 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
     monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", 4096)
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
     run.save(1)
-    place: Any = run.mirror.place(1)
+    place: Any = run.mirror.folder(1)
     fetched = counted(place.client, "GetObject")
     half = Layout(run.cut.table, Mesh.build(2, 1, tp=2))
     read = torch.zeros(2048, 2)
@@ -257,7 +257,7 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
 
 def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
-    place: Any = run.mirror.place(1)
+    place: Any = run.mirror.folder(1)
     parts = counted(place.client, "UploadPart")
     monkeypatch.setattr(object_store, "transferred", sent := TransferCounter())
     run.save(1)
@@ -299,7 +299,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
 @pytest.mark.alone
 def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
-    place: Any = run.mirror.place(1)
+    place: Any = run.mirror.folder(1)
     counted(place.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
     began = time.monotonic()
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))

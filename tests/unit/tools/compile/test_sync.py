@@ -13,7 +13,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.object_store import S3Path, S3Store, open_store
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry, Seal
-from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_place, sync
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_location, sync
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
 from tests.support.s3 import BUCKET, s3, s3_variables
 
@@ -42,8 +42,8 @@ def node(tmp_path: Path) -> Cache:
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> CacheLocation:
     if request.param == "s3":
         request.getfixturevalue("s3")
-        return open_place(f"s3://{BUCKET}/{PREFIX}")
-    return open_place(str(tmp_path / "shared"))
+        return open_location(f"s3://{BUCKET}/{PREFIX}")
+    return open_location(str(tmp_path / "shared"))
 
 
 DONE_KEYS = [key(1), key(2, "xyz")]
@@ -197,10 +197,10 @@ def test_prefixes_do_not_see_each_other(node: Cache, s3: Any) -> None:
 @pytest.mark.usefixtures("s3")
 def test_places_that_cannot_be_are_refused(node: Cache, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="are both buckets"):
-        sync(open_place("s3://a"), open_place("s3://b"))
+        sync(open_location("s3://a"), open_location("s3://b"))
     with pytest.raises(ConfigError, match="are the same folder"):
-        sync(node, open_place(f"{node.root}/../node"))
+        sync(node, open_location(f"{node.root}/../node"))
     with pytest.raises(ConfigError, match="is no folder"):
         sync(Cache(tmp_path / "absent"), node)
     with pytest.raises(ConfigError, match="names no bucket"):
-        open_place("s3://")
+        open_location("s3://")
