@@ -18,12 +18,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_storage import Staged, Staging
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
+from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.process.background import BackgroundTask
@@ -54,9 +54,7 @@ class SaveOutcome:
 class Destination:
     """Folder of a run's checkpoints, and the ranks that write there.
 
-    Args:
-        scope: The ranks and their folders, over a group next to the collectives of training. With the group None, this
-            rank is alone or no group can be made; checkpoints are then written while training waits.
+    If the group of `scope` is None, checkpoints are written while training waits.
     """
 
     folder: Path
@@ -69,12 +67,6 @@ class CheckpointWriter:
     """Writes checkpoints of a run, one at a time. Every rank makes one writer, with calls at the same steps.
 
     A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
-
-    Args:
-        layout: Entries of the model's tensors that this rank holds.
-        ranks: All ranks, over the group on which they agree before they go on.
-        background: Write while training goes on.
-        uploader: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
     """
 
     def __init__(
@@ -98,13 +90,9 @@ class CheckpointWriter:
         self._has_noted = False
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
-        """Save the state after a step, unless the previous checkpoint is still being written.
+        """Save the state after a step, unless the checkpoint before is still being written or, on request, has failed.
 
-        Args:
-            shards: Returns the local tensors by kind and parameter.
-            wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
-                is not saved again.
-            after_failure: Save even if the previous checkpoint could not be written.
+        With `wait`, wait for both checkpoints. A step that is saved already is not saved again.
         """
         began = time.monotonic()
         # The leader ends last: it commits and deletes old checkpoints after all others have written.
@@ -162,11 +150,7 @@ class CheckpointWriter:
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its upload until a deadline.
-
-        Args:
-            heartbeat: Called repeatedly during the wait for uploads.
-        """
+        """Wait for the last checkpoint, and for its upload until a deadline."""
         self.settle()
         uploader = self._uploader
         if uploader is not None:
@@ -248,23 +232,16 @@ GIB = 1 << 30
 def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Host memory that processes may still take, of this machine or of its container if that has less.
 
-    Args:
-        proc: Folder in which the kernel shows the machine.
-        cgroup: Folder of the container's control group.
-
-    Returns:
-        The bytes; the largest number of an address if the kernel does not show them.
-
     Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
     memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.
     """
-    found = [sys.maxsize]
+    free = [sys.maxsize]
     with suppress(OSError):
-        found += [1024 * size for size in _numbers(proc / "meminfo", "MemAvailable:")]
+        free += [1024 * size for size in _numbers(proc / "meminfo", "MemAvailable:")]
     with suppress(OSError, ValueError):
         limit, used = (int((cgroup / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
-        found.append(limit - used + sum(_numbers(cgroup / "memory.stat", "inactive_file")))
-    return min(found)
+        free.append(limit - used + sum(_numbers(cgroup / "memory.stat", "inactive_file")))
+    return min(free)
 
 
 def _numbers(file: Path, name: str) -> list[int]:

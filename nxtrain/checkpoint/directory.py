@@ -113,11 +113,7 @@ def newest(directory: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
+    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder."""
     if is_checkpoint(path):
         return path
     checkpoint = newest(path) or newest(path / CHECKPOINTS_DIR)
@@ -152,11 +148,7 @@ def draft_of(path: Path) -> Path:
 
 
 def prepare(path: Path, staged: Path | None = None) -> Path:
-    """Make an empty draft folder, and clean up after broken attempts.
-
-    Args:
-        staged: Name from `draft_of`; None: a new name.
-    """
+    """Make an empty draft folder, and clean up after broken attempts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path.parent, path.name)
     staged = staged or draft_of(path)
@@ -165,12 +157,7 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
 
 
 def clear(directory: Path, target: str = "") -> None:
-    """Remove the drafts of broken attempts, as far as possible; an interrupted replacement gets its old folder back.
-
-    Args:
-        directory: A `checkpoints` folder, or the parent of a folder of another name.
-        target: Name of that folder; empty: `directory` is a `checkpoints` folder.
-    """
+    """Remove drafts of broken attempts in a `checkpoints` folder, or those of a target; restore replaced folders."""
     if not directory.is_dir():
         return
     for left in sorted(directory.iterdir()):
@@ -215,22 +202,17 @@ def quarantine(path: Path) -> Path:
 def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """Rename the checkpoints after a step as abandoned: the run resumes at that step, and writes the names again.
 
-    Args:
-        after: The last step that stays.
-        damaged: Abandon quarantined checkpoints too, since they belong to the abandoned part of the run.
-
-    Returns:
-        Steps of the abandoned checkpoints that were not quarantined.
+    With `damaged`, quarantined checkpoints too, since they belong to the abandoned part of the run. Return the steps of
+    the others.
     """
     # The new checkpoint of its step would replace an incomplete one.
     later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
+    renamed = list(later)
     if damaged:
-        for path in quarantined(directory):
-            if step_of(path) > after:
-                _add_suffix(path, "abandoned")
-    for path in later:
+        renamed += [path for path in quarantined(directory) if step_of(path) > after]
+    for path in renamed:
         _add_suffix(path, "abandoned")
-    if later or damaged:
+    if renamed:
         left = newest(directory)
         if left is None:
             (directory / LATEST).unlink(missing_ok=True)
@@ -250,12 +232,7 @@ def mark_verified(path: Path) -> None:
 
 
 def doomed(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
-    """Steps that retention deletes.
-
-    Args:
-        steps: All steps, oldest first.
-        verified: Steps that were read back and are undamaged.
-    """
+    """Steps that retention deletes; `steps` has the oldest first."""
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
     every = retention.keep_every
@@ -263,11 +240,7 @@ def doomed(steps: list[int], verified: Container[int], retention: Retention) -> 
 
 
 def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) -> None:
-    """Delete the checkpoints of a `checkpoints` folder that retention does not keep.
-
-    Args:
-        in_use: Steps that stay in any case: an upload still reads them.
-    """
+    """Delete the checkpoints of a `checkpoints` folder that retention does not keep."""
     checkpoints = {step_of(path): path for path in list_checkpoints(directory)}
     verified = {step for step, path in checkpoints.items() if (path / VERIFIED).exists()}
     for step in sorted(doomed([*checkpoints], verified, retention)):

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
-from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.manifest import DTYPES, CheckpointManifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.shards import MODEL, Shards, TensorShard, tensor_shards
-from nxtrain.common.distributed.agreement import Ranks, collective
-from nxtrain.common.errors import DamagedError
+from nxtrain.checkpoint.shard_files import fill_from_files
+from nxtrain.checkpoint.shards import MODEL, Shards, TensorShard, mismatches, tensor_shards
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
 
 
 def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
-    """Read a checkpoint's metadata and manifest.
-
-    Raises:
-        DamagedError: A file's content differs from the written bytes.
-        CheckpointError: The checkpoint is incomplete, or of another format.
-    """
+    """Read a checkpoint's metadata and manifest."""
     meta = read_meta(path)
     manifest = read_manifest(path)
     if zlib.crc32(content_of(path / MANIFEST)) != meta.manifest_crc32:
@@ -47,17 +41,10 @@ def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
 
 
 def read_shards(path: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
-    """Fill host tensors from a checkpoint, on this rank alone.
-
-    Args:
-        targets: Tensor to fill for each shard, of the shard's shape.
-
-    Raises:
-        CheckpointError: The checkpoint lacks a tensor, or is damaged.
-    """
-    with collective(f"cannot read {path}"):
-        reader = FileReader(path, manifest, targets)
-        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+    """Fill host tensors from a checkpoint, on this rank alone."""
+    alone, action = Ranks(Mesh(1, 0)), f"cannot read {path}"
+    _refuse_misfit(manifest, targets, (), alone, action)
+    alone.on_all(lambda: fill_from_files((path,), manifest, targets), action)
 
 
 def load(
@@ -78,10 +65,6 @@ def load(
         ranks: All ranks of the run; None: those of the layout, over the default group.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `path`.
         on_damage: Called with each damage in `path` that a fallback could replace.
-
-    Raises:
-        DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
-        CheckpointError: The checkpoint's tensors differ from the model's in name, shape or type; no tensor was touched.
     """
     action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
     meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)
@@ -99,17 +82,12 @@ def load(
     for chunk, target in targets.items():
         filled[chunk.kind, chunk.parameter] += target.numel()
     padded = [buffer for name, buffer in buffers.items() if filled[name] < buffer.numel()]
-    planner = ChunkLoadPlanner(targets, complete=tuple(shards), padded=padded)
-    reader = FileReader(path, manifest, targets, fallbacks)
-    with collective(action):
-        dcp.load(
-            {},
-            storage_reader=reader,
-            planner=planner,
-            process_group=ranks.group,
-            no_dist=not ranks.are_connected,
-        )
-    for damaged in reader.damage:
+    _refuse_misfit(manifest, targets, tuple(shards), ranks, action)
+    for buffer in padded:
+        buffer.zero_()
+    damage: list[DamagedError] = []
+    ranks.on_all(lambda: damage.extend(fill_from_files((path, *fallbacks), manifest, targets)), action)
+    for damaged in damage:
         on_damage(damaged)
     with torch.no_grad():
         for kind, tensors in shards.items():
@@ -117,3 +95,39 @@ def load(
                 if not local.is_cpu:
                     local.copy_(buffers[kind, name])
     return meta
+
+
+def _refuse_misfit(
+    manifest: CheckpointManifest,
+    targets: Mapping[TensorShard, Tensor],
+    complete: Collection[str],
+    ranks: Ranks,
+    action: str,
+) -> None:
+    """Refuse a checkpoint whose tensors differ from those that the ranks expect, before any tensor is read.
+
+    Args:
+        complete: Kinds that must match exactly: a stored tensor of these kinds that no rank wants is an error.
+    """
+    of_ranks = ranks.gather_on_leader({shard.key: _describe(shard.shape, shard.dtype) for shard in targets})
+
+    def compare() -> None:
+        wanted: dict[str, str] = {}
+        for of_rank in of_ranks:
+            wanted.update(of_rank)
+        stored: dict[str, str] = {}
+        for key, entry in manifest.tensors.items():
+            if key in wanted or key.partition("/")[0] in complete:
+                stored[key] = _describe(entry.shape, DTYPES[entry.dtype])
+        problems = mismatches(wanted, stored)
+        if problems:
+            kinds = ", ".join(sorted({key.partition("/")[0] for key in manifest.tensors}))
+            lines = [f"{action}: it does not fit the model", *problems, f"it holds: {kinds}"]
+            raise CheckpointError("\n".join(lines))
+
+    ranks.on_leader(compare, action)
+
+
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Text for a tensor's type and shape, such as `bfloat16 (512, 64)`."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"

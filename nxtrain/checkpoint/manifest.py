@@ -9,26 +9,17 @@ Source: https://huggingface.co/docs/safetensors, "Format"; torch 2.9, torch/dist
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from nxtrain.checkpoint.directory import MANIFEST
+from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, content_of
@@ -63,56 +54,29 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """A box of entries of a whole tensor."""
-
-    key: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the entries in bytes."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
+def header(shards: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
     """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
-    entries: dict[str, Any] = {}
-    starts, end = [], 0
-    for part in parts:
-        assert part.key not in entries, f"two parts of {part.key} in one file"
+    by_key = {shard.key: shard for shard in shards}
+    assert len(by_key) == len(shards), "two shards of one tensor in one file"
+    saved = {key: {"saved_offsets": shard.block.offsets} for key, shard in by_key.items()}
+    content = safetensors_header(by_key, {"DCP_SHARDING_INFO": json.dumps(saved)}, _ALIGNMENT_BYTES)
+    starts, end = [], len(content)
+    for shard in shards:
         starts.append(end)
-        end += part.num_bytes
-        entries[part.key] = {"dtype": CODES[part.dtype], "shape": part.sizes, "data_offsets": (starts[-1], end)}
-    saved = {part.key: {"saved_offsets": part.offsets} for part in parts}
-    entries["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(saved)}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT_BYTES)
-    first = _LENGTH.pack(len(text)) + text
-    return first, [len(first) + start for start in starts]
+        end += shard.num_bytes
+    return content, starts
 
 
-class FileEntry(BaseModel):
-    """A file of a checkpoint: its length, and the XXH3 of each of its blocks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    num_bytes: int
-    block_bytes: int
-    xxh3: tuple[str, ...]
-
-    @staticmethod
-    def of(stored: FileDigest) -> FileEntry:
-        """Make an entry from a writer's digest."""
-        return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, xxh3=stored.checksums)
-
-    @property
-    def stored(self) -> FileDigest:
-        """Digest that a reader compares the file with."""
-        return FileDigest(self.num_bytes, self.block_bytes, self.xxh3)
+def safetensors_header(shards: Mapping[str, TensorShard], about: Mapping[str, str], alignment_bytes: int) -> bytes:
+    """Header of a safetensors file of adjacent shards, by name, as the library of safetensors writes it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    end = 0
+    for name, shard in shards.items():
+        start, end = end, end + shard.num_bytes
+        entries[name] = {"dtype": CODES[shard.dtype], "shape": shard.block.sizes, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % alignment_bytes)
+    return _LENGTH.pack(len(text)) + text
 
 
 Column = int | tuple[int, ...]
@@ -176,12 +140,12 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    files: dict[str, FileEntry]
+    files: dict[str, FileDigest]
     tensors: dict[str, TensorEntry]
 
     @field_validator("files")
     @classmethod
-    def _lie_in_the_folder(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+    def _lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """Refuse names outside of the checkpoint's folder; a mirror would copy such files."""
         for name in files:
             if not _FILE.fullmatch(name):
@@ -192,24 +156,6 @@ class CheckpointManifest(BaseModel):
     def num_bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(file.num_bytes for file in self.files.values())
-
-    def metadata(self, wanted: Mapping[str, Sequence[Box]]) -> Metadata:
-        """Metadata for `torch.distributed.checkpoint`; the storage of each shard is (file, offset).
-
-        Args:
-            wanted: Boxes to read, by key; shards that overlap none of them are omitted.
-        """
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places = {}
-        for key, tensor in self.tensors.items():
-            boxes = []
-            for (offsets, sizes), file, start in tensor.parts(wanted.get(key, ())):
-                box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                boxes.append(box)
-                places[MetadataIndex(key, box.offsets)] = (file, start)
-            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
-            tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
-        return Metadata(tensors, storage_data=places)
 
 
 def _column(numbers: Sequence[int]) -> Column:
@@ -226,12 +172,7 @@ def _matrix(columns: Sequence[Column], num_rows: int) -> np.ndarray:
 
 
 def read_manifest(path: Location) -> CheckpointManifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        DamagedError: The file is missing, lost by the disk, or not a manifest.
-        CheckpointError: The storage fails in another way.
-    """
+    """Read the manifest of a checkpoint."""
     file = path / MANIFEST
     try:
         return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))

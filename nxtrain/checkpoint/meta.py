@@ -102,12 +102,7 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def read_meta(path: Location) -> Meta:
-    """Read the `meta.json` of a checkpoint.
-
-    Raises:
-        DamagedError: The file's content differs from the written bytes.
-        CheckpointError: The file is missing, or of another format.
-    """
+    """Read the `meta.json` of a checkpoint."""
     file = path / META
     try:
         text = unsteady.read(lambda: content_of(file), file).decode()

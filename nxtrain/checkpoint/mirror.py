@@ -37,17 +37,12 @@ class Mirror:
     def __str__(self) -> str:
         return str(self.store.root)
 
-    def place(self, step: int) -> Location:
+    def folder(self, step: int) -> Location:
         """Folder of a step."""
         return self.store.root / _folder(step)
 
     def check(self) -> None:
-        """Check that files can be added and removed.
-
-        Raises:
-            BackendError: S3 refuses the request.
-            OSError: The folder cannot be written.
-        """
+        """Check that files can be added and removed."""
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
         self.store.put(name, b"nxtrain")
         self.store.delete([name])
@@ -58,7 +53,7 @@ class Mirror:
 
     def spoilt(self) -> list[str]:
         """Locations of the quarantined checkpoints."""
-        return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
+        return [str(self.folder(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def remnants(self) -> list[str]:
         """Locations of incomplete checkpoints, unless there is only the one that a killed upload leaves."""
@@ -66,7 +61,7 @@ class Mirror:
         incomplete = {step: names for step, names in sorted(self._files().items()) if not names & marks}
         if len(incomplete) == 1 and not any(directory.MANIFEST in names for names in incomplete.values()):
             return []
-        return [str(self.place(step)) for step in incomplete]
+        return [str(self.folder(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
         """Prepare the upload of a checkpoint: remove an older version of the step, and incomplete other steps."""
@@ -75,11 +70,7 @@ class Mirror:
                 self._remove(other, names)
 
     def add(self, step: int, file: Path, stored: FileDigest) -> None:
-        """Copy a rank's file.
-
-        Raises:
-            DamagedError: The file's content differs from the written bytes.
-        """
+        """Copy a rank's file."""
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:
@@ -91,7 +82,7 @@ class Mirror:
     def quarantine(self, step: int) -> str:
         """Quarantine a damaged checkpoint, so that no start resumes from it; return its location."""
         self._rename(step, directory.META, _CORRUPT)
-        return str(self.place(step))
+        return str(self.folder(step))
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
         """Mark the checkpoints after a step as abandoned; see `directory.abandon`."""
@@ -112,7 +103,7 @@ class Mirror:
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:
-        self.store.put(f"{_folder(step)}/{new}", content_of(self.place(step) / name))
+        self.store.put(f"{_folder(step)}/{new}", content_of(self.folder(step) / name))
         self.store.delete([f"{_folder(step)}/{name}"])
 
     def _files(self) -> Mapping[int, set[str]]:
@@ -131,13 +122,7 @@ class Mirror:
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-        ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or S3 refuses.
-    """
+    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder."""
     location = place_of(str(address))
     if isinstance(location, Path):
         try:
@@ -150,7 +135,7 @@ def locate_checkpoint(address: str | Path) -> Location:
         mirror = Mirror(open_store(folder))
         steps = mirror.steps()
         if steps:
-            return mirror.place(steps[-1])
+            return mirror.folder(steps[-1])
     raise CheckpointError(f"{location} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
 
 
@@ -192,28 +177,14 @@ TIMEOUT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Mirror of a run, with the ranks of the mirrored folder.
-
-    Args:
-        scope: Ranks and their copies of the mirrored folder, which may differ by node.
-    """
+    """Mirror of a run, and the ranks with their copies of the mirrored folder, which may differ by node."""
 
     mirror: Mirror
     scope: StorageScope
 
 
 def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> Mirrored:
-    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this.
-
-    Args:
-        address: A folder, or `s3://bucket/prefix`.
-        local_rank: Index of this rank among the ranks of its node.
-
-    Raises:
-        ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or S3 refuses.
-        CheckpointError: The folder cannot be written.
-    """
+    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this."""
     opened: list[Mirror] = []
 
     def reach() -> None:
@@ -228,14 +199,7 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 def copy(
     mirror: Mirror, path: Path, written: Mapping[str, FileDigest], retention: directory.Retention, ranks: Ranks
 ) -> str:
-    """Copy a checkpoint of this node's disk to the mirror. Every rank calls this.
-
-    Args:
-        written: The files that this rank copies.
-
-    Returns:
-        Reason why the copy failed; empty if it succeeded.
-    """
+    """Copy the files that this rank wrote to the mirror; every rank calls this. Return the reason of a failure."""
     step, failure = directory.step_of(path), f"cannot copy {path.name} to {mirror}"
 
     def add() -> None:

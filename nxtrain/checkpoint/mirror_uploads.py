@@ -27,12 +27,7 @@ _THREAD = "nxtrain-mirror"
 
 @dataclass(frozen=True)
 class UploadDeadline:
-    """Limits of the wait for uploads at the end of a run.
-
-    Args:
-        stall_s: Seconds without progress on any rank.
-        after_stop_s: Seconds after any rank is asked to stop.
-    """
+    """Limits of the wait for uploads: without progress, in all, and after a request to stop, on any rank."""
 
     stall_s: float
     total_s: float = float("inf")
@@ -41,22 +36,14 @@ class UploadDeadline:
 
 @dataclass(frozen=True)
 class UploadOutcome:
-    """Result of uploading one checkpoint.
-
-    Args:
-        problem: Reason why the mirror lacks the checkpoint; empty if it was uploaded.
-    """
+    """Result of uploading one checkpoint; `problem` is empty if it was uploaded."""
 
     step: int
     problem: str = ""
 
 
 class MirrorUploader:
-    """Uploads checkpoints to the mirror. Every rank makes one uploader, and offers the same checkpoints in one order.
-
-    Args:
-        ranks: All ranks, over a group that only uploads use.
-    """
+    """Uploads checkpoints to the mirror. Every rank makes one, and offers the same checkpoints in one order."""
 
     def __init__(self, mirror: Mirror, retention: Retention, ranks: Ranks) -> None:
         self._mirror, self._retention = mirror, retention
@@ -77,10 +64,6 @@ class MirrorUploader:
 
         A checkpoint waits while an earlier upload is under way. The next offer replaces a waiting checkpoint; the end
         of the run uploads it.
-
-        Args:
-            written: The files that this rank uploads.
-            ranks: All ranks, over the group on which they agree during this call.
         """
         task = BackgroundTask(_THREAD, partial(self._upload, path, written, self._last))
         # The leader's upload ends last.
@@ -105,14 +88,7 @@ class MirrorUploader:
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait for all uploads; every rank calls this, and all ranks return together.
-
-        Args:
-            ranks: All ranks, over the group on which they agree while training waits.
-
-        Returns:
-            True if all uploads ended.
-        """
+        """Wait for all uploads, and return True if all ended; every rank calls this, and all ranks return together."""
         self._start_waiting()
         began = moved = time.monotonic()
         limit = began + deadline.total_s

@@ -23,11 +23,7 @@ from nxtrain.config.schema import RunConfig
 class ResumePlanner:
     """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons checkpoints after a rewind.
 
-    Every rank makes one planner, and makes the same calls.
-
-    Args:
-        restarted: True if an agent or a scheduler restarted the same command, by this rank's environment.
-        job: The agent's or scheduler's name for the restarted job; empty if it has none.
+    Every rank makes one planner, and makes the same calls. A restart is that of the same command in the same job.
     """
 
     def __init__(
@@ -82,12 +78,7 @@ class ResumePlanner:
         self._records = write_records(records, record, self._locations)
 
     def choose(self) -> tuple[Location, ...]:
-        """Choose the checkpoint to resume from: its location, then its fallbacks; empty: start from scratch.
-
-        Raises:
-            CheckpointError: The mirror or a disk belongs to another run, the requested path has no checkpoint, or all
-                checkpoints of the run are damaged.
-        """
+        """Choose the checkpoint to resume from: its location, then its fallbacks; empty: start from scratch."""
         while True:
             survey = take_survey(self._locations, self._records, self._request, self._unread, self._rejected)
             self._resume = decide(survey, self._request)
@@ -97,8 +88,7 @@ class ResumePlanner:
     def quarantine(self, error: DamagedError) -> str:
         """Quarantine the chosen checkpoint, which is damaged, and return a description for people.
 
-        An unreadable checkpoint keeps its name, and the previous checkpoint is tried. If the previous one is unreadable
-        too, the storage has failed rather than the files.
+        An unreadable checkpoint keeps its name, and the previous checkpoint is tried.
         """
         path, there = self._sources[0], self._locations.mirror
         step, failure = directory.step_of(path), f"cannot put aside {path.name}"
@@ -202,7 +192,7 @@ class ResumePlanner:
             if scope.leads and scope.leader in upload.senders:
                 _, manifest = open_checkpoint(path)
                 for name in upload.senders[scope.leader]:
-                    digests[name] = manifest.files[name].stored
+                    digests[name] = manifest.files[name]
                     verify(path / name, digests[name])
 
         def add() -> None:

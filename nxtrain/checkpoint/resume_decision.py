@@ -15,12 +15,7 @@ from nxtrain.common.io.object_store import Location
 
 @dataclass(frozen=True)
 class Upload:
-    """Copy of a version to the mirror, needed when no node can read the disks of the others.
-
-    Args:
-        senders: Files that each leader sends.
-        finisher: The leader that completes the copy.
-    """
+    """Copy of a version to the mirror, needed when no node can read the disks of the others."""
 
     version: Version
     senders: Mapping[int, tuple[str, ...]]

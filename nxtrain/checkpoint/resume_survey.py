@@ -23,13 +23,7 @@ LOOKING = "cannot look for checkpoints"
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Request of a start: the checkpoint to resume from, and the origin of the request.
-
-    Args:
-        resume: The value of `checkpoint.resume`.
-        is_restart: An agent or a scheduler restarted the same command.
-        job: The agent's or scheduler's name for the restarted job; empty if it has none.
-    """
+    """Request of a start: `checkpoint.resume`, and the scheduler's or agent's job that restarts the same command."""
 
     resume: str
     is_restart: bool = False
@@ -136,11 +130,7 @@ def take_survey(
     unread: frozenset[tuple[int, int]] = frozenset(),
     rejected: frozenset[Version] = frozenset(),
 ) -> ResumeSurvey:
-    """Survey all locations. Every rank calls this.
-
-    Args:
-        unread: Location and step of checkpoints that this start failed to read, and does not read again.
-    """
+    """Survey all locations, except checkpoints that this start failed to read. Every rank calls this."""
     folder, there = locations.folder, locations.mirror
     survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)
     if request.resume not in {"auto", "never"}:
@@ -173,9 +163,6 @@ def read_manifests(
     """Read the manifests of the newest versions on all disks, until a version is complete or damage appears.
 
     All manifests would cost a restart minutes on slow disks.
-
-    Args:
-        read: Returns the files of a version on each disk, or the damage of the disk's manifest.
     """
     for version in survey.versions(request):
         if survey.damaged:
@@ -229,7 +216,7 @@ def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> Lo
 
 
 def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey:
-    seals, damaged = _read_seals({step: there.place(step) for step in there.steps() if step not in unread})
+    seals, damaged = _read_seals({step: there.folder(step) for step in there.steps() if step not in unread})
     names = {address: directory.step_of(place_of(address)) for address in there.spoilt()}
     return LocationSurvey(seals, damaged, unread, names, tuple(there.remnants()))
 

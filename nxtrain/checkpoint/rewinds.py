@@ -72,11 +72,7 @@ class RunHistory(BaseModel):
 
 
 def read(root: Location) -> RunHistory | None:
-    """Read the record of a `checkpoints` folder or of a mirror; None: there is none.
-
-    Raises:
-        DamagedError: The file's content differs from the written bytes.
-    """
+    """Read the record of a `checkpoints` folder or of a mirror; None: there is none."""
     file = root / FILE
     try:
         content = json.loads(unsteady.read(lambda: content_of(file), file))
@@ -105,12 +101,7 @@ Record = RunHistory | DamagedError | None
 
 @dataclass(frozen=True)
 class Records:
-    """Records of all locations of a run.
-
-    Args:
-        locations: Record of each disk, by its leader, and of the mirror as `MIRROR`, if the run has one.
-        fresh: Record of a new run in the run folder.
-    """
+    """Records of all locations of a run, by `RunLocations`' keys, and the record of a new run in the run folder."""
 
     locations: Mapping[int, Record]
     fresh: RunHistory
@@ -157,11 +148,7 @@ class Records:
         return self.newest.keeps(num_seen)
 
     def conflict(self, folder: Path, mirror: Location | None, *, takes_over: bool) -> str:
-        """Error for locations of different runs; empty if there is none.
-
-        Args:
-            takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
-        """
+        """Error for locations of different runs, unless the run takes over the mirror on request; else empty."""
         if self.is_foreign:
             if takes_over:
                 return ""
@@ -207,10 +194,9 @@ def read_records(locations: RunLocations) -> Records:
 def write_records(
     records: Records, newest: RunHistory, locations: RunLocations, *, only: Container[int] | None = None
 ) -> Records:
-    """Update the records, the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
+    """Update the records of all locations, or of `only` some. Every rank calls this.
 
-    Args:
-        only: Locations whose records are updated; None: all.
+    The mirror's is first, so that the loss of a disk loses no rewind.
     """
     due = set[int]()
     for where, record in records.locations.items():

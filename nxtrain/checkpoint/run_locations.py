@@ -42,14 +42,7 @@ class RunLocations:
         return results
 
     def abandon(self, after: Mapping[int, int], *, damaged: bool) -> list[int]:
-        """Abandon the checkpoints after a step, which may differ by location; see `directory.abandon`.
-
-        Args:
-            after: The last step that stays, by location; all steps stay in other locations.
-
-        Returns:
-            Steps of the abandoned checkpoints that were not quarantined.
-        """
+        """Abandon the checkpoints after a step, by location; see `directory.abandon`. Other locations keep all."""
 
         def on_disk() -> list[int]:
             if self.scope.leader not in after:

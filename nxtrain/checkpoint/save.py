@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
-
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter, Staged
 from nxtrain.checkpoint.directory import Retention
+from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.common.distributed.agreement import StorageScope, collective
+from nxtrain.checkpoint.shard_files import join, locate, write_shards
+from nxtrain.checkpoint.staging import Staged
+from nxtrain.common.distributed.agreement import StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.checksummed_file import FileDigest, verify
@@ -24,17 +23,7 @@ from nxtrain.common.io.regular import read_bytes
 def write_state(
     path: Path, staged: Staged, meta: Meta, scope: StorageScope, tokenizer: Path | None = None
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank, and read the files back.
-
-    Args:
-        meta: Content of `meta.json`; `mesh` and the checksum are filled in.
-
-    Returns:
-        The files that this rank wrote.
-
-    Raises:
-        CheckpointError: Any rank failed; older checkpoints are untouched.
-    """
+    """Write the staged shards of every rank, and read the files back; return the files that this rank wrote."""
     mesh = scope.ranks.mesh
     meta = meta.model_copy(update={"mesh": {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}})
     written = write(path, staged, meta, scope, tokenizer)
@@ -43,14 +32,7 @@ def write_state(
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:
-    """Mark a checkpoint as read back, delete old checkpoints, and record the newest. Every rank calls this.
-
-    Args:
-        in_use: Steps that stay in any case: an upload still reads them.
-
-    Returns:
-        Failures, which never lose the checkpoint.
-    """
+    """Mark a checkpoint as read back, delete old ones, record the newest, return failures. Every rank calls this."""
     folder = path.parent
     steps: dict[str, Callable[[], None]] = {
         f"cannot note that {path} was read back": lambda: directory.mark_verified(path),
@@ -74,52 +56,48 @@ def write(
     tokenizer: Path | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank to a draft folder, then commit it.
-
-    Args:
-        check: Called before the commit; an error that it raises prevents the commit.
-
-    Returns:
-        The files that this rank wrote.
-    """
+    """Write the staged shards of every rank to a draft folder, call `check`, then commit; return this rank's files."""
     failure, ranks = f"cannot write {path}", scope.ranks
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
-    writer = FileWriter(draft, ranks.mesh.rank, staged.memory, staged.joint)
+    mine: dict[str, FileDigest] = {}
+
+    def write_mine() -> dict[str, FileDigest]:
+        mine.update(write_shards(draft, ranks.mesh.rank, staged))
+        return mine
+
     try:
-        with collective(failure):
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__),
-                process_group=ranks.group,
-                no_dist=not ranks.are_connected,
-            )
+        if not staged.joint.is_planned:
+            located = ranks.gather_on_leader(locate(staged))
+            ranks.on_leader(lambda: staged.joint.tensors.update(join(located)), failure)
+        files: dict[str, FileDigest] = {}
+        for of_rank in ranks.on_all(write_mine, failure):
+            files.update(of_rank)
         check()
         staged.joint.is_planned = True
         # Only the leader of a shared folder needs the manifest, which lists every shard of the run.
         seal = None
         if scope.number > 1:
-            seal = ranks.on_leader(lambda: _seal(writer, meta, tokenizer), failure)
-        scope.on_each(lambda: _commit(draft, path, seal or _seal(writer, meta, tokenizer)), failure)
+            seal = ranks.on_leader(lambda: _seal(files, staged, meta, tokenizer), failure)
+        scope.on_each(lambda: _commit(draft, path, seal or _seal(files, staged, meta, tokenizer)), failure)
     except NxtrainError:
         if scope.leads:
             directory.discard(draft)
         raise
-    return writer.stored
+    return mine
 
 
-def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
+def _seal(files: Mapping[str, FileDigest], staged: Staged, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
     """Content of the files that complete a checkpoint after the ranks' files, by name, in the order of writing."""
-    assert writer.manifest is not None
-    manifest = writer.manifest.model_dump_json().encode()
+    listed = CheckpointManifest(files=dict(sorted(files.items())), tensors=staged.joint.tensors)
+    manifest = listed.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
-    files: dict[str, bytes] = {}
+    content: dict[str, bytes] = {}
     if tokenizer:
-        files[directory.TOKENIZER] = read_bytes(tokenizer)
-    files[directory.MANIFEST] = manifest
-    files[directory.META] = sealed.encode()
-    return files
+        content[directory.TOKENIZER] = read_bytes(tokenizer)
+    content[directory.MANIFEST] = manifest
+    content[directory.META] = sealed.encode()
+    return content
 
 
 def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
@@ -130,11 +108,7 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
 
 
 def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope) -> None:
-    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint.
-
-    Raises:
-        CheckpointError: A file differs or cannot be read.
-    """
+    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint."""
 
     def check() -> None:
         for name, stored in written.items():

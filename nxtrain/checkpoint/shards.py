@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from nxtrain.common.sharding import Layout, ShardBox
 
@@ -60,16 +59,6 @@ class TensorShard:
     def num_bytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.block.sizes) * self.dtype.itemsize
-
-    @property
-    def box(self) -> ChunkStorageMetadata:
-        """Offsets and sizes in the whole tensor."""
-        return ChunkStorageMetadata(torch.Size(self.block.offsets), torch.Size(self.block.sizes))
-
-    @property
-    def index(self) -> MetadataIndex:
-        """Index of the shard in `torch.distributed.checkpoint`."""
-        return MetadataIndex(self.key, self.box.offsets)
 
     def rows(self, start: int, number: int) -> TensorShard:
         """Adjacent rows of the shard, counted in dimension 0."""
@@ -151,19 +140,14 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
 _SHOWN = 10
 
 
-def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree.
-
-    Args:
-        wanted: Tensors of the model, by name: a shape, or a shape and a type.
-        found: Stored tensors, in the same form.
-    """
-    missing = [name for name in wanted if name not in found]
-    extra = [name for name in found if name not in wanted]
+def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> list[str]:
+    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree."""
+    missing = [name for name in wanted if name not in present]
+    extra = [name for name in present if name not in wanted]
     wrong = [
-        f"{name} is {found[name]} instead of {expected}"
+        f"{name} is {present[name]} instead of {expected}"
         for name, expected in wanted.items()
-        if name in found and found[name] != expected
+        if name in present and present[name] != expected
     ]
     lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
     return [f"{len(names)} {title}: {_some(names)}" for title, names in lines.items() if names]

@@ -347,9 +347,9 @@ def cache_sync(
     dst: Annotated[str, typer.Argument(metavar="DST", help=PLACE, show_default=False)],
 ) -> None:
     """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
-    from nxtrain.tools.compile.commands import sync_places
+    from nxtrain.tools.compile.commands import sync_caches
 
-    sync_places(src, dst)
+    sync_caches(src, dst)
 
 
 @cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")

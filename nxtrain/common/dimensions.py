@@ -129,7 +129,8 @@ def block_specs(
     dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
     """Sharding of the parameters of one block, by their names inside the block, in the order of the model."""
-    hidden, inner, width = dimensions.hidden_size, dimensions.intermediate_size, dimensions.head_size
+    hidden, inner = dimensions.hidden_size, dimensions.intermediate_size
+    width = dimensions.head_size
     norm, head_norm = ShardSpec((hidden,)), ShardSpec((width,))
     qkv = qkv_segments(dimensions.num_heads, dimensions.num_kv_heads, width, tp)
     ups: tuple[Segment, ...] = gate_up_segments(inner)
@@ -166,8 +167,7 @@ def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> It
 def rest_specs(dimensions: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
     """Sharding of a stage's parameters outside of blocks, by name; a rank with both tied parameters has only one.
 
-    Args:
-        first, last: The stage has the embedding; the stage has the output projection.
+    The first stage has the embedding, the last the output projection.
     """
     hidden, tied = dimensions.hidden_size, dimensions.tied
     specs: dict[str, ShardSpec] = {}

@@ -81,7 +81,9 @@ class DamagedError(CheckpointError):
     """
 
     def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
-        self.file, self.reason, self.unread = file, reason, unread
+        self.file = file
+        self.reason = reason
+        self.unread = unread
         super().__init__(f"{file} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str, bool]]:
@@ -117,9 +119,6 @@ class LostPeerError(NxtrainError):
     """Early end of another rank that this rank needs, so that this rank ends too.
 
     The lost rank reports the cause. A new start may succeed.
-
-    Args:
-        peer: The rank that ended, if known.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -128,11 +127,7 @@ class LostPeerError(NxtrainError):
 
 
 class HangError(NxtrainError):
-    """A rank that stopped making progress.
-
-    Args:
-        peer: The rank that did not come, if known.
-    """
+    """A rank that stopped making progress."""
 
     exit_code = 7
 
@@ -156,11 +151,7 @@ class StoppedBySignal(NxtrainError):
 
 
 def explained(error: Exception) -> NxtrainError | None:
-    """Translate an exception of the system or of another package into an error for people.
-
-    Returns:
-        The error, with the exit code that fits; None for a defect of nxtrain, which needs its traceback.
-    """
+    """Translate an exception of the system or of another package for people; None for a defect of nxtrain."""
     if isinstance(error, NxtrainError):
         return error
     if isinstance(error, ImportError):
@@ -196,12 +187,9 @@ def _requirement(name: str) -> str:
 
 
 def refused(error: OSError, what: str = "") -> NxtrainError:
-    """Error for a failed system call, the same in every command.
+    """Error for a failed system call, the same in every command; the message begins with `what` or the call's paths.
 
     Wrong paths and rights fail at every start. Storage may be back at the next start.
-
-    Args:
-        what: Begin of the message; empty: the paths of the call.
     """
     text = f"{what}: {error.strerror or error}" if what else cause_of(error)
     if error.errno in _ACCESS:

@@ -133,11 +133,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json`.
-
-        Raises:
-            ConfigError: The file describes something that this family does not compute.
-        """
+        """Read a Hugging Face `config.json`; a ConfigError for anything that this family does not compute."""
 
     @abstractmethod
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -148,15 +144,11 @@ class ModelFamily(ABC):
         """Dimensions of the model, from which its parameters, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
-        """Configuration of a preset.
-
-        Raises:
-            ConfigError: The family has no such preset.
-        """
+        """Configuration of a preset."""
         if name not in self.presets:
-            known = ", ".join(self.presets)
+            names = ", ".join(self.presets)
             raise ConfigError(
-                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {known}")]
+                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {names}")]
             )
         return self.presets[name].config
 
@@ -172,15 +164,11 @@ def family_names() -> list[str]:
 
 @cache
 def find_family(name: str) -> ModelFamily:
-    """Load the family that is installed under this name; packages are searched once per process.
-
-    Raises:
-        ConfigError: No installed package offers the family.
-    """
-    found = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none"
+    """Load the family that is installed under this name; packages are searched once per process."""
+    families = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
+    if name not in families:
+        names = ", ".join(sorted(families)) or "none"
         raise ConfigError(
-            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {known}")]
+            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {names}")]
         )
-    return cast(ModelFamily, found[name].load())
+    return cast(ModelFamily, families[name].load())

@@ -240,8 +240,7 @@ class Kernels(ABC):
     def fuse(self, function: Function) -> Function:
         """Fuse a function into one graph with the same results, on devices that need it; else return the function.
 
-        Args:
-            function: Function without reads by the host. Numbers that change from call to call are tensors.
+        The host reads nothing in the function. Numbers that change from call to call are tensors.
         """
         return function
 

@@ -24,10 +24,8 @@ class Axis:
     """One parallel dimension of a run, seen from one rank.
 
     Args:
-        name: Name used in messages and as the key of a process group, such as `tp`.
         rank: This rank's index inside its replica group.
-        groups: Every replica group of the axis over the whole world, each a tuple of global ranks; together they
-            hold each rank once.
+        groups: Every replica group of the axis, each a tuple of global ranks; together they hold each rank once.
         spans_stages: A group has ranks of several pipeline stages, which run different programs.
     """
 
@@ -44,8 +42,10 @@ class Axis:
     def neighbours(self, size: int) -> Axis:
         """Axis of `size` adjacent ranks inside each group, such as those that share a replicated key/value head."""
         assert self.size % size == 0, (self, size)
-        groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
-        return Axis(f"{self.name}/{size}", self.rank % size, groups)
+        groups: list[tuple[int, ...]] = []
+        for group in self.groups:
+            groups += [group[i : i + size] for i in range(0, len(group), size)]
+        return Axis(f"{self.name}/{size}", self.rank % size, tuple(groups))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Replica group of a global rank."""
@@ -64,8 +64,11 @@ class Axis:
         low, high = sorted((self.rank, peer))
         begins = low if high - low == 1 else high
         edges = [sorted((i, (i + 1) % size)) for i in range(begins % 2, size, 2)]
-        groups = tuple((group[low], group[high]) for group in self.groups for low, high in edges)
-        return Axis(f"{self.name}:{edges[0][0]}-{edges[0][1]}", int(self.rank > peer), groups, self.spans_stages)
+        groups: list[tuple[int, ...]] = []
+        for group in self.groups:
+            groups += [(group[low], group[high]) for low, high in edges]
+        first, second = edges[0]
+        return Axis(f"{self.name}:{first}-{second}", int(self.rank > peer), tuple(groups), self.spans_stages)
 
 
 @dataclass(frozen=True)
@@ -270,5 +273,11 @@ def listed(numbers: Sequence[int]) -> str:
 
 def spans(ranks: Sequence[int]) -> str:
     """Text of ascending numbers, with runs as ranges: 0-2, 5."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    texts: list[str] = []
+    for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
+        numbers = [rank for _, rank in run]
+        if len(numbers) == 1:
+            texts.append(str(numbers[0]))
+        else:
+            texts.append(f"{numbers[0]}-{numbers[-1]}")
+    return ", ".join(texts)

@@ -214,12 +214,18 @@ class ShardSpec:
         dim = self.dim or 0
         first, num_rows = row_cut(self.local_shape(tp)[0], shard)
         for piece in self.pieces(tp):
-            offsets, sizes, local = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
-            offsets[dim], sizes[dim], local[dim] = piece.start, piece.length, piece.local_start
-            low, high = max(local[0], first), min(local[0] + sizes[0], first + num_rows)
+            offsets = [0] * len(self.shape)
+            sizes = list(self.shape)
+            local = [0] * len(self.shape)
+            offsets[dim] = piece.start
+            sizes[dim] = piece.length
+            local[dim] = piece.local_start
+            low = max(local[0], first)
+            high = min(local[0] + sizes[0], first + num_rows)
             if low < high and piece.length:
                 offsets[0] += low - local[0]
-                sizes[0], local[0] = high - low, low - first
+                sizes[0] = high - low
+                local[0] = low - first
                 yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
     def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
@@ -228,11 +234,7 @@ class ShardSpec:
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
     def has_whole_runs(self, axis: Axis, length: int) -> bool:
-        """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
-
-        Args:
-            length: Entries of a run.
-        """
+        """True if every rank's slices are whole runs of `length` adjacent entries of a matrix, counted row by row."""
         rows, columns = self.shape
         for segment in self.segments:
             width, rest = divmod(segment.size * segment.replicas, axis.size)
@@ -287,11 +289,11 @@ class ParamTable(Mapping[str, ShardSpec]):
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global name and whole shape of every tensor of the model, as in checkpoints."""
-        return {
-            spec.global_name(name, segment): spec.global_shape(segment)
-            for name, spec in self.items()
-            for segment in spec.segments
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, spec in self.items():
+            for segment in spec.segments:
+                shapes[spec.global_name(name, segment)] = spec.global_shape(segment)
+        return shapes
 
 
 class Layout(Mapping[str, tuple[ShardBox, ...]]):

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePart:
-    """A run of consecutive layers, which one pipeline stage computes as a unit.
-
-    Args:
-        blocks: Indices in the whole model of the part's transformer blocks.
-        first: The part begins with the embedding.
-        last: The part ends with the output projection and the loss.
-    """
+    """A run of consecutive layers, which one pipeline stage computes as a unit, with the embedding or the head."""
 
     blocks: range
     first: bool
@@ -27,12 +21,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a model's layers, in floating point operations per token of a forward pass.
-
-    Args:
-        embedding: Cost of the layers before the blocks.
-        head: Cost of the layers after the blocks.
-    """
+    """Costs of a model's layers before, in and after its blocks, in operations per token of a forward pass."""
 
     embedding: int
     block: int
@@ -63,12 +52,7 @@ def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ..
 
 
 def units_of(sizes: Sequence[int], fewest: int) -> list[range]:
-    """Group adjacent blocks into units that have enough parameters; too small a rest joins the previous unit.
-
-    Args:
-        sizes: Parameters of each block.
-        fewest: Fewest parameters of a unit; 0: each block is a unit.
-    """
+    """Group adjacent blocks into units that have enough parameters; too small a rest joins the previous unit."""
     units: list[range] = []
     start = held = 0
     for index, size in enumerate(sizes):

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from nxtrain.common.process.clock import Instant
+from nxtrain.common.text import duration
 
 MOST_POINTS, EXACT_POINTS = 48, 16
 """Most points (step, training time) that a start stores, and the number of its newest points that are never thinned."""
+
+_SHOWN_S = 0.05
+"""Shortest part, in seconds, that the line shows."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +134,17 @@ class Goodput:
         """Goodput in one line for people; short parts are omitted unless they concern failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
-            f"lost {steps} ({_time(self.lost_s)})": self.starts > 1,
-            f"detection {_time(self.detect_s)}": self.starts > 1,
-            f"restart {_time(self.restart_s)}": self.starts > 1,
-            f"checkpoints {_time(self.checkpoint_stall_s)}": True,
-            f"first start {_time(self.start_s)}": self.start_s >= _SHOWN_S,
-            f"evaluation {_time(self.eval_s)}": self.eval_s >= _SHOWN_S,
-            f"after the last step {_time(self.other_s)}": self.other_s >= _SHOWN_S,
+            f"lost {steps} ({duration(self.lost_s)})": self.starts > 1,
+            f"detection {duration(self.detect_s)}": self.starts > 1,
+            f"restart {duration(self.restart_s)}": self.starts > 1,
+            f"checkpoints {duration(self.checkpoint_stall_s)}": True,
+            f"first start {duration(self.start_s)}": self.start_s >= _SHOWN_S,
+            f"evaluation {duration(self.eval_s)}": self.eval_s >= _SHOWN_S,
+            f"after the last step {duration(self.other_s)}": self.other_s >= _SHOWN_S,
         }
         return (
             f"goodput {self.goodput:.1%} over {self.starts} start{'s' * (self.starts != 1)}: "
-            f"{_time(self.productive_s)} productive of {_time(self.wall_s)}; "
+            f"{duration(self.productive_s)} productive of {duration(self.wall_s)}; "
             + ", ".join(part for part, shown in parts.items() if shown)
         )
 
@@ -185,14 +189,3 @@ def standing(starts: Sequence[RunStart]) -> list[int]:
         stands.append(max(start.resumed, min(start.spent.step, least)))
         least = min(least, start.resumed)
     return stands[::-1]
-
-
-_SHOWN_S = 0.05
-"""Shortest part, in seconds, that the line shows: shorter parts round to 0.0 s."""
-
-
-def _time(seconds: float) -> str:
-    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -29,9 +29,7 @@ RESTART_LINE_S = 60.0
 class GoodputMeter(RunObserver):
     """Counts the time of a start for the log of starts; only the leader of a run has a meter.
 
-    Args:
-        began: Start of this process; None: the begin of training.
-        config: Fingerprint of the configuration, by which a crash loop is recognised.
+    By `config`, the fingerprint of the configuration, a crash loop is recognised.
     """
 
     logs: Path
@@ -101,11 +99,7 @@ class GoodputMeter(RunObserver):
         return {"goodput": self.read().goodput}
 
     def saved(self, stall_s: float, write_s: float) -> None:
-        """Record a committed checkpoint.
-
-        Args:
-            write_s: Seconds of the write after the wait.
-        """
+        """Record a committed checkpoint, with the seconds of its write after the wait."""
         if self._start is not None:
             spent = self._start.spent
             self._spend(

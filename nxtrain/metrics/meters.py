@@ -35,6 +35,27 @@ class Throughput:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """Findings that a record carries next to its numbers.
+
+    Args:
+        skipped_steps: Steps since the previous record that updated nothing.
+        alarm: Text of the alarms since the previous record; empty: none.
+        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
+        grad_norm_mean: Running mean of the gradient norm; None in the first steps of a run.
+        grad_norm_lowest: Lowest running mean of any step so far.
+        loss_scale: Scale of fp16 gradients; None for other types.
+    """
+
+    skipped_steps: tuple[int, ...] = ()
+    alarm: str = ""
+    spikes: tuple[tuple[int, int], ...] = ()
+    grad_norm_mean: float | None = None
+    grad_norm_lowest: float | None = None
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One line of `metrics.jsonl`.
 
@@ -47,13 +68,7 @@ class StepRecord:
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
         throughput: Speed since the previous record.
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
-        skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
-        alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
         measured: Values of the observers by key, such as `goodput`, and of the loader, such as tokens of each corpus.
-        grad_norm_mean: Running mean of the gradient norm over 20 steps; None before 20 steps.
-        grad_norm_lowest: Lowest running mean of any step so far; None before 20 steps.
-        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
-        loss_scale: Scale of fp16 gradients; None for other types.
     """
 
     step: int
@@ -65,18 +80,13 @@ class StepRecord:
     lr: float
     throughput: Throughput
     val_loss: float | None = None
-    skipped_steps: tuple[int, ...] = ()
-    alarm: str = ""
+    verdict: Verdict = field(default_factory=Verdict)
     measured: Mapping[str, float] = field(default_factory=dict)
-    grad_norm_mean: float | None = None
-    grad_norm_lowest: float | None = None
-    spikes: tuple[tuple[int, int], ...] = ()
-    loss_scale: float | None = None
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
-        flat |= flat.pop("throughput") | flat.pop("measured")
+        flat |= flat.pop("throughput") | flat.pop("verdict") | flat.pop("measured")
         for key in ("val_loss", "skipped_steps", "alarm", "grad_norm_mean", "grad_norm_lowest", "spikes", "loss_scale"):
             if flat[key] in (None, (), ""):
                 del flat[key]
@@ -84,13 +94,7 @@ class StepRecord:
 
 
 class ThroughputMeter:
-    """Counts tokens and steps, and computes the speed of each window between two readings.
-
-    Args:
-        flops_per_token: FLOPs of forward and backward for one token.
-        peak_flops: FLOPs per second of all devices together; None when unknown.
-        tokens: Positions of the rows before this process began.
-    """
+    """Counts tokens and steps, and computes the speed of each window between two readings."""
 
     def __init__(
         self, flops_per_token: int, peak_flops: float | None, *, tokens: int = 0, clock: Clock = time.monotonic

@@ -30,13 +30,7 @@ _VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
 def open_progress(
     total_steps: int, resume_step: int, *, console: Console | None = None, clock: Clock = time.monotonic
 ) -> ProgressBar | ProgressLines:
-    """Open the display for a console.
-
-    Args:
-        total_steps: Last step of the run.
-        resume_step: Steps finished before this process began.
-        console: Console to draw on; None: standard error, because standard output is for results.
-    """
+    """Open the display for a console; standard error by default, because standard output is for results."""
     console = console or standard_error()
     if console.is_terminal and not console.is_dumb_terminal:
         return ProgressBar(total_steps, resume_step, console, clock)

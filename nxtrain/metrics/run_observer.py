@@ -30,11 +30,7 @@ class RunObserver:
         """
 
     def enter(self, step: int, work: Work) -> None:
-        """Enter a piece of work of a step; the previous piece has ended.
-
-        Raises:
-            NxtrainError: The run must end.
-        """
+        """Enter a piece of work of a step; the previous piece has ended."""
 
     def section(self, name: Section) -> None:
         """Enter a section of the training step; the previous one has ended, and the next `enter` ends this one."""

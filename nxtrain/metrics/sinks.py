@@ -1,42 +1,169 @@
-"""Sinks for the records of steps: the metrics file, event files, the progress display.
+"""Sinks for the records of steps: the metrics file, event files, Prometheus' file, the progress display.
 
-A run that resumes at step k repeats the steps after k. Each sink therefore first drops an earlier process's records of
-these steps, so that each step has one record.
+A sink that fails is tried again, while training goes on. A run that resumes at step k repeats the steps after k. Each
+sink therefore first drops an earlier process's records of these steps, so that each step has one record.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxtrain.common.errors import BackendError
 from nxtrain.common.io import jsonl
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.process.console import standard_error
 from nxtrain.common.run_folder import METRICS_FILE, MLFLOW_DIR, PROMETHEUS_FILE, TENSORBOARD_DIR, WANDB_DIR
 from nxtrain.config.load import values
+from nxtrain.metrics.meters import Clock
 from nxtrain.metrics.progress import open_progress
-from nxtrain.metrics.prometheus import PrometheusSink
-from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
+
+KEPT = 10_000
+"""Most records that wait in memory; the oldest are dropped first."""
+
+REST = 20.0
+"""Pause before a retry, in durations of the failed try. Failing writes thus take at most 1/20 of the time."""
+
+
+class Sink(Protocol):
+    """Receiver of step records."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write one record; `step` is among its keys, None means unknown, and values need not be numbers."""
+        ...
+
+    def close(self) -> None:
+        """Make all records durable, and release files and screen."""
+        ...
+
+
+class RetryingSink:
+    """Wrapper that reopens a sink after a failure, at the last step that was written.
+
+    Messages report the begin and the end of a failure, not each step between them.
+    """
+
+    def __init__(
+        self, name: str, open_after: Callable[[int], Sink], resume_step: int, clock: Clock = time.monotonic
+    ) -> None:
+        self.name = name
+        self._open_after = open_after
+        self._last = resume_step
+        self._clock = clock
+        self._sink: Sink | None = None
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._num_lost = 0
+        self._in_trouble = False
+        self._again_s = clock()
+        self._write()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add one record, and write it now or later."""
+        if len(self._waiting) == KEPT:
+            self._waiting.popleft()
+            self._num_lost += 1
+        self._waiting.append(record)
+        if self._clock() >= self._again_s:
+            self._write()
+
+    def close(self) -> None:
+        """Try once more to write the waiting records, and close the sink."""
+        if self._waiting:
+            self._write()
+        missing = len(self._waiting) + self._num_lost
+        if missing:
+            _print_line(f"warning: {missing} records are missing in {self.name}, which could not be written")
+        self._close_sink()
+
+    def _write(self) -> None:
+        began_s = self._clock()
+        try:
+            if self._sink is None:
+                self._sink = self._open_after(self._last)
+            while self._waiting:
+                self._sink.log(self._waiting[0])
+                self._last = int(self._waiting.popleft()["step"])
+        except OSError as error:
+            self._close_sink()
+            now_s = self._clock()
+            self._again_s = now_s + REST * (now_s - began_s)
+            if not self._in_trouble:
+                why = error.strerror or str(error)
+                _print_line(
+                    f"warning: {self.name} cannot be written: {why}; training goes on, and its records wait in memory"
+                )
+            self._in_trouble = True
+        else:
+            if self._in_trouble:
+                _print_line(f"{self.name} is written again, up to step {self._last}")
+            self._in_trouble = False
+
+    def _close_sink(self) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with suppress(OSError):  # its buffered records are written again, or are reported as missing
+                sink.close()
+
+
+def refuse_deleted(descriptor: int, path: object) -> None:
+    """Refuse to write to an open file that has no name any more."""
+    if not os.fstat(descriptor).st_nlink:
+        raise FileNotFoundError(f"{path} was deleted")
+
+
+def _print_line(line: str) -> None:
+    standard_error().print(line, markup=False)
+
+
+class PrometheusSink:
+    """File in Prometheus' text format, with a gauge for each number of the newest record.
+
+    The textfile collector of Prometheus' node exporter reads the file, and never sees a part of a file.
+
+    Source: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Replace the file."""
+        replace_text(self._path, text_of(record, self._run), durable=False)
+
+    def close(self) -> None:
+        """Do nothing: the last record stays in the file."""
+
+
+def text_of(record: Mapping[str, Any], run: str) -> str:
+    """Text of a record in Prometheus' format; values that are not numbers are left out."""
+    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = []
+    for key, value in record.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            name = "nxtrain_" + re.sub("[^a-zA-Z0-9_]", "_", key)
+            number = repr(float(value))
+            number = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(number, number)
+            lines += [f"# TYPE {name} gauge", f'{name}{{run="{label}"}} {number}']
+    return "".join(f"{line}\n" for line in lines)
+
 
 PROGRESS = "the progress display"
 
 
 class JsonlSink:
-    """Sink that writes one JSON object per line; the file is readable during the run.
-
-    Args:
-        path: File to append to; made if absent.
-        resume_step: Last step whose line stays; later and torn lines are removed.
-
-    Raises:
-        OSError: The file cannot be read or written.
-    """
+    """Sink that writes one JSON object per line; lines after the resume step and torn lines are removed first."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
@@ -45,11 +172,7 @@ class JsonlSink:
         self._file = jsonl.open_to_append(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null.
-
-        Raises:
-            OSError: The file cannot be written, or was deleted.
-        """
+        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null."""
         refuse_deleted(self._file.fileno(), self._path)
         finite = dict(record)
         for key, value in record.items():
@@ -63,16 +186,7 @@ class JsonlSink:
 
 
 def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[RetryingSink]:
-    """Open the configured sinks; a sink that cannot write does not end the run.
-
-    Args:
-        config: Configuration of the run, whose folder must exist.
-        resume_step: Finished steps of the checkpoint that the run starts from; 0 from scratch.
-        leader: True if this rank reports for the run; other ranks get no sinks.
-
-    Raises:
-        BackendError: A package of a configured sink is not installed.
-    """
+    """Open the configured sinks of the leader; a sink that cannot write does not end the run."""
     if not leader:
         return []
     metrics, run_dir = config.metrics, config.run.dir

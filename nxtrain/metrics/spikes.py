@@ -17,9 +17,6 @@ class NormSpikes:
     A step belongs to a spike if its norm is above the mean of the `WINDOW` norms before, by more than a threshold. A
     spike is a run of such steps. Norms that are not finite are ignored: such steps update nothing.
 
-    Args:
-        threshold: Excess over the running mean.
-
     Source: Fan et al. 2024, HLAT (arXiv:2404.10630): a running mean over 20 steps, and a threshold of 0.1 above it.
     """
 

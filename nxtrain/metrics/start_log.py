@@ -122,12 +122,7 @@ def _line(start: RunStart) -> dict[str, Any]:
 
 
 def _take(starts: list[RunStart], moments: set[tuple[str, float]], line: Any) -> None:
-    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored.
-
-    Args:
-        starts: The starts, changed in place.
-        moments: Boot and begin of each start, changed in place.
-    """
+    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         spent = TimeSpent(**{key: line[key] for key in _SPENT})
         seen = Instant(line["boot"], line["up"], line["wall"])

@@ -17,7 +17,7 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from nxtrain.metrics.retrying_sink import refuse_deleted
+from nxtrain.metrics.sinks import refuse_deleted
 
 _PREFIX = "events.out.tfevents."
 
@@ -32,14 +32,7 @@ _CRC32C = [_crc32c_of(byte) for byte in range(256)]
 
 
 class TensorBoardSink:
-    """Event files with one scalar per number, under the names of the metrics file.
-
-    Args:
-        resume_step: Last step whose values stay; TensorBoard drops later values of earlier files.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Event files with one scalar per number; TensorBoard drops values of earlier files after the resume step."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +47,7 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the record, visible to readers at once.
-
-        Raises:
-            OSError: The file cannot be written, or was deleted.
-        """
+        """Write the record, visible to readers at once."""
         refuse_deleted(self._file.fileno(), self._path)
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]

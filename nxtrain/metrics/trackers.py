@@ -28,16 +28,7 @@ IDENTITY, OPEN = "id.txt", "open.txt"
 
 
 class WandbSink:
-    """Run of Weights & Biases; without network in mode `offline`, whose files `wandb sync` uploads later.
-
-    Args:
-        mode: `offline` or `online`.
-        records: Metrics file of the run, without steps after `resume_step`.
-        resume_step: Last step of earlier starts whose record stays.
-
-    Raises:
-        OSError: The run cannot be opened.
-    """
+    """Run of Weights & Biases; without network in mode `offline`, whose files `wandb sync` uploads later."""
 
     def __init__(
         self,
@@ -72,11 +63,7 @@ class WandbSink:
                 self.log(record)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of the record.
-
-        Raises:
-            OSError: The run accepts no record.
-        """
+        """Log the numbers of the record."""
         with _as_os_error("wandb"):
             self._run.log(numbers_of(record))
 
@@ -88,16 +75,7 @@ class WandbSink:
 
 
 class MlflowSink:
-    """Run of MLflow.
-
-    Args:
-        folder: Folder for the identity of the run.
-        config: Values of the configuration, logged once as parameters.
-        uri: Tracking store, such as `http://HOST:5000`.
-
-    Raises:
-        OSError: The store does not answer.
-    """
+    """Run of MLflow in a tracking store; the configuration is logged once, as parameters."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], uri: str) -> None:
         from mlflow.entities import Param
@@ -119,11 +97,7 @@ class MlflowSink:
             self._id = identity(folder, begun)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of the record.
-
-        Raises:
-            OSError: The store does not answer.
-        """
+        """Log the numbers of the record."""
         from mlflow.entities import Metric
 
         step, now_ms = int(record["step"]), int(1e3 * time.time())
@@ -162,11 +136,7 @@ def identity(folder: Path, begin: Callable[[], str]) -> str:
 
 
 def require(package: str, extra: str, key: str) -> None:
-    """Import a package before any sink is open.
-
-    Raises:
-        BackendError: The package cannot be imported.
-    """
+    """Import a package before any sink is open."""
     try:
         __import__(package)
     except ImportError as error:

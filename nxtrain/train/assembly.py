@@ -17,8 +17,7 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, RunObserver
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
-from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, WorkTimeline
+from nxtrain.metrics.work_meter import EventTimeline, HostTimeline, WorkMeter, WorkTimeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs

@@ -16,11 +16,11 @@ from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.batch_source import Batches
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.metrics.meters import StepRecord, ThroughputMeter
-from nxtrain.metrics.retrying_sink import Sink
+from nxtrain.metrics.meters import StepRecord, ThroughputMeter, Verdict
 from nxtrain.metrics.run_observer import RunObserver
+from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.health.numerics import NumericsGuard, Verdict
+from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
@@ -100,12 +100,7 @@ class Trainer:
                             lr=rate,
                             throughput=throughput,
                             val_loss=val_loss,
-                            skipped_steps=verdict.skipped_steps,
-                            alarm=verdict.alarm,
-                            spikes=verdict.spikes,
-                            grad_norm_mean=verdict.grad_norm_mean,
-                            grad_norm_lowest=verdict.grad_norm_lowest,
-                            loss_scale=verdict.loss_scale,
+                            verdict=verdict,
                             **read,
                             measured={**self.observers.measure(step), **self.train.progress(step)},
                         )

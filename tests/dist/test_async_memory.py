@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import async_writer, dcp_storage, directory
+from nxtrain.checkpoint import async_writer, directory, staging
 from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
@@ -63,7 +63,7 @@ def write_checkpoints(
             refusal = OSError(errno.ENOMEM, "Cannot allocate memory")
             refuses = is_lacking and way == REFUSED
             allocate = mock.Mock(side_effect=refusal) if refuses else aligned_memory
-            with mock.patch.object(dcp_storage, "aligned_memory", allocate):
+            with mock.patch.object(staging, "aligned_memory", allocate):
                 for step in STEPS:
                     save(step)
         save(3)

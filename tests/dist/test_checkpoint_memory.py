@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import dcp_storage, directory
+from nxtrain.checkpoint import directory, shard_files
 from nxtrain.checkpoint.convert import streamed
 from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
 from nxtrain.checkpoint.load import load
@@ -43,14 +43,14 @@ class Scaled:
     """The sizes that memory depends on, smaller while this is open; ranks live on."""
 
     def __enter__(self) -> None:
-        self._sizes = checksummed_file.BLOCK_BYTES, dcp_storage.PIECE_BYTES, streamed.BATCH_BYTES
+        self._sizes = checksummed_file.BLOCK_BYTES, shard_files.PIECE_BYTES, streamed.BATCH_BYTES
         self._set(*(size // SCALE for size in self._sizes))
 
     def __exit__(self, *_: object) -> None:
         self._set(*self._sizes)
 
     def _set(self, block: int, piece: int, batch: int) -> None:
-        checksummed_file.BLOCK_BYTES, dcp_storage.PIECE_BYTES, streamed.BATCH_BYTES = block, piece, batch
+        checksummed_file.BLOCK_BYTES, shard_files.PIECE_BYTES, streamed.BATCH_BYTES = block, piece, batch
 
 
 def save_alone(backend: Backend, path: Path, sizes: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
-from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs
+from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs
 from nxtrain.tools.compile.tool import TOOL
 from tests.support.caches import add_failed, add_locked
 from tests.support.neuron_machine import PAUSE, ROOT, Plugin, install
@@ -63,7 +63,7 @@ def compiled(
 ) -> tuple[Compiled, Cache]:
     cache = Cache(Path(env["NEURON_COMPILE_CACHE_URL"]), grace_s=grace_s)
     folder = Path(tempfile.mkdtemp(prefix="nxtrain-compile-"))
-    return compile_graphs(CompileJob(tool(env), (*TRIAL, *script), env, cache, folder), workers, retries), cache
+    return compile_graphs(tool(env), (*TRIAL, *script), env, cache, folder, workers, retries), cache
 
 
 def faults(env: dict[str, str], *kinds: str) -> None:
@@ -185,16 +185,16 @@ _JOB = f"""
 import os, sys, tempfile
 from pathlib import Path
 from nxtrain.tools.compile.cache import Cache
-from nxtrain.tools.compile.parallel_compile import CompileJob, compile_graphs
+from nxtrain.tools.compile.parallel_compile import compile_graphs
 command = [sys.executable, "-m", "tests.support.neuron_machine", *{[A, B, C]}]
 cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
-found = compile_graphs(CompileJob(sys.argv[1], command, os.environ, cache, Path(tempfile.mkdtemp())), 2, 0)
+found = compile_graphs(sys.argv[1], command, os.environ, cache, Path(tempfile.mkdtemp()), 2, 0)
 assert set(found.names) == cache.done(), (found.names, cache.done())
 """
 
 
 def compilers(cache: Path) -> list[int]:
-    from nxtrain.tools.compile.compiler_processes import naming
+    from nxtrain.tools.compile.module_folders import naming
 
     return [pid for entry in cache.glob("*/MODULE_*") for pid in naming(str(entry))]
 

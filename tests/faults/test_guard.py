@@ -34,11 +34,11 @@ def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     replace = faults._replace
 
-    def recorded(place: PatchPoint, wrapper: Any) -> None:
-        owner, attribute = faults._owner(place), place.attribute
+    def recorded(target: PatchPoint, wrapper: Any) -> None:
+        owner, attribute = faults.owner_of(target), target.attribute
         before = getattr(owner, attribute)
         undo.append(lambda: setattr(owner, attribute, before))
-        replace(place, wrapper)
+        replace(target, wrapper)
 
     faults._replace = recorded
     try:

@@ -34,7 +34,7 @@ def record_points(file: Path) -> None:
             out.write(f"{arguments[0]}\n")
 
     fault_kinds.act = reached
-    fault_kinds.KINDS["oom"] = fault_kinds.Kind(check=list)
+    fault_kinds.KINDS["oom"] = fault_kinds.Kind(pattern=".*")
 
 
 def losses(folder: Path) -> list[float]:

@@ -7,6 +7,7 @@ the ranks of each start, a little time for those that outlive another, and no fu
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.manifest import DTYPES, StoredShard, read_manifest
+from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.process.clock import now
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
@@ -323,7 +324,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     found = {}
     for key, entry in manifest.tensors.items():
         for (offsets, sizes), file, begin in entry.parts():
-            size = StoredShard(key, DTYPES[entry.dtype], offsets, sizes).num_bytes
+            size = math.prod(sizes) * DTYPES[entry.dtype].itemsize
             found[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
     return found
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import tidy, write_state
+from nxtrain.checkpoint.staging import Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.clock import Instant

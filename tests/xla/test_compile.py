@@ -19,9 +19,9 @@ import pytest
 
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.commands import clean, ls, verify
-from nxtrain.tools.compile.compiler_processes import naming
 from nxtrain.tools.compile.entries import EntryState
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
+from nxtrain.tools.compile.module_folders import naming
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import PAUSE, ROOT, assert_real, command, install
 from tests.support.xla_processes import Started, start

@@ -20,12 +20,12 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.streamed import write_streamed
-from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
@@ -58,16 +58,7 @@ _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 def hf_to_nxtrain(src: Path, dst: Path) -> None:
-    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0.
-
-    Args:
-        src: Folder with `config.json` and safetensors.
-        dst: Folder to make; an existing checkpoint is replaced.
-
-    Raises:
-        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
-        InputError: Weights are not finite; nothing was written.
-    """
+    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0."""
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
@@ -114,16 +105,8 @@ def nxtrain_to_hf(
 
     Args:
         src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
-        dst: Folder to make; an earlier export is replaced.
         max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
         base: Folder of the weights below an adapter; None: the folder that the run read.
-
-    Returns:
-        The checkpoint that was exported.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: `dst` holds files that no export wrote.
     """
     checkpoint = locate_checkpoint(src)
     meta, manifest = open_checkpoint(checkpoint)
@@ -162,14 +145,7 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
 
 
 def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
-    """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder.
-
-    Args:
-        dst: Folder to make; an earlier export is replaced.
-
-    Raises:
-        ConfigError: `dst` holds files that no export wrote.
-    """
+    """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder."""
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     chunks = [TensorShard.whole(name, shape, folder.dtype) for name, shape in folder.shapes.items()]
 
@@ -187,13 +163,13 @@ def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, m
     if len(files) == 1:
         write_durably(out / WEIGHTS, partial(write_streamed, tensors=chunks, read=read))
         return
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_durably(out / name, partial(write_streamed, tensors=part, read=read))
-        places.update({chunk.name: name for chunk in part})
+        file_of.update({chunk.name: name for chunk in part})
     total = sum(chunk.num_bytes for chunk in chunks)
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
 
 
 def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
@@ -246,16 +222,7 @@ def new_folder(dst: Path) -> Iterator[Path]:
 
 
 def refuse_to_overwrite(dst: Path, patterns: tuple[str, ...]) -> None:
-    """Refuse a target folder with files that no conversion wrote.
-
-    Args:
-        dst: The target folder; may be absent.
-        patterns: Patterns of the names that a conversion writes.
-
-    Raises:
-        ConfigError: The folder has another file, or is a file itself.
-        NxtrainError: Nothing can be written there.
-    """
+    """Refuse a target folder with files of other names than the patterns, which no conversion wrote."""
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
     if dst.exists():

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxtrain.checkpoint.dcp_storage import bytes_of
 from nxtrain.checkpoint.meta import fingerprint
+from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
 from nxtrain.common.io.atomic import write_durably
@@ -36,15 +36,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HfFolder:
-    """A folder with `config.json` and safetensors, in one file or several with an index.
-
-    Attributes:
-        config: Content of `config.json`.
-        dtype: The narrowest type that holds all weights exactly.
-
-    Raises:
-        ConfigError: A file is missing or damaged, or weights are quantized.
-    """
+    """A folder with `config.json` and safetensors; `dtype` is the narrowest type that holds all weights exactly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,14 +58,7 @@ class HfFolder:
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the tensors of the folder with the tensors of a model.
-
-        Args:
-            wanted: Whole shape of every tensor of the model, by name.
-
-        Raises:
-            ConfigError: Some are missing, unknown or of another shape; all are named.
-        """
+        """Compare the tensors of the folder with the tensors of a model."""
         shapes = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
         problems = mismatches(wanted, shapes)
         if problems:
@@ -120,11 +105,7 @@ class Finiteness:
         self._found[name] = (nans + int(part.isnan().sum()), infinite + int(part.isinf().sum()))
 
     def check(self) -> None:
-        """Refuse the import if any recorded value is not finite.
-
-        Raises:
-            InputError: Some values are not finite; names the tensors, and the number of values in each.
-        """
+        """Refuse the import if any recorded value is not finite."""
         if not self._found:
             return
         shown = [f"{name} ({_counted(*counts)})" for name, counts in list(self._found.items())[:_SHOWN]]
@@ -147,13 +128,8 @@ def _counted(nans: int, infinite: int) -> str:
 class HfWeights:
     """Reader of this rank's parameters from a Hugging Face folder whose tensors fit the model.
 
-    Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
-
-    Args:
-        wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
-
-    Raises:
-        ConfigError: The folder is unreadable or does not fit the model.
+    Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged. `wanted` has
+    the shapes of the whole model, so that all stages refuse the same folders.
     """
 
     def __init__(
@@ -182,23 +158,12 @@ class HfWeights:
         return tensor
 
     def check(self) -> None:
-        """Refuse the folder if any value that was read is not finite.
-
-        Raises:
-            InputError: Some values are not finite; names their tensors.
-        """
+        """Refuse the folder if any value that was read is not finite."""
         self._finiteness.check()
 
 
 def read_object(file: Path, hint: str = "") -> dict[str, Any]:
-    """JSON object of a file.
-
-    Args:
-        hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
-
-    Raises:
-        ConfigError: The file cannot be read, or does not hold a JSON object.
-    """
+    """JSON object of a file; `hint` is the way out where the file cannot be read."""
     try:
         content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark
     except OSError as error:

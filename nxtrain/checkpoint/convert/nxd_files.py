@@ -45,11 +45,7 @@ def rank_file(*, dp: int = 0, tp: int, pp: int) -> str:
 
 
 def find_tag(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the newest finished checkpoint of the folder.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it was not finished.
-    """
+    """Find the checkpoint of a path: the path itself, or the newest finished checkpoint of the folder."""
     if (path / MODEL_DIR).is_dir():
         if (path / BEGUN).exists() and not (path / DONE).exists():  # converters write neither
             raise CheckpointError(f"{path} is incomplete: NeuronX Distributed did not come to write {DONE}")
@@ -74,11 +70,7 @@ class Grid:
 
     @staticmethod
     def of(folder: Path) -> Grid:
-        """Find the degrees from the names of a folder's files.
-
-        Raises:
-            CheckpointError: Files are missing, or of another kind.
-        """
+        """Find the degrees from the names of a folder's files."""
         names = sorted(file.name for file in folder.iterdir() if file.suffix == ".pt" and file.is_file())
         names = [name for name in names if not name.endswith(".info.pt")]
         ranks: list[tuple[int, ...]] = []
@@ -121,11 +113,7 @@ class TensorReference:
 
 
 def open_file(path: Path) -> dict[str, Any]:
-    """Open a file: tensors stay on disk until they are used, and pickled code is not run.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or holds more than tensors and plain values.
-    """
+    """Open a file: tensors stay on disk until they are used, and pickled code is not run."""
     content = _load(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no dictionary")

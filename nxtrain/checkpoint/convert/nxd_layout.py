@@ -45,12 +45,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of one rank.
-
-    Args:
-        shape: Local shape.
-        blocks: Global name of the tensor, and box, for each box of entries that the parameter holds.
-    """
+    """A parameter of one rank: its local shape, and the name and box of each global tensor's entries that it holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,9 +74,6 @@ class NxdLayout:
         shapes: Whole shape of every tensor, by global name.
         copies: Number of replicas of each K/V head; NxD's name is kv_size_multiplier or kv_shared_group_size.
         platform: Order of the replicated heads.
-
-    Raises:
-        ConfigError: NxD has no such layout; every reason is named.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -136,11 +128,7 @@ class NxdLayout:
         return names
 
     def param(self, name: str, tp_rank: int) -> Param:
-        """Parameter of NxD's on a tensor parallel rank.
-
-        Raises:
-            KeyError: The model has no such tensor.
-        """
+        """Parameter of NxD's on a tensor parallel rank; a KeyError if the model has no such tensor."""
         block, module, leaf = ("", *name.rsplit(".", 2))[-3:]
         sources = _SOURCES.get(f"{module}.{leaf}", (module,))
         names = [f"{block}.{source}.weight".removeprefix(".") for source in sources]

@@ -15,10 +15,10 @@ from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.checkpoint.convert.nxd_states import NxdStates
 from nxtrain.checkpoint.convert.nxd_weights import NxdWeights
-from nxtrain.checkpoint.dcp_storage import LazyTensors, Staged
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
@@ -44,19 +44,10 @@ def nxd_to_nxtrain(
 
     Args:
         src: A tag, or a folder of tags, whose last finished one is taken.
-        dst: Folder to make; an existing checkpoint is replaced.
         config: The model's Hugging Face `config.json`; None: the file in the tag, or next to the tag.
-        weights_only: Omit the state of the optimizer.
         first_copy: If replicas on tensor parallel ranks differ, take the first.
         run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
             data, which NxD does not save. A tag that nxtrain wrote holds the position itself.
-
-    Returns:
-        Metadata of the new checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged, or has content that nxtrain's format cannot hold.
-        ConfigError: The configuration is missing, or the tensors do not fit the model.
     """
     tag = find_tag(src)
     family, model = _model(tag, config)
@@ -107,7 +98,7 @@ def nxd_to_nxtrain(
         return source.assemble(chunk, states.local)
 
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
+    order = sorted(chunks, key=lambda chunk: source.owner(chunk.name))  # stage by stage, so that few files are open
     read_back(dst, write(dst, Staged(LazyTensors(order, read)), meta, alone), alone)
     return read_meta(dst)
 

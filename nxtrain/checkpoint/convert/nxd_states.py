@@ -24,7 +24,6 @@ class NxdStates:
 
     Args:
         grid: Files of the state; dp is 1 without ZeRO-1.
-        zero1: The state is sharded over dp.
         dtype: Type of the running means; NxD's scripts for XLA_DOWNCAST_BF16 store float32 as float64.
     """
 

@@ -22,11 +22,7 @@ from nxtrain.common.sharding import ShardBox
 
 @dataclass(frozen=True)
 class NxdWeights:
-    """Weights of a tag.
-
-    Args:
-        take_first: If replicas differ, take the first, as NxD's own converter does.
-    """
+    """Weights of a tag; if replicas differ, `take_first` takes the first, as NxD's own converter does."""
 
     grid: Grid
     layout: NxdLayout
@@ -67,18 +63,18 @@ class NxdWeights:
         return stages
 
     @cached_property
-    def _places(self) -> dict[str, tuple[int, str]]:
+    def _owners(self) -> dict[str, tuple[int, str]]:
         """Stage and NxD's name of the first parameter that holds a tensor, by the tensor's global name."""
-        places: dict[str, tuple[int, str]] = {}
+        owners: dict[str, tuple[int, str]] = {}
         for pp, names in enumerate(self.stages):
             for name in names:
                 for whole, _ in self.layout.param(name, 0).blocks:
-                    places.setdefault(whole, (pp, name))
-        return places
+                    owners.setdefault(whole, (pp, name))
+        return owners
 
-    def place(self, name: str) -> tuple[int, str]:
+    def owner(self, name: str) -> tuple[int, str]:
         """Stage and name of the parameter that holds a tensor."""
-        return self._places[name]
+        return self._owners[name]
 
     def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
         """Every tensor of a kind, as a whole shard."""
@@ -91,15 +87,8 @@ class NxdWeights:
         return tensor
 
     def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
-        """Assemble a tensor from the ranks' parts, and check that replicas are equal.
-
-        Args:
-            local: Returns a rank's part by kind, parameter, tp rank and pp rank.
-
-        Raises:
-            CheckpointError: A part has another shape, loses digits, or differs from its first replica.
-        """
-        pp, name = self.place(chunk.name)
+        """Assemble a tensor from the ranks' parts, and check that replicas are equal."""
+        pp, name = self.owner(chunk.name)
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
         for tp in range(self.grid.tp):
             param = self.layout.param(name, tp)

@@ -76,15 +76,9 @@ class OptimizerSettings:
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """Settings of the next update from the run's configuration, since a checkpoint does not hold settings.
+    """Settings of the next update from the configuration of the run, since a checkpoint does not hold settings.
 
-    Args:
-        checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.
-        file: Configuration of the run; None: the file in the folder of the run, which must be on a disk.
-
-    Raises:
-        CheckpointError: The checkpoint is missing.
-        ConfigError: The configuration is missing or invalid.
+    Without a file, the configuration is that of the run's folder, which must be on a disk.
     """
     path = locate_checkpoint(checkpoint)
     if file is None and isinstance(path, Path):
@@ -99,19 +93,11 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
-    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
+    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads, and return the tag.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
         dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
         rates: Settings of the optimizer, whose state is written; None: write the weights only.
-
-    Returns:
-        The tag.
-
-    Raises:
-        CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: NxD's format cannot hold the checkpoint, or the tag has files that no conversion wrote.
     """
     src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
@@ -153,11 +139,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the files of all ranks.
-
-    Args:
-        dp: Number of ranks over which the optimizer's state is sharded.
-    """
+    """Writes the files of all ranks; the optimizer's state is sharded over `dp` ranks."""
 
     src: Location
     meta: Meta
@@ -240,10 +222,11 @@ class _Writer:
                 for whole, block in param.blocks:
                     chunk = TensorShard(kind, param.name, whole, self.layout.shapes[whole], dtype, block)
                     target = block.of(read[kind][param.name])
-                    if chunk.index in first:  # a rank may hold a head twice
-                        again.append((target, first[chunk.index]))
+                    index = (chunk.key, block.offsets)
+                    if index in first:  # a rank may hold a head twice
+                        again.append((target, first[index]))
                     else:
-                        targets[chunk] = first[chunk.index] = target
+                        targets[chunk] = first[index] = target
         read_shards(self.src, self.manifest, targets)
         for target, source in again:
             target.copy_(source)

@@ -92,11 +92,7 @@ class Adapter:
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
-        """Check that a folder holds the weights that the adapter was trained on, as far as known.
-
-        Raises:
-            ConfigError: The folder holds other weights.
-        """
+        """Check that a folder holds the weights that the adapter was trained on, as far as known."""
         if not self.base_fingerprint:
             return
         actual = base.fingerprint()
@@ -108,14 +104,7 @@ class Adapter:
 
 
 class MergedFolder(HfFolder):
-    """A Hugging Face folder whose weights are read with the update of an adapter.
-
-    Args:
-        dtype: Type of the merged weights, to which the folder's weights are rounded first; None: the folder's type.
-
-    Raises:
-        ConfigError: The folder is unreadable, or lacks a weight with an update, or has another shape of one.
-    """
+    """A Hugging Face folder whose weights are rounded to `dtype`, and read with the update of an adapter."""
 
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
         super().__init__(path)
@@ -153,14 +142,7 @@ class MergedFolder(HfFolder):
 
 
 class AdapterWeights:
-    """Reader of this rank's adapters from a PEFT folder that fits the run.
-
-    Args:
-        wanted: Whole shape of every adapter matrix of the whole model, by name.
-
-    Raises:
-        ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.
-    """
+    """Reader of this rank's adapters from a PEFT folder that fits the run."""
 
     def __init__(
         self,
@@ -201,11 +183,7 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read a folder in PEFT's format.
-
-    Raises:
-        ConfigError: A file is missing or damaged, or the adapter is of a kind that nxtrain does not compute.
-    """
+    """Read a folder in PEFT's format."""
     config = _read_config(folder / CONFIG)
     tensors: dict[str, Tensor] = {}
     try:
@@ -278,53 +256,34 @@ def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
     return Adapter(config, tensors, meta.base, meta.base_fingerprint)
 
 
-def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
-    """Read the adapter of a checkpoint.
-
-    Raises:
-        CheckpointError: The checkpoint holds a whole model, or is damaged.
-    """
-    meta, manifest = open_checkpoint(place)
+def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
+    """Read the adapter of a checkpoint."""
+    meta, manifest = open_checkpoint(checkpoint)
     if not meta.adapter:
-        raise CheckpointError(f"{place} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
+        raise CheckpointError(f"{checkpoint} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
     targets = {shard: torch.empty(shard.shape, dtype=shard.dtype) for shard in whole_weights(manifest)}
-    read_shards(place, manifest, targets)
+    read_shards(checkpoint, manifest, targets)
     return meta, adapter_of(meta, {shard.name: tensor for shard, tensor in targets.items()})
 
 
-def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
-    """Base weights of an adapter's checkpoint with the update added.
-
-    Args:
-        base: Folder of the base weights; None: the folder that the run read.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or its base is another folder's.
-        ConfigError: The base is unreadable.
-    """
-    meta, adapter = read_checkpoint(place)
+def merged_checkpoint(checkpoint: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
+    """Base weights of an adapter's checkpoint with the update added."""
+    meta, adapter = read_checkpoint(checkpoint)
     path = base or Path(meta.base)
     if not path.is_dir():
         hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
-        raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder here; {hint}")
+        raise ConfigError(f"{checkpoint} holds an adapter of the weights in {path}, which is no folder here; {hint}")
     fingerprint = HfFolder(path).fingerprint()
     if fingerprint != meta.base_fingerprint:
         raise CheckpointError(
-            f"{place} holds an adapter of other weights than those in {path}: their fingerprint is "
+            f"{checkpoint} holds an adapter of other weights than those in {path}: their fingerprint is "
             f"{meta.base_fingerprint!r} there and {fingerprint!r} here; give the folder that the run read"
         )
     return meta, MergedFolder(path, adapter, getattr(torch, meta.dtype))
 
 
 def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
-    """Base weights of a PEFT folder with the update added.
-
-    Args:
-        base: Folder of the base weights; None: the folder that the adapter names.
-
-    Raises:
-        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained on other weights.
-    """
+    """Base weights of a PEFT folder with the update added."""
     adapter = read_adapter(folder)
     path = base or Path(adapter.base)
     if not (base or adapter.base) or not path.is_dir():

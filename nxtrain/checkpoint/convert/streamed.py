@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.dcp_storage import bytes_of
-from nxtrain.checkpoint.manifest import CODES
+from nxtrain.checkpoint.manifest import safetensors_header
+from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import TensorShard
 
 BATCH_BYTES = 192 << 20
 """Most bytes of a batch of rows, unless a single row is larger."""
 
-_LENGTH = struct.Struct("<Q")
-"""Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 8
 
 
@@ -28,16 +23,14 @@ def write_streamed(
 ) -> None:
     """Write a file that equals `safetensors.torch.save_file` of the same tensors, byte for byte.
 
-    All batches share one buffer: the allocator could otherwise keep the freed memory of earlier batches.
-
-    Args:
-        read: Fills a host tensor for each shard; a shard is some rows of a tensor.
+    `read` fills host tensors with rows. All batches share one buffer: the allocator could otherwise keep the freed
+    memory of earlier batches.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
     parts = list(batches(ordered))
     buffer = torch.empty(max(map(_num_bytes, parts), default=0), dtype=torch.uint8)
     with file.open("wb") as out:
-        out.write(_header(ordered))
+        out.write(safetensors_header({chunk.name: chunk for chunk in ordered}, {}, _ALIGNMENT_BYTES))
         for batch in parts:
             read(_views(buffer, batch))
             out.write(bytes_of(buffer[: _num_bytes(batch)]))
@@ -81,14 +74,3 @@ def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:
                 batch, free = [], BATCH_BYTES
     if batch:
         yield batch
-
-
-def _header(ordered: Sequence[TensorShard]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for chunk in ordered:
-        start, end = end, end + chunk.num_bytes
-        entries[chunk.name] = {"dtype": CODES[chunk.dtype], "shape": chunk.shape, "data_offsets": (start, end)}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return _LENGTH.pack(len(text)) + text

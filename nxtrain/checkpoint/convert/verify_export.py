@@ -55,14 +55,7 @@ class Agreement:
 def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
     """Build the model of a checkpoint and read the weights of this rank; an adapter is added to its base.
 
-    Every rank calls this.
-
-    Args:
-        mesh: The axes of this rank, without a pipeline.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or is an adapter of other weights than the base.
-        ConfigError: The base of an adapter is unreadable.
+    Every rank calls this. The mesh has no pipeline.
     """
     meta = read_meta(path)
     if meta.adapter:
@@ -77,15 +70,7 @@ def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALO
 
 
 def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
-    """Build the model of a Hugging Face folder and read the weights of this rank.
-
-    Args:
-        mesh: The axes of this rank, without a pipeline.
-
-    Raises:
-        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
-        CheckpointError: Its weights are not all finite.
-    """
+    """Build the model of a Hugging Face folder and read the weights of this rank."""
     return _open_folder(HfFolder(path), backend, seq_len, mesh)
 
 
@@ -114,9 +99,6 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
 
     Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
     For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
-
-    Raises:
-        CheckpointError: transformers is missing, cannot load the folder, or computes other scores.
     """
     meta = read_meta(checkpoint)
     _, config = meta.model()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
-from nxtrain.common.errors import CheckpointError, DamagedError, NxtrainError, cause_of
+from nxtrain.common.errors import CheckpointError, NxtrainError, cause_of
 from nxtrain.common.mesh import Mesh
 
 T = TypeVar("T")
@@ -21,8 +18,7 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
 
-    Args:
-        group: Group of all ranks that carries host objects; None: the default group.
+    Their objects go over a group of the hosts; None: the default group.
     """
 
     mesh: Mesh
@@ -39,13 +35,9 @@ class Ranks:
         return self.mesh.rank == 0
 
     def on_leader(self, action: Callable[[], T], failure: str) -> T:
-        """Run an action on rank 0 while the other ranks wait, and broadcast its result.
+        """Run an action on rank 0 while the other ranks wait, and broadcast its result or its failure.
 
-        Args:
-            failure: Start of the message for an error that is not an `NxtrainError`.
-
-        Raises:
-            CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
+        An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
         outcome: list[Any] = [None, None]
         if self.is_leader or not self.are_connected:
@@ -61,13 +53,9 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def on_all(self, action: Callable[[], T], failure: str) -> list[T]:
-        """Run an action on every rank, and gather the results by rank.
+        """Run an action on every rank, and gather the results by rank; every rank raises the first failure.
 
-        Args:
-            failure: Start of the message for an error that is not an `NxtrainError`.
-
-        Raises:
-            CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
+        An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
         mine: list[T] = []
         failed: NxtrainError | None = None
@@ -79,7 +67,10 @@ class Ranks:
         for _, error_of_rank in outcomes:
             if error_of_rank is not None:
                 raise error_of_rank
-        return [result for results, _ in outcomes for result in results]
+        results: list[T] = []
+        for result, _ in outcomes:
+            results += result
+        return results
 
     def gather(self, mine: T) -> list[T]:
         """Values of all ranks, by rank."""
@@ -87,6 +78,16 @@ class Ranks:
         if self.are_connected:
             values *= self.mesh.world
             dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+    def gather_on_leader(self, mine: T) -> list[T]:
+        """Values of all ranks, by rank, on rank 0; empty on other ranks."""
+        if not self.are_connected:
+            return [mine]
+        values: list[T] = []
+        if self.is_leader:
+            values = [mine] * self.mesh.world
+        dist.gather_object(mine, values or None, dst=0, group=self.group)
         return values
 
 
@@ -122,35 +123,12 @@ class StorageScope:
         return replace(self, ranks=ranks)
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
-        """Run an action on the leader of each folder while the other ranks wait.
-
-        Returns:
-            Results by leader, on every rank.
-
-        Raises:
-            CheckpointError: The action failed on some leader; raised on every rank.
-        """
+        """Run an action on the leader of each folder while the others wait; return the results by leader."""
         if self.number == 1:
             return {0: self.ranks.on_leader(action, failure)}
         results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)
-        return {rank: result for rank, some in enumerate(results) for result in some}
-
-
-@contextmanager
-def collective(action: str) -> Iterator[None]:
-    """Silence warnings of `torch.distributed.checkpoint`; the failure of any rank becomes one readable error on all."""
-    try:
-        with warnings.catch_warnings():
-            # A single process is not a mistake, and the deprecated call is torch's own.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, DamagedError):
-            raise cause from None
-        if isinstance(cause, NxtrainError):
-            raise CheckpointError(f"{action}: {cause}") from None
-        if isinstance(cause, Exception):
-            raise CheckpointError(f"{action}: rank {rank}: {cause!r}") from error
-        raise cause from error
+        of_leaders: dict[int, T] = {}
+        for rank, result in enumerate(results):
+            if result:
+                of_leaders[rank] = result[0]
+        return of_leaders

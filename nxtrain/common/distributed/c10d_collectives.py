@@ -68,10 +68,10 @@ class _Async:
             with WAIT_CLOCK:
                 self.work.wait()
         except RuntimeError as error:
-            found = loss(error, _others(self.axis))
-            if found is None:
+            lost = loss(error, _others(self.axis))
+            if lost is None:
                 raise
-            raise found from error
+            raise lost from error
         return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
 
 
@@ -241,8 +241,11 @@ class C10dCollectives(Collectives):
     def _link(self, mesh: Mesh) -> None:
         """Make a group for each pair of neighbours in the pipeline."""
         size = mesh.pp_size
-        neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
-        for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):
+        links = set[tuple[int, int]]()
+        for group in mesh.pp.groups:
+            for i in range(size):
+                links.add((min(group[i - 1], group[i]), max(group[i - 1], group[i])))
+        for low, high in sorted(links):
             with without_greetings():
                 link = dist.new_group([low, high], timeout=self._timeout)
             if mesh.rank in (low, high):

@@ -57,8 +57,10 @@ class FirstFailure:
 
         def look() -> str:
             # Polling: while a store waits for a key, it serves no other request of this process.
-            while not (first := self.first()) and time.monotonic() < limit:
+            first = self.first()
+            while not first and time.monotonic() < limit:
                 time.sleep(LOOK_S)
+                first = self.first()
             return first
 
         return call_with_timeout(seconds, look) or ""
@@ -120,13 +122,7 @@ _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Peers:
-    """Ranks that a rank waits for.
-
-    Args:
-        words: Name of these ranks in messages.
-        rank: The awaited rank; None: any of several ranks.
-        limit: Key or text of the group's time limit, for messages.
-    """
+    """Ranks that a rank waits for: their name and time limit in messages, and the rank if there is one only."""
 
     words: str
     rank: int | None = None
@@ -148,10 +144,10 @@ def blaming(peers: Peers) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = loss(error, peers)
-        if found is None:
+        lost = loss(error, peers)
+        if lost is None:
             raise
-        raise found from error
+        raise lost from error
 
 
 def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:
@@ -191,22 +187,18 @@ def first_line(error: BaseException) -> str:
 
 
 class FailureReporter:
-    """Reporter of the failure of one rank.
-
-    Args:
-        words: Returns the name of a rank for messages.
-    """
+    """Reporter of the failure of one rank; `words` names a rank in messages."""
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
         self._first_failure = FirstFailure(store)
-        self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
+        self._rank, self._words = rank, words
+        self._hang_timeout_s = hang_timeout_s
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
-        """Publish the failure of this rank, or return the failure of the peer that this rank lost. Takes a few seconds.
+        """Publish the failure of this rank, or return the first failure of another rank, which this rank lost.
 
-        Returns:
-            The error to report: `error`, or the first failure of another rank. Repeated calls return the same error.
+        Takes a few seconds. Repeated calls return the same error.
         """
         if self._answer is None or self._answer[0] is not error:
             self._answer = error, self._explain(error)

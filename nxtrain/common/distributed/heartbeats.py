@@ -56,22 +56,19 @@ class Beat:
 class HeartbeatStore:
     """Heartbeats, stop requests and hang reports of the ranks of one start, in the store of the rendezvous.
 
-    Args:
-        store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.
-
-    Raises:
-        RuntimeError: From every method, when the store is gone.
+    The store is cloned, since a waiting request blocks all others of a connection. Every method raises a RuntimeError
+    once the store is gone.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         from torch.distributed import PrefixStore
 
-        own: Any = store
-        own = own.clone()
-        own.set_timeout(timedelta(seconds=PATIENCE_S))
-        self._own = own
-        self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack some methods of a store
-        self._first_failure = FirstFailure(own)
+        clone: Any = store
+        clone = clone.clone()
+        clone.set_timeout(timedelta(seconds=PATIENCE_S))
+        self._own = clone
+        self._store: Any = PrefixStore("nxtrain/board", clone)  # torch's stubs lack some methods of a store
+        self._first_failure = FirstFailure(clone)
         self._rank, self._world = rank, world
 
     def again(self) -> HeartbeatStore:
@@ -142,15 +139,16 @@ class HeartbeatStore:
 
     def answers(self) -> dict[int, Beat]:
         """Answers to a declared hang, from all ranks that answer in time."""
-        missing, found = set(range(self._world)), dict[int, Beat]()
+        missing, answers = set(range(self._world)), dict[int, Beat]()
         limit = time.monotonic() + ANSWER_S
         while missing and time.monotonic() < limit:
             for rank in sorted(missing):
-                if text := self._text(f"hang/{rank}"):
-                    found[rank] = Beat(**json.loads(text))
-            missing -= found.keys()
+                text = self._text(f"hang/{rank}")
+                if text:
+                    answers[rank] = Beat(**json.loads(text))
+            missing -= answers.keys()
             time.sleep(0.02)
-        return found
+        return answers
 
     def last_beats(self, ranks: set[int]) -> dict[int, Beat]:
         """Last heartbeats of some ranks; ranks that never published one are left out."""
@@ -177,12 +175,9 @@ class HeartbeatStore:
 class HeartbeatLink:
     """Connection to a heartbeat store, which may be lost and opened again.
 
-    Args:
-        store: The heartbeat store; None: the run has one rank, or no store.
-
     Attributes:
         store: The heartbeat store; None while its connection is lost.
-        is_alone: The run has no heartbeat store.
+        is_alone: The run has one rank, or no heartbeat store.
     """
 
     def __init__(self, store: HeartbeatStore | None) -> None:
@@ -200,7 +195,8 @@ class HeartbeatLink:
     def lose(self) -> None:
         """Close the connection to the store, and open a new one: the store may have been slow only once."""
         if self.store is not None:
-            self._lost, self.store, self._lost_at = self.store, None, time.monotonic()
+            self._lost, self.store = self.store, None
+            self._lost_at = time.monotonic()
         self.reach()
 
     def reach(self) -> None:

@@ -27,11 +27,7 @@ _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order.
-
-    Attributes:
-        group: The process group, which carries host tensors and objects.
-    """
+    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order."""
 
     def __init__(self, hang_timeout_s: float) -> None:
         self._timeout = timedelta(seconds=hang_timeout_s)
@@ -48,12 +44,7 @@ class HostGroup:
             self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
-        """Wait until every rank has called `barrier`.
-
-        Raises:
-            HangError: Some rank did not come in time.
-            LostPeerError: Some rank has ended.
-        """
+        """Wait until every rank has called `barrier`."""
         self._meet(self.group, work)
 
     def _meet(self, group: dist.ProcessGroup, work: str) -> None:
@@ -71,21 +62,13 @@ class HostGroup:
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
-        """Check that all ranks with the same program are about to run the same graph.
-
-        Args:
-            graph: Hash of the graph.
-
-        Raises:
-            BackendError: The graphs differ; the first rank reports the differences.
-            HangError: Some rank did not come in time.
-            LostPeerError: Some rank has ended.
-        """
+        """Check that all ranks with the same program run the same graph next; the first rank reports differences."""
         self._meet(self._alike, f"the comparison of graphs in {work}")
         members = dist.get_process_group_ranks(self._alike)
-        found: list[tuple[str, str]] = [("", "")] * len(members)
-        dist.all_gather_object(found, (work, graph), group=self._alike)
-        if problem := disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group)):
+        graphs: list[tuple[str, str]] = [("", "")] * len(members)
+        dist.all_gather_object(graphs, (work, graph), group=self._alike)
+        problem = disagreement(dict(zip(members, graphs, strict=True)), dist.get_world_size(self.group))
+        if problem:
             first = members[0]
             see = f"ranks are about to run different graphs in {work}; see rank {first}"
             raise BackendError(problem if dist.get_rank() == first else see)
@@ -93,8 +76,8 @@ class HostGroup:
 
 def _missing(reason: str) -> list[int]:
     """Ranks that a message of torch names. Only the first rank of a group gets the names; the others lose that rank."""
-    found = _MISSING.search(reason)
-    return [int(rank) for rank in found[1].split(", ")] if found else []
+    match = _MISSING.search(reason)
+    return [int(rank) for rank in match[1].split(", ")] if match else []
 
 
 def _on_nodes(reason: str) -> str:
@@ -112,14 +95,10 @@ def _gone(reason: str, work: str) -> LostPeerError:
     return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
 
 
-def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Message about differences of graphs between ranks; empty if the ranks agree.
-
-    Args:
-        found: Work and graph hash of each rank that should run the same graph, ascending.
-    """
+def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:
+    """Message about differences in the work and graph hash of ranks, ascending; empty if the ranks agree."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, seen in found.items():
+    for rank, seen in graphs.items():
         ranks_of.setdefault(seen, []).append(rank)
     if len(ranks_of) == 1:
         return ""
@@ -129,9 +108,9 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
     ]
     if len(lines) > SHOWN_GRAPHS:
         lines = [*lines[:SHOWN_GRAPHS], f"    and {len(lines) - SHOWN_GRAPHS} more"]
-    first, *_ = found
-    differing = [rank for rank, seen in found.items() if seen != found[first]]
-    whole = str(world) if len(found) == world else f"the stage of ranks {spans(list(found))}"
+    first, *_ = graphs
+    differing = [rank for rank, seen in graphs.items() if seen != graphs[first]]
+    whole = str(world) if len(graphs) == world else f"the stage of ranks {spans(list(graphs))}"
     return "\n".join(
         [
             f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
@@ -146,14 +125,9 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
 
 
 def in_world(text: str, members: Sequence[int]) -> str:
-    """Message of torch with a group's ranks replaced by global ranks.
+    """Message of torch, such as `Ranks 1, 2`, with a group's ranks replaced by global ranks."""
 
-    Args:
-        text: Message with ranks as `rank 1` or `Ranks 1, 2`.
-        members: Global rank of each rank of the group.
-    """
-
-    def renumber(found: re.Match[str]) -> str:
-        return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))
+    def renumber(match: re.Match[str]) -> str:
+        return match[1] + ", ".join(str(members[int(number)]) for number in match[2].split(", "))
 
     return re.sub(r"(\b[Rr]anks? )(\d+(?:, \d+)*)", renumber, text)

@@ -9,6 +9,7 @@ from threading import Thread
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.placement import Placement
 
@@ -25,9 +26,6 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
     are gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may
     differ, and `nxtrain.launch.torchrun` makes a store for each start.
 
-    Raises:
-        BackendError: The store cannot be reached, a rank does not come, or ranks differ in the number of ranks.
-
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
     try:
@@ -37,12 +35,12 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
     store = _within(timeout, host, port, rank)
     try:
         store.set_timeout(timeout)
-        place = Placement.read()
-        if place.is_only_agent:
-            store = PrefixStore(f"nxtrain/start/{place.restarts}", store)
+        placement = Placement.read()
+        if placement.is_only_agent:
+            store = PrefixStore(f"nxtrain/start/{placement.restarts}", store)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
-        raise _no_way(_first_line(error)) from error
+        raise _no_way(first_line(error)) from error
     if refusal:
         raise BackendError(refusal)
     return store
@@ -58,21 +56,21 @@ def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
 
 def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
     """Connect in a thread, which is abandoned at the time limit."""
-    found: list[Store] = []
+    stores: list[Store] = []
     failed: list[Exception] = []
 
     def attempt() -> None:
         try:
-            found.append(connect(host, port, rank, timeout))
+            stores.append(connect(host, port, rank, timeout))
         except (DistError, ValueError, TypeError) as error:
             failed.append(error)
 
     thread = Thread(target=attempt, name="nxtrain-meeting", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + LATE_S)
-    if found:
-        return found[0]
-    why = _first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
+    if stores:
+        return stores[0]
+    why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
         raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
     raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
@@ -125,7 +123,3 @@ def _no_way(why: str) -> BackendError:
         "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
         "torchrun and nxtrain launch set both"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -24,9 +24,6 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
         durable: Sync the content to the disk before the rename, and the name after the rename.
         shared: Several processes may write the file at once, so that each draft has a unique name, which stays if the
             process is killed. Otherwise the next write replaces the draft of a killed process.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     suffix = "draft"
     if shared:

@@ -45,18 +45,7 @@ _ENTRY = struct.Struct("<Q")
 
 
 class CachedObject:
-    """An object of S3, read through a file of this node.
-
-    Args:
-        folder: Folder of the node's files; made if it is absent.
-
-    Attributes:
-        tag: S3's identity of the object's content.
-
-    Raises:
-        DamagedError: The object is absent.
-        OSError: The folder cannot be written.
-    """
+    """An object of S3, read through a file of this node; `tag` is S3's identity of the object's content."""
 
     def __init__(self, address: S3Path, folder: Path) -> None:
         self._source = S3Source(address)
@@ -81,13 +70,7 @@ class CachedObject:
         self._close = weakref.finalize(self, _close, self._file, self._index)
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes from `start` on into `view`; return their number, 0 at the end.
-
-        Raises:
-            DamagedError: The object is gone, or another version has replaced it.
-            StorageError: S3 fails.
-            OSError: The node's file cannot be read.
-        """
+        """Read bytes from `start` on into `view`; return their number, 0 at the end."""
         view = view[: max(0, self.num_bytes - start)]
         for first, last in self._missing(start, start + len(view)):
             if self._stores:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Protocol
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 from xxhash import xxh3_64_hexdigest
 
 from nxtrain.common.errors import DamagedError
@@ -62,18 +62,16 @@ _READERS = 2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@dataclass(frozen=True)
-class FileDigest:
-    """Length and checksums of an undamaged file.
+class FileDigest(BaseModel):
+    """Length and checksums of an undamaged file."""
 
-    Args:
-        block_bytes: Length of each block but the last.
-        checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     num_bytes: int
     block_bytes: int
-    checksums: tuple[str, ...]
+    """Length of each block but the last."""
+    xxh3: tuple[str, ...]
+    """XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth."""
 
     def block(self, index: int) -> tuple[int, int]:
         """Offset of a block's first byte, and the offset after its last."""
@@ -82,11 +80,7 @@ class FileDigest:
 
 
 class ChecksummedWriter:
-    """Sequential writer of a new file, synced to the disk by `close`.
-
-    Args:
-        path: The file; an existing file is replaced.
-    """
+    """Sequential writer of a new file, synced to the disk by `close`."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -99,11 +93,7 @@ class ChecksummedWriter:
         self._checksums: list[str] = []
 
     def write(self, data: memoryview, *, stays: bool = False) -> None:
-        """Append bytes.
-
-        Args:
-            stays: The caller keeps `data` unchanged until `close`, so that whole blocks are written without a copy.
-        """
+        """Append bytes; bytes that stay unchanged until `close` are written without a copy."""
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
             if stays and not self._filled and len(rest) >= BLOCK_BYTES and _address(rest) % _SECTOR_BYTES == 0:
@@ -127,7 +117,7 @@ class ChecksummedWriter:
             self._await()
         os.ftruncate(self._file, self._num_bytes)
         os.fsync(self._file)
-        return FileDigest(self._num_bytes, BLOCK_BYTES, tuple(self._checksums))
+        return FileDigest(num_bytes=self._num_bytes, block_bytes=BLOCK_BYTES, xxh3=tuple(self._checksums))
 
     def __enter__(self) -> ChecksummedWriter:
         return self
@@ -193,11 +183,7 @@ class ByteSource(Protocol):
 
 
 class FileSource:
-    """A file on a disk.
-
-    Raises:
-        DamagedError: The file is absent.
-    """
+    """A file on a disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -239,9 +225,6 @@ class ChecksummedReader:
 
     Attributes:
         damage: Damage in copies, which content of a later copy has replaced.
-
-    Raises:
-        DamagedError: All copies are absent, or of another length.
     """
 
     def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
@@ -259,9 +242,6 @@ class ChecksummedReader:
         """Iterate over some blocks, in the order given, as pairs of offset in the file and content.
 
         A content is valid until the next iteration.
-
-        Raises:
-            DamagedError: A block is damaged in all copies.
         """
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
         free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
@@ -326,17 +306,13 @@ class ChecksummedReader:
     def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)
         content = _filled(source, view, start, stop - start)
-        if xxh3_64_hexdigest(content) != self._stored.checksums[index]:
+        if xxh3_64_hexdigest(content) != self._stored.xxh3[index]:
             raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
         return content
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Read a file from the disk, and return its digest.
-
-    Raises:
-        DamagedError: The file is absent, or became shorter while it was read.
-    """
+    """Read a file from the disk, and return its digest."""
     source, checksums = FileSource(path), list[str]()
     try:
         view = memoryview(aligned_memory(BLOCK_BYTES))
@@ -346,17 +322,13 @@ def digest_of(path: Path) -> FileDigest:
             )
     finally:
         source.close()
-    return FileDigest(source.num_bytes, BLOCK_BYTES, tuple(checksums))
+    return FileDigest(num_bytes=source.num_bytes, block_bytes=BLOCK_BYTES, xxh3=tuple(checksums))
 
 
 def verify(path: Path, stored: FileDigest) -> None:
-    """Read a file from the disk and check it against its digest.
-
-    Raises:
-        DamagedError: The file is damaged.
-    """
+    """Read a file from the disk; a DamagedError if it differs from its digest."""
     with ChecksummedReader(path, stored) as reader:
-        for _ in reader.blocks(range(len(stored.checksums))):
+        for _ in reader.blocks(range(len(stored.xxh3))):
             pass
 
 

@@ -14,14 +14,7 @@ from nxtrain.common.io.regular import open_regular
 
 
 def append(file: Path, line: str) -> None:
-    """Append a line and sync it to the disk. A torn last line of the file gets its line feed first.
-
-    Args:
-        file: The file; its folder is made.
-
-    Raises:
-        OSError: The line cannot be written.
-    """
+    """Append a line and sync it to the disk. A torn last line of the file gets its line feed first."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(file) as out:
         is_new = out.seek(0, os.SEEK_END) == 0
@@ -38,31 +31,19 @@ def open_to_append(file: Path) -> BinaryIO:
 
 
 def write_line(out: BinaryIO, line: str) -> None:
-    """Append a line to an open file, without a sync; `line` is JSON.
-
-    Raises:
-        OSError: The line cannot be written; a part of it may be in the file.
-    """
+    """Append a line to an open file, without a sync; `line` is JSON."""
     rest = memoryview(f"{line}\n".encode())
     while rest:
         rest = rest[out.write(rest) :]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Objects of a file, one per line; torn or damaged lines are left out.
-
-    Raises:
-        OSError: The file exists and cannot be read.
-    """
+    """Objects of a file, one per line; torn or damaged lines are left out."""
     return [*each(file)]
 
 
 def each(file: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file as in `read`, one after the other.
-
-    Raises:
-        OSError: The file exists and cannot be read.
-    """
+    """Objects of a file as in `read`, one after the other."""
     if not file.exists():
         return
     with open(open_regular(file), "rb") as lines:
@@ -75,17 +56,10 @@ def is_begun(tail: bytes) -> bool:
 
 
 def keep_up_to(file: Path, key: str, last: int) -> None:
-    """Remove all but the whole lines whose integers under a key rise, up to `last`.
+    """Remove all but the whole lines whose integers under a key, such as `step`, rise up to `last`.
 
     Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
     that a crash loses no line.
-
-    Args:
-        key: Key of each line's integer, such as `step`.
-        last: Last integer whose line stays.
-
-    Raises:
-        OSError: The file cannot be read or written.
     """
     whole, is_whole = 0, True
     with open(open_regular(file), "rb") as old:
@@ -102,11 +76,7 @@ def keep_up_to(file: Path, key: str, last: int) -> None:
 
 
 class JsonlLog:
-    """A file of JSON lines; lines that cannot be written wait in memory, and are written before any later line.
-
-    Args:
-        file: The file; its folder is made.
-    """
+    """A file of JSON lines; lines that cannot be written wait in memory, and are written before any later line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

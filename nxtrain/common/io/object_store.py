@@ -90,47 +90,28 @@ Location = Path | S3Path
 
 
 def place_of(text: str) -> Location:
-    """Location of an address in S3 or a path.
-
-    Raises:
-        ConfigError: The text is empty, or an address of another service.
-    """
+    """Location of an address in S3 or a path."""
     if text.startswith(SCHEME):
         return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/"))
     return storage_path(text)
 
 
 def content_of(file: Location) -> bytes:
-    """Whole content of a small file.
-
-    Raises:
-        OSError: The file is absent, not a regular file, or cannot be read.
-    """
+    """Whole content of a small file."""
     if isinstance(file, Path):
         return read_bytes(file)
     return file.read_bytes()
 
 
 def open_source(file: Location) -> ByteSource:
-    """Open a file for reading.
-
-    Raises:
-        DamagedError: The file is absent.
-    """
+    """Open a file for reading."""
     if isinstance(file, Path):
         return FileSource(file)
     return S3Source(file)
 
 
 class S3Source:
-    """An object of S3, read by ranges of one version.
-
-    Attributes:
-        tag: S3's identity of the object's content.
-
-    Raises:
-        DamagedError: The object is absent.
-    """
+    """An object of S3, read by ranges of one version; `tag` is S3's identity of the object's content."""
 
     def __init__(self, address: S3Path) -> None:
         self.name = address
@@ -142,11 +123,6 @@ class S3Source:
         self.num_bytes, self.tag = int(head["ContentLength"]), str(head["ETag"])
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes; see `ByteSource.read`.
-
-        Raises:
-            DamagedError: The object is gone, or another version has replaced it.
-        """
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
             return 0
@@ -197,12 +173,7 @@ class ObjectStore(Protocol):
 
 
 def open_store(address: str) -> ObjectStore:
-    """The store at `s3://bucket/prefix`, or a folder.
-
-    Raises:
-        ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or finds no usable region, endpoint or profile.
-    """
+    """The store at `s3://bucket/prefix`, or a folder."""
     root = place_of(address)
     if isinstance(root, Path):
         return FolderStore(root)
@@ -210,17 +181,12 @@ def open_store(address: str) -> ObjectStore:
 
 
 class FolderStore:
-    """A folder that nodes share.
-
-    Args:
-        root: The folder; made at the first write.
-    """
+    """A folder that nodes share, made at the first write."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file of the store or of a folder, by name."""
         # Checkpoints lie one folder deep; other folders of a shared disk, which may be large, are not walked.
         pattern = "*/*"
         if folder:
@@ -229,26 +195,22 @@ class FolderStore:
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, or replace it."""
         with self._draft(name) as draft:
             _write(draft, content)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """Upload a file of this node's disk, or replace it; see `ObjectStore.upload`."""
         with self._draft(name) as draft:
             with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
-                for _, content in reader.blocks(range(len(stored.checksums))):
+                for _, content in reader.blocks(range(len(stored.xxh3))):
                     writer.write(content)
                 writer.close()
             verify(draft, stored)
 
     def download(self, name: str, target: Path) -> None:
-        """Copy a file to this node's disk; see `ObjectStore.download`."""
         require_regular(self.root / name)
         shutil.copyfile(self.root / name, target)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files."""
         for path in [self.root / name for name in names]:
             path.unlink(missing_ok=True)
             if path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -272,7 +234,6 @@ class S3Store:
             self._prefix = f"{prefix}/"
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file of the store or of a folder, by name."""
         prefix = self._prefix
         if folder:
             prefix = f"{self._prefix}{folder}/"
@@ -284,21 +245,19 @@ class S3Store:
         return sizes
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, or replace it."""
         with explained(self.root):
             self._client.put_object(**(self.root / name).object, Body=content, **_CHECKSUM)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """Upload a file of this node's disk, or replace it; see `ObjectStore.upload`."""
         from boto3.s3.transfer import TransferConfig
 
         # Each part is one or more blocks, so that only the parts in transfer are in memory.
-        part = stored.block_bytes * max(1, -(-len(stored.checksums) // _MAX_PARTS))
+        part = stored.block_bytes * max(1, -(-len(stored.xxh3) // _MAX_PARTS))
         settings = TransferConfig(multipart_threshold=part, multipart_chunksize=part, max_concurrency=2)
         target = self.root / name
         bucket, key = split(target)
         with ChecksummedReader(file, stored) as reader, explained(self.root):
-            body = _UploadStream(reader.blocks(range(len(stored.checksums))))
+            body = _UploadStream(reader.blocks(range(len(stored.xxh3))))
             self._client.upload_fileobj(
                 body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
             )
@@ -307,14 +266,12 @@ class S3Store:
             raise DamagedError(target, f"it has {num_bytes:,} bytes instead of {stored.num_bytes:,}")
 
     def download(self, name: str, target: Path) -> None:
-        """Copy a file to this node's disk; see `ObjectStore.download`."""
         address = self.root / name
         bucket, key = split(address)
         with explained(self.root), _absent_as_such(address):
             self._client.download_file(bucket, key, str(target), Callback=transferred.note)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files."""
         keys = [{"Key": self._prefix + name} for name in names]
         with explained(self.root):
             for first in range(0, len(keys), _DELETE):

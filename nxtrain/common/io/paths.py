@@ -27,11 +27,7 @@ def scheme_of(path: str) -> str:
 
 
 def at_home(path: str) -> str:
-    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` are not changed.
-
-    Raises:
-        ValueError: There is no such user.
-    """
+    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` are not changed."""
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
@@ -40,11 +36,7 @@ def at_home(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Expand the home folder in a path; refuse addresses.
-
-    Raises:
-        ValueError: There is no such user, or the path is an address.
-    """
+    """Expand the home folder in a path; refuse addresses."""
     scheme = scheme_of(path)
     if scheme:
         fetch = "the tool of its service"
@@ -55,22 +47,14 @@ def local(path: str) -> str:
 
 
 def local_or_bucket(path: str) -> str:
-    """Expand the home folder in a path; accept addresses of S3, and refuse addresses of other services.
-
-    Raises:
-        ValueError: There is no such user, or the path is an address of another service.
-    """
+    """Expand the home folder in a path; accept addresses of S3, and refuse addresses of other services."""
     if path.startswith("s3://"):
         return path
     return local(path)
 
 
 def storage(path: str) -> str:
-    """Expand the home folder in a path, or accept an address of S3, for a location that is also written.
-
-    Raises:
-        ValueError: There is no such user, or the path is an address of another service.
-    """
+    """Expand the home folder in a path, or accept an address of S3, for a location that is also written."""
     if path.startswith("s3://"):
         return path
     scheme = scheme_of(path)
@@ -93,20 +77,12 @@ def _meant(path: str, scheme: str) -> str:
 
 
 def storage_path(text: str) -> Path:
-    """Path as `storage` returns, which is not an address in S3.
-
-    Raises:
-        ConfigError: As `local_path`.
-    """
+    """Path as `storage` returns, which is not an address in S3."""
     return _path(text, storage)
 
 
 def local_path(text: str) -> Path:
-    """Path given to a command, with the home folder expanded.
-
-    Raises:
-        ConfigError: The path is empty or an address, or begins with `~user` for a user that does not exist.
-    """
+    """Path given to a command, with the home folder expanded."""
     return _path(text, local)
 
 

@@ -39,11 +39,7 @@ class RetryBudget:
         self._unread = 0
 
     def read(self, read: Callable[[], T], name: Path | str) -> T:
-        """Call a read function, and retry errors of the storage.
-
-        Raises:
-            OSError: The last try failed, or the error is not an error of the storage.
-        """
+        """Call a read function, and retry errors of the storage."""
         for pause_s in PAUSES_S:
             try:
                 return read()
@@ -54,11 +50,7 @@ class RetryBudget:
         return read()
 
     def hold(self, damaged: DamagedError) -> None:
-        """Refuse to quarantine a second unreadable checkpoint: two in one start mean that the storage fails.
-
-        Raises:
-            CheckpointError: The file is unreadable, and a file of another checkpoint was unreadable before.
-        """
+        """Refuse to quarantine a second unreadable checkpoint: two in one start mean that the storage fails."""
         self._unread += damaged.unread
         if damaged.unread and self._unread > 1:
             raise CheckpointError(

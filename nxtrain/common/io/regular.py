@@ -23,29 +23,12 @@ class NotRegularError(OSError):
 
 
 def require_regular(path: Path) -> None:
-    """Refuse anything but a regular file, before a library opens the path.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The path is absent, a folder, or cannot be examined.
-    """
+    """Refuse anything but a regular file, before a library opens the path."""
     _require(path, os.stat(path).st_mode)
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file; a symbolic link is followed.
-        flags: Flags of `os.open`, in addition to read-only.
-
-    Returns:
-        File descriptor.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be opened.
-    """
+    """Open a regular file for reading; a symbolic link is followed."""
     require_regular(path)
     # Another file may take the name before the open: O_NONBLOCK keeps it from waiting; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
@@ -58,24 +41,13 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a regular file.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be read.
-    """
+    """Content of a regular file."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Text of a regular file in UTF-8, with universal newlines.
-
-    Raises:
-        NotRegularError: The path names a FIFO, a socket or a device.
-        OSError: The file cannot be read.
-        UnicodeDecodeError: The content is not UTF-8.
-    """
+    """Text of a regular file in UTF-8, with universal newlines."""
     with open(open_regular(path), encoding="utf-8", errors=errors) as file:
         return file.read()
 

@@ -20,11 +20,7 @@ _FAILURE = 500
 
 
 def split(url: str) -> tuple[str, str]:
-    """Split `s3://bucket/prefix` into the bucket and the prefix, which may be empty.
-
-    Raises:
-        ConfigError: The address names no bucket.
-    """
+    """Split `s3://bucket/prefix` into the bucket and the prefix, which may be empty."""
     bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
     if not bucket:
         raise ConfigError(f"{url} names no bucket; write s3://BUCKET/PREFIX")
@@ -32,11 +28,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def open_client(url: str) -> Any:
-    """Open a client with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL.
-
-    Raises:
-        BackendError: boto3 is not installed, or finds no usable region, endpoint or profile.
-    """
+    """Open a client with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL."""
     with explained(url):
         import boto3
 
@@ -45,12 +37,7 @@ def open_client(url: str) -> Any:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Translate errors of boto3 within this context into errors for people.
-
-    Raises:
-        StorageError: S3 fails, or cannot be reached; boto3 has retried.
-        BackendError: S3 refuses the request, or boto3 is not installed.
-    """
+    """Translate errors of boto3 within this context into errors for people."""
     try:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError

@@ -55,11 +55,7 @@ def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Ope
 
 
 def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseException | None) -> None:
-    """Close devices; if closing takes too long, the process ends with the exit code of the run.
-
-    Args:
-        ended: Exception that ended the run; None: the run succeeded.
-    """
+    """Close devices; if closing takes too long, the process ends with the exit code of the run."""
     outcome = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
     message = (
         f"warning: {_me()}: its devices were not closed within {seconds:g} seconds, and it ends without that; {outcome}"
@@ -115,11 +111,7 @@ class SingleTask:
         self._busy = threading.Lock()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start a call, unless the previous one still runs.
-
-        Raises:
-            RuntimeError: The system cannot start a thread.
-        """
+        """Start a call, unless the previous one still runs."""
         if not self._busy.acquire(blocking=False):
             return
 

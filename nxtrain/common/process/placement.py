@@ -46,11 +46,7 @@ class Placement:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Placement:
-        """Read the variables of torchrun's agent and of Slurm.
-
-        Raises:
-            BackendError: A variable that must be a number is not a number, or no world has such a rank.
-        """
+        """Read the variables of torchrun's agent and of Slurm."""
 
         def number(name: str, default: int) -> int:
             try:
@@ -58,7 +54,7 @@ class Placement:
             except ValueError:
                 raise _impossible(f"{name}={environ[name][:SHOWN_CHARS]} is no number") from None
 
-        found = Placement(
+        placement = Placement(
             rank=number("RANK", 0),
             world=number("WORLD_SIZE", 1),
             local_rank=number("LOCAL_RANK", 0),
@@ -72,9 +68,10 @@ class Placement:
             uses_agents_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             is_only_agent=environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in environ,
         )
-        if reason := _contradiction(found, environ) or _unusable(environ):
+        reason = _contradiction(placement, environ) or _unusable(environ)
+        if reason:
             raise _impossible(reason)
-        return found
+        return placement
 
     def on_nodes(self, ranks: Iterable[int]) -> str:
         """Text about the nodes of some ranks, counted from 0 as torchrun counts them. Empty if the run has one node."""
@@ -100,9 +97,10 @@ class Placement:
         return self.rank == 0
 
 
-def _contradiction(place: Placement, environ: Mapping[str, str]) -> str:
+def _contradiction(placement: Placement, environ: Mapping[str, str]) -> str:
     """Reason why no world has this rank; empty if a world may have it."""
-    rank, world, local_rank, local_world = place.rank, place.world, place.local_rank, place.local_world
+    rank, world = placement.rank, placement.world
+    local_rank, local_world = placement.local_rank, placement.local_world
     rank_of_world = f"RANK={rank} of WORLD_SIZE={world}"
     if world < 1 or local_world < 1:
         return f"WORLD_SIZE={world} and LOCAL_WORLD_SIZE={local_world}: a world has at least one rank"

@@ -23,16 +23,7 @@ REDRAW_S = 1.0
 class Progress:
     """Progress on standard error within a context; short work shows nothing.
 
-    A thread prints, so that the line also goes on while the work waits for one long call.
-
-    Args:
-        total: Amount of work in any unit; 0: unknown.
-        on_terminals_only: Print no lines where standard error is not a terminal.
-        console: Console to print on; None: standard error.
-        clock: Seconds, monotonic.
-
-    Attributes:
-        total: Amount of work, which may become known later.
+    A thread prints, so that the line also goes on while the work waits for one long call. A total of 0 is unknown.
     """
 
     def __init__(  # 6 options, all of the display
@@ -46,7 +37,8 @@ class Progress:
         line_every_s: float = LINE_EVERY_S,
         redraw_s: float = REDRAW_S,
     ) -> None:
-        self._label, self.total, self._done = label, total, 0.0
+        self._label, self.total = label, total
+        self._done = 0.0
         self._console = console or standard_error()
         self._clock, self._began_s = clock, clock()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal

@@ -49,10 +49,12 @@ class Signals:
 
     def follow(self, pipe: int) -> None:
         """Record the signal numbers read from a pipe, until its other end is closed."""
-        while numbers := os.read(pipe, 64):
+        numbers = os.read(pipe, 64)
+        while numbers:
             for number in numbers:
                 if number in STOPPING:
                     self.note(number)
+            numbers = os.read(pipe, 64)
 
 
 @contextmanager

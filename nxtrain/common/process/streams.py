@@ -21,10 +21,7 @@ class OutputError(BackendError, OSError):
 class PipeSafeStream:
     """A stream that drops its output once its pipe or terminal is closed; other errors end the command.
 
-    Args:
-        stream: A stream with a file descriptor.
-        carries_results: An error such as a full disk ends the command with `OutputError`. Otherwise each failed
-            write raises its own OSError.
+    An error of a stream that carries results is an `OutputError`, at this write and all others.
     """
 
     def __init__(self, stream: TextIO, *, carries_results: bool = False) -> None:
@@ -57,12 +54,7 @@ class PipeSafeStream:
             raise self._failure
 
     def _handle(self, error: OSError) -> None:
-        """Discard all further output if the reader is gone; raise any other error.
-
-        Raises:
-            OutputError: Another error, such as a full disk, on a stream that carries results.
-            OSError: Another error on any other stream.
-        """
+        """Discard all further output if the reader is gone; raise any other error."""
         descriptor = self._stream.fileno()
         is_gone = error.errno == errno.EPIPE or (
             error.errno == errno.EIO and stat.S_ISCHR(os.fstat(descriptor).st_mode)

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,44 +19,18 @@ LONG_S = 10**6
 PAGE_BYTES = 4096
 VALUES = ("nan", "inf", "spike")
 """Kinds that change numbers of a step, after which the step goes on."""
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "usr1": signal.SIGUSR1,
+    "int": signal.SIGINT,
+}
 _WORKER_SIGNALS = {"killworker": signal.SIGKILL, "stopworker": signal.SIGSTOP}
 
 
 class InjectedError(RuntimeError):
     """Error of an injected fault."""
-
-
-def _nothing(arguments: Sequence[str]) -> None:
-    if arguments:
-        raise ValueError
-
-
-def _seconds(arguments: Sequence[str]) -> None:
-    (seconds,) = arguments
-    if float(seconds) < 0:
-        raise ValueError
-
-
-def _error_name(arguments: Sequence[str]) -> None:
-    if arguments and (len(arguments) > 1 or not hasattr(errno, arguments[0])):
-        raise ValueError
-
-
-def _one_at_most(arguments: Sequence[str]) -> None:
-    if len(arguments) > 1:
-        raise ValueError
-
-
-def _number(arguments: Sequence[str]) -> None:
-    (number,) = arguments or ("0",)
-    if int(number) < 0:
-        raise ValueError
-
-
-def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
-    """Factor and number of steps of a spike; by default ten times, for one step."""
-    factor, steps = (*arguments, *("10", "1")[len(arguments) :])
-    return float(factor), int(steps)
 
 
 @dataclass(frozen=True)
@@ -65,58 +39,72 @@ class Kind:
 
     Args:
         takes: Description of the arguments, for messages.
-        check: Raises a ValueError for wrong arguments.
+        pattern: Pattern of the arguments, joined by colons.
         points: Patterns of the points where the kind is possible; empty: everywhere.
     """
 
-    takes: str = ""
-    check: Callable[[Sequence[str]], object] = _nothing
+    takes: str = "no argument"
+    pattern: str = ""
     points: tuple[str, ...] = ()
 
 
+_OF_WORKER = Kind("the number of a worker, by default 0", r"\d*", ("worker",))
+_OF_GRADIENTS = Kind(points=("fwd", "bwd", "reduce"))
+_ERROR_NAMES = "|".join(errno.errorcode.values())
+
 KINDS = {
-    "kill": Kind(),
-    "stop": Kind(),
-    "segv": Kind(),
-    "exit": Kind(),
-    "raise": Kind(),
-    "hang": Kind(),
-    "sleep": Kind("the seconds to lose in every step from then on", _seconds),
-    "gil": Kind(),
-    "term": Kind(),
-    "usr1": Kind(),
-    "int": Kind(),
-    "nan": Kind(points=("fwd", "bwd", "reduce")),
-    "inf": Kind(points=("fwd", "bwd", "reduce")),
-    "spike": Kind("a factor and a number of steps, by default 10:1", spike_of, ("reduce",)),
-    "flip": Kind("the name of a parameter, by default the first", _one_at_most, ("pre_step", "post_step")),
-    "oserror": Kind("the name of an error, by default ENOSPC", _error_name, ("ckpt_.*", "log")),
-    "oom": Kind(),
-    "killworker": Kind("the number of a worker, by default 0", _number, ("worker",)),
-    "stopworker": Kind("the number of a worker, by default 0", _number, ("worker",)),
+    **dict.fromkeys(("kill", "stop", "segv", "exit", "raise", "hang", "gil", "term", "usr1", "int", "oom"), Kind()),
+    "sleep": Kind("the seconds to lose in every step from then on", r"\d+(\.\d*)?|\.\d+"),
+    "nan": _OF_GRADIENTS,
+    "inf": _OF_GRADIENTS,
+    "spike": Kind("a factor and a number of steps, by default 10:1", r"(\d+(\.\d*)?(:\d+)?)?", ("reduce",)),
+    "flip": Kind("the name of a parameter, by default the first", r"[^:]*", ("pre_step", "post_step")),
+    "oserror": Kind("the name of an error, by default ENOSPC", f"({_ERROR_NAMES})?", ("ckpt_.*", "log")),
+    "killworker": _OF_WORKER,
+    "stopworker": _OF_WORKER,
 }
 """Kinds of faults by name."""
 
 
-def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
-    """Carry out a fault in this process.
+def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
+    """Factor and number of steps of a spike; by default ten times, for one step."""
+    factor, steps = (*arguments, *("10", "1")[len(arguments) :])
+    return float(factor), int(steps)
 
-    Args:
-        kind: Kind of the fault, none of `VALUES`.
-        args: Arguments of the function at the point.
-    """
-    if kind == "sleep":
+
+def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
+    """Carry out a fault that is not one of `VALUES` in this process; `args` are those of the function at the point."""
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
+    elif kind in _WORKER_SIGNALS:
+        members = args[0].members
+        number = int("".join(arguments) or "0")
+        members[number % len(members)].signal(_WORKER_SIGNALS[kind])
+    elif kind == "segv":
+        ctypes.string_at(0)
+    elif kind == "exit":
+        os._exit(1)
+    elif kind == "raise":
+        raise InjectedError("injected failure")
+    elif kind == "oom":
+        raise MemoryError("injected")
+    elif kind == "oserror":
+        error = getattr(errno, "".join(arguments) or "ENOSPC")
+        raise OSError(error, os.strerror(error), "injected")
+    elif kind == "sleep":
         time.sleep(float(arguments[0]))
     elif kind == "flip":
         flip(args[0].model, *arguments)
-    elif kind in _WORKER_SIGNALS:
-        members = args[0].members
-        members[int(arguments[0] if arguments else "0") % len(members)].signal(_WORKER_SIGNALS[kind])
-    elif kind == "oserror":
-        number = getattr(errno, arguments[0] if arguments else "ENOSPC")
-        raise OSError(number, os.strerror(number), "injected")
     else:
-        _ACTIONS[kind]()
+        _hang(holds_gil=kind == "gil")
+
+
+def _hang(*, holds_gil: bool) -> NoReturn:
+    sleep = time.sleep
+    if holds_gil:
+        sleep = ctypes.PyDLL(None).sleep
+    while True:
+        sleep(LONG_S)
 
 
 def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tensor:
@@ -133,9 +121,9 @@ def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tenso
 @torch.no_grad()
 def flip(model: torch.nn.Module, name: str = "") -> None:
     """Turn over the lowest bit of the first entry of a parameter that this rank holds."""
-    for own, parameter in model.named_parameters():
+    for parameter_name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        if local.numel() and name in {"", own}:
+        if local.numel() and name in {"", parameter_name}:
             whole = local.cpu().clone()  # on lazy devices a write into a part would make the next step another graph
             bits = whole.view(-1)[:1].view(torch.uint8)
             bits[0] ^= 1
@@ -149,41 +137,3 @@ def write_part(writer: Any, block: Any, where: int, length: int) -> None:
     pages = -(-length // PAGE_BYTES) * PAGE_BYTES
     with memoryview(block) as view:
         os.pwrite(writer._file, view[:pages], where)
-
-
-def _signal(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def _fail() -> NoReturn:
-    raise InjectedError("injected failure")
-
-
-def _run_out_of_memory() -> NoReturn:
-    raise MemoryError("injected")
-
-
-def _hang() -> NoReturn:
-    while True:
-        time.sleep(LONG_S)
-
-
-def _hold_gil() -> NoReturn:
-    libc = ctypes.PyDLL(None)
-    while True:
-        libc.sleep(LONG_S)
-
-
-_ACTIONS: dict[str, Callable[[], object]] = {
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "segv": lambda: ctypes.string_at(0),
-    "exit": lambda: os._exit(1),
-    "raise": _fail,
-    "hang": _hang,
-    "gil": _hold_gil,
-    "term": _signal(signal.SIGTERM),
-    "usr1": _signal(signal.SIGUSR1),
-    "int": _signal(signal.SIGINT),
-    "oom": _run_out_of_memory,
-}

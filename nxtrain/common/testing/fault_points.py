@@ -43,7 +43,7 @@ POINTS = {
     "reduce": PatchPoint("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": PatchPoint("nxtrain.optim.adamw:AdamW", "step"),
     "post_step": PatchPoint("nxtrain.train.trainer", "update", "after"),
-    "ckpt_stage": PatchPoint("nxtrain.checkpoint.dcp_storage:Staging", "fill"),
+    "ckpt_stage": PatchPoint("nxtrain.checkpoint.staging:Staging", "fill"),
     "ckpt_write": PatchPoint("nxtrain.common.io.checksummed_file:ChecksummedWriter", "_transfer", "writing"),
     "ckpt_fsync": PatchPoint("nxtrain.common.io.checksummed_file:ChecksummedWriter", "close"),
     "ckpt_commit": PatchPoint("nxtrain.checkpoint.save", "_commit"),
@@ -91,35 +91,29 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of the variable `NXTRAIN_FAULTS`.
-
-    Raises:
-        ConfigError: The value is malformed.
-    """
+    """Parse the value of the variable `NXTRAIN_FAULTS`."""
     return [_parse(part.strip()) for part in text.split(",")]
 
 
 def _parse(text: str) -> Fault:
-    found = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
-    if found is None:
+    match = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
+    if match is None:
         raise _wrong(text, "a fault is kind@rank:step:point, with arguments behind further colons")
-    kind, repeats, rank, step, point, rest = found.groups()
+    kind, repeats, rank, step, point, rest = match.groups()
     arguments = rest.split(":")[1:]
     if kind not in KINDS:
         raise _wrong(text, f"{kind} is none of the kinds {', '.join(KINDS)}")
     if point not in POINTS:
         raise _wrong(text, f"{point} is none of the points {', '.join(POINTS)}")
-    known = KINDS[kind]
-    if known.points and not any(re.fullmatch(allowed, point) for allowed in known.points):
-        allowed = [name for name in POINTS if any(re.fullmatch(pattern, name) for pattern in known.points)]
-        raise _wrong(text, f"{kind} is possible at {', '.join(allowed)}")
+    allowed = KINDS[kind]
+    points = [name for name in POINTS if re.fullmatch("|".join(allowed.points), name)]
+    if allowed.points and point not in points:
+        raise _wrong(text, f"{kind} is possible at {', '.join(points)}")
     after = 0
     if point == "ckpt_write" and arguments and arguments[-1].isdigit():
         after = int(arguments.pop())
-    try:
-        known.check(arguments)
-    except ValueError as error:
-        raise _wrong(text, f"{kind} takes {known.takes or 'no argument'}") from error
+    if not re.fullmatch(allowed.pattern, ":".join(arguments)):
+        raise _wrong(text, f"{kind} takes {allowed.takes}")
     on, at = (None if number == "*" else int(number) for number in (rank, step))
     return Fault(kind, on, at, point, tuple(arguments), after, bool(repeats), text)
 

@@ -26,14 +26,7 @@ DATA_THREADS = "nxtrain-data"
 
 
 def arm(text: str, run_dir: Path, rank: int) -> None:
-    """Wrap the functions at the points of the faults, for the rest of this process.
-
-    Args:
-        text: Value of the variable `NXTRAIN_FAULTS`.
-
-    Raises:
-        ConfigError: The variable is malformed.
-    """
+    """Wrap the functions at the points of the faults, for the rest of this process."""
     faults = parse(text)
     standard_error(quiet=rank != 0).print(
         f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
@@ -44,15 +37,11 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
 
 
 class _Armed:
-    """Armed faults of one rank.
-
-    Args:
-        faults: Faults of all ranks.
-        folder: Folder with a file for each fault that has fired.
-    """
+    """Armed faults of one rank, and the folder with a file for each fault that has fired."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
-        self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
+        self._faults = [fault for fault in faults if fault.rank in {None, rank}]
+        self._folder, self._rank = folder, rank
         # For faults of any rank: all ranks must compute the same graph on a lazy device.
         self._alters = any(fault.kind in fault_kinds.VALUES for fault in faults)
         self._step, self._in_step = 0, False
@@ -63,30 +52,31 @@ class _Armed:
 
     def wrap(self) -> None:
         for point in {fault.point for fault in self._faults}:
-            place = POINTS[point]
-            _replace(place, functools.partial(self._at_point, point=point, when=place.when))
+            target = POINTS[point]
+            _replace(target, functools.partial(self._at_point, point=point, when=target.when))
         if self._alters:
-            for place in GRADIENTS:
-                _replace(place, self._on_gradients)
+            for target in GRADIENTS:
+                _replace(target, self._on_gradients)
             _replace(LOSS, self._on_loss)
-        _replace(POINTS["ckpt_stage"], self._begin_save)
+
+        def begin_save(fill: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                self._saved = self._step
+                return fill(*args, **kwargs)
+
+            return wrapped
+
+        def begin_run(run: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(trainer: Any, finished: int) -> Any:
+                self._step = finished
+                return run(trainer, finished)
+
+            return wrapped
+
+        _replace(POINTS["ckpt_stage"], begin_save)
         # Outermost, so that every fault in a step sees that step's number.
         _replace(PatchPoint("nxtrain.train.trainer", "update"), self._count_steps)
-        _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
-
-    def _begin_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(trainer: Any, finished: int) -> Any:
-            self._step = finished
-            return run(trainer, finished)
-
-        return wrapped
-
-    def _begin_save(self, fill: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._saved = self._step
-            return fill(*args, **kwargs)
-
-        return wrapped
+        _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), begin_run)
 
     def _count_steps(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -180,18 +170,19 @@ class _Armed:
         def wrapped(loss: Tensor, targets: Tensor) -> Tensor:
             if not self._in_step:
                 return function(loss, targets)
-            found = [float(fault.kind) for fault in self._values if fault.point in {"fwd", "bwd"}]
-            return function(fault_kinds.altered(loss.detach(), 1.0, found[0] if found else None), targets)
+            values = [float(fault.kind) for fault in self._values if fault.point in {"fwd", "bwd"}]
+            return function(fault_kinds.altered(loss.detach(), 1.0, values[0] if values else None), targets)
 
         return wrapped
 
 
-def _replace(place: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    owner = _owner(place)
-    setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))
+def _replace(target: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    owner = owner_of(target)
+    setattr(owner, target.attribute, wrapper(getattr(owner, target.attribute)))
 
 
-def _owner(place: PatchPoint) -> Any:
-    module, _, class_name = place.owner.partition(":")
+def owner_of(target: PatchPoint) -> Any:
+    """Module or class of the function at a point."""
+    module, _, class_name = target.owner.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, class_name) if class_name else owner

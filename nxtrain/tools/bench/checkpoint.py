@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.staging import Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io.checksummed_file import BLOCK_BYTES
 from nxtrain.common.mesh import Mesh

@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxtrain.common.errors import BackendError
-from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState
-from nxtrain.tools.compile.entry_hashes import Seal, copy_file, damage, hash_file
-from nxtrain.tools.compile.layout import CacheLayout
+from nxtrain.tools.compile.entries import (
+    NEFF_FOLDER,
+    CacheKey,
+    CacheLayout,
+    Entry,
+    EntryState,
+    Seal,
+    copy_file,
+    damage,
+    hash_file,
+)
 from nxtrain.tools.compile.module_folders import GRACE_S, ModuleFolders
 from nxtrain.tools.compile.neff_files import NeffFiles
 
@@ -34,12 +42,7 @@ class UnusableEntryError(Exception):
 
 @dataclass(frozen=True)
 class EntryVerdict:
-    """Result of the verification of one entry.
-
-    Args:
-        damage: Differences from the seal as text; empty if there are none.
-        is_new: True if the entry had no seal and was sealed by the verification.
-    """
+    """Result of the verification of one entry."""
 
     key: CacheKey
     damage: str
@@ -47,11 +50,9 @@ class EntryVerdict:
 
 
 class Cache:
-    """Folder of compiled graphs, of one node or shared.
+    """Folder of compiled graphs, of one node or shared; created with the first entry.
 
-    Args:
-        root: Folder of the `neuronxcc-<version>/` folders; created with the first entry.
-        grace_s: Seconds since the last write to an entry for which a lock without a process counts as live.
+    Within `grace_s` seconds of the last write to an entry, a lock without a process counts as live.
     """
 
     def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
@@ -101,11 +102,7 @@ class Cache:
                 os.utime(self.root / key.compiler / key.module)
 
     def fetch(self, key: CacheKey, target: Path) -> Seal:
-        """Copy the files of a done entry.
-
-        Raises:
-            UnusableEntryError: The entry is damaged, or changed during the copy.
-        """
+        """Copy the files of a done entry."""
         layout = self.layout(key.compiler)
         try:
             seal = layout.read_seal(key)
@@ -139,13 +136,7 @@ class Cache:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
-        """Add an entry, whole or not at all.
-
-        Args:
-            folder: A folder of `staging` with the files of a complete entry.
-
-        Returns: True if the entry was added; False if it is present already, or a process works on it.
-        """
+        """Add an entry from a folder of `staging`, whole or not at all; False if it is present or under work."""
         layout = self.layout(key.compiler)
         target = layout.path(key)
         with self._changing() as trash:
@@ -158,11 +149,7 @@ class Cache:
             return layout.publish(folder, key, seal)
 
     def verify(self, only: Collection[CacheKey] | None = None) -> Iterator[EntryVerdict]:
-        """Verify every done entry against its seal; damaged entries are quarantined, entries without a seal get one.
-
-        Args:
-            only: Keys to verify; None: every entry.
-        """
+        """Verify done entries, or `only` some, against their seals; damaged ones are quarantined, others sealed."""
         for key in sorted(key for key in self.done() if only is None or key in only):
             layout = self.layout(key.compiler)
             with suppress(FileNotFoundError):  # evicted meanwhile
@@ -181,10 +168,7 @@ class Cache:
                 yield EntryVerdict(key, damaged, seal is None)
 
     def break_locks(self) -> list[CacheKey]:
-        """Remove the locks of processes that are gone.
-
-        Returns: Keys of the entries that were locked.
-        """
+        """Remove the locks of processes that are gone; return the keys of the entries that were locked."""
         with self._alone():
             stale = [entry for entry in self.entries() if entry.state is EntryState.STALE]
             for entry in stale:
@@ -197,19 +181,13 @@ class Cache:
         layout.disown(layout.path(key))
 
     def quarantine_failed(self) -> list[CacheKey]:
-        """Quarantine failed entries, so that the compiler tries them again.
-
-        Returns: Keys of the moved entries.
-        """
+        """Quarantine failed entries, so that the compiler tries them again; return their keys."""
         with self._changing() as trash:
             failed = [entry.key for entry in self.entries() if entry.state is EntryState.FAILED]
             return self._quarantine(failed, trash)
 
     def evict(self, max_bytes: int) -> list[CacheKey]:
-        """Evict the quarantine first, then the least recently used entries; locked entries stay.
-
-        Returns: Keys of the removed entries.
-        """
+        """Evict the quarantine, then the least recently used entries; locked ones stay. Return the removed keys."""
         removed: list[CacheKey] = []
         with self._changing() as trash:
             quarantined, entries = self.quarantined(), self.entries()

@@ -28,7 +28,7 @@ from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
-from nxtrain.tools.compile.sync import CacheLocation, Step, open_place, sync
+from nxtrain.tools.compile.sync import CacheLocation, Step, open_location, sync
 
 _COLORS = {
     EntryState.DONE: "green",
@@ -43,14 +43,7 @@ _SHOWN = 3
 
 
 def ls(where: str | None, as_json: bool) -> None:
-    """Print every entry of a cache with its state.
-
-    Args:
-        where: Folder, or configuration file; None: this node's folder by default.
-
-    Raises:
-        ConfigError: There is no such cache.
-    """
+    """Print every entry of a cache with its state."""
     cache = _cache(where)
     with _explained(cache):
         entries, quarantined = cache.entries(), cache.quarantined()
@@ -90,15 +83,7 @@ def ls(where: str | None, as_json: bool) -> None:
 
 
 def verify(where: str | None) -> None:
-    """Verify the hashes of every done entry.
-
-    Args:
-        where: Folder, or configuration file; None: this node's folder by default.
-
-    Raises:
-        ConfigError: There is no such cache.
-        BackendError: Entries were damaged; they are in the quarantine now.
-    """
+    """Verify the hashes of every done entry."""
     cache = _cache(where)
     with _explained(cache):
         verdicts = []
@@ -120,16 +105,8 @@ def verify(where: str | None) -> None:
         )
 
 
-def sync_places(source: str, target: str) -> None:
-    """Copy the done entries that the target lacks; a live bar on a terminal shows the progress.
-
-    Args:
-        source, target: Folder, configuration file, or `s3://bucket/prefix`.
-
-    Raises:
-        ConfigError: An address is invalid.
-        BackendError: S3 refuses, or entries could not be copied.
-    """
+def sync_caches(source: str, target: str) -> None:
+    """Copy the done entries that the target lacks; a live bar on a terminal shows the progress."""
     source_cache = _location(source)
     target_cache = _location(target)
     bar = Progress(
@@ -163,15 +140,7 @@ def sync_places(source: str, target: str) -> None:
 
 
 def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -> None:
-    """Clean a cache; without options, break stale locks and quarantine failed entries.
-
-    Args:
-        where: Folder, or configuration file; None: this node's folder by default.
-        max_gib: Most GiB that stay; the least recently used entries go.
-
-    Raises:
-        ConfigError: There is no such cache.
-    """
+    """Clean a cache; without options, break stale locks and quarantine failed entries."""
     cache = _cache(where)
     if not cache.root.is_dir():
         print(f"{cache} is not there yet: nothing is compiled")
@@ -192,7 +161,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
 
 def _location(text: str) -> CacheLocation:
     if text.startswith(SCHEME):
-        return open_place(text)
+        return open_location(text)
     folder = _folder(text)
     _refuse_other(folder)
     return Cache(folder)
@@ -213,12 +182,7 @@ def _cache(where: str | None) -> Cache:
 
 
 def _refuse_other(folder: Path) -> None:
-    """Refuse a folder of other files before anything is written there; an empty or absent folder may become a cache.
-
-    Raises:
-        ConfigError: The folder holds files, and no graph.
-        BackendError: The folder cannot be read.
-    """
+    """Refuse a folder of other files before anything is written there; an empty or absent folder may become a cache."""
     if not folder.is_dir():
         return
     try:

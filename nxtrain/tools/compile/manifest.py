@@ -35,13 +35,7 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class Build:
-    """Inputs of the graphs' keys besides the code of the step.
-
-    Args:
-        compiler: Folder of the compiler's version, `neuronxcc-<version>`.
-        flags: Flags of the compiler, whose order counts.
-        settings: Values of the configuration that shape graphs, by dotted key.
-    """
+    """Inputs of the graphs' keys besides the code: compiler, ordered flags, and settings by dotted key."""
 
     compiler: str
     flags: tuple[str, ...]
@@ -65,11 +59,7 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class GraphManifest:
-    """The graphs that a run needs, all compiled by one build.
-
-    Args:
-        stages: Pipeline stages of the graphs; empty: all stages.
-    """
+    """The graphs that a run needs, all compiled by one build; `stages` is empty for all pipeline stages."""
 
     name: str
     build: Build
@@ -97,14 +87,7 @@ def stage_words(stages: Sequence[int], total: Setting) -> str:
 
 
 def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
-    """Path of a run's manifest, which need not exist yet.
-
-    Args:
-        stages: Pipeline stages of one machine's ranks; empty if the machine holds all of them.
-
-    Raises:
-        ConfigError: `compile.manifest` has an unknown placeholder.
-    """
+    """Path of a run's manifest, which need not exist yet; `stages` is empty if a machine holds all of them."""
     file = Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
     if not stages:
         return file
@@ -126,11 +109,7 @@ def write_manifest(manifest: GraphManifest, path: Path) -> None:
 
 
 def read_manifest(path: Path) -> GraphManifest:
-    """Read a manifest.
-
-    Raises:
-        ConfigError: The file is missing, or is not a manifest.
-    """
+    """Read a manifest."""
     try:
         record = json.loads(read_text(path))
     except OSError as error:
@@ -155,11 +134,7 @@ def read_manifest(path: Path) -> GraphManifest:
 
 
 def check_ready(manifest: GraphManifest, cache: Cache) -> None:
-    """Check, before a run, that this node has every graph, and mark the graphs as used.
-
-    Raises:
-        BackendError: Graphs are missing here, or not done; each with its state.
-    """
+    """Check, before a run, that this node has every graph, and mark the graphs as used."""
     lacking = []
     for graph, key in zip(manifest.graphs, manifest.keys, strict=True):
         entry = cache.entry(key)
@@ -178,11 +153,7 @@ def check_ready(manifest: GraphManifest, cache: Cache) -> None:
 
 
 def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
-    """Differences of a graph that was not compiled beforehand from the compiled graphs, as text.
-
-    Args:
-        build: Build of the run; the compiler of the key is that of the graph.
-    """
+    """Differences of a graph that was not compiled beforehand from the compiled graphs, as text."""
     lines = [f"the graph {key.module} was not compiled beforehand"]
     graph_hash, flags_hash = _hashes(key.module)
     for graph in manifest.graphs:
@@ -202,11 +173,7 @@ def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
 
 
 def differ(compiled: Build, needed: Build) -> Iterator[str]:
-    """Differences of two builds, each as text.
-
-    Args:
-        needed: Build of the run; an empty compiler is one that is not known yet.
-    """
+    """Differences of two builds, each as text; an empty compiler of the needed one is not known yet."""
     if needed.compiler and compiled.compiler != needed.compiler:
         yield f"compiler: compiled {compiled.compiler}, needed {needed.compiler}"
     if compiled.flags != needed.flags:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.tools.compile.compiler_processes import PROC
-
 GIB = 1 << 30
+PROC = Path("/proc")
 PER_COMPILER_BYTES = 64 * GIB
 """Host memory that one compiler may need.
 
@@ -21,12 +20,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Host memory.
-
-    Args:
-        size_bytes: Memory that this process and its children may use.
-        owner: Machine or container, in words.
-    """
+    """Host memory that this process and its children may use, and the machine or container that has it, in words."""
 
     size_bytes: int
     owner: str

@@ -34,9 +34,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import is_native, is_neuron
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.compiler_processes import descends, naming
-from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey
-from nxtrain.tools.compile.layout import CacheLayout
+from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, CacheLayout
 from nxtrain.tools.compile.manifest import (
     GraphManifest,
     check_ready,
@@ -47,6 +45,7 @@ from nxtrain.tools.compile.manifest import (
     read_manifest,
     stage_words,
 )
+from nxtrain.tools.compile.module_folders import descends, naming
 
 INTERVAL_S = 0.5
 AFTERMATH_S = 5
@@ -58,12 +57,7 @@ OnMiss = Callable[[CacheKey, Sequence[int]], None]
 
 @contextmanager
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
-    """Watch a run for graphs that its manifest lacks, on one rank per node, and on Neuron devices only.
-
-    Raises:
-        ConfigError: `compile.on_miss=stop`, and the manifest is damaged.
-        BackendError: `compile.on_miss=stop`, and the manifest is absent, or this node lacks graphs of it.
-    """
+    """Watch a run for graphs that its manifest lacks, on one rank per node, and on Neuron devices only."""
     config = plan.config
     placement = Placement.read(environ)
     if placement.local_rank or not is_neuron(config) or extracting(environ):
@@ -113,11 +107,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 class MissWatch(threading.Thread):
     """Thread that looks for graphs that a run compiles and that its manifest lacks.
 
-    Args:
-        layout: CacheLayout of the run's graphs in the cache.
-        expected: Graphs that the run may load, or compile.
-        ancestor: The process from which all compilers of the run descend.
-        on_miss: Callback for each other graph, once, from this thread.
+    `ancestor` is the process from which all compilers of the run descend. `on_miss` is called once for each graph.
     """
 
     def __init__(self, layout: CacheLayout, expected: Collection[CacheKey], ancestor: int, on_miss: OnMiss) -> None:
@@ -155,12 +145,7 @@ class MissWatch(threading.Thread):
 
 
 def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> GraphManifest | None:
-    """Manifest of the stages of this machine; None if it is absent or damaged.
-
-    Args:
-        config: The run; with `compile.on_miss=stop`, its warnings are errors.
-        stages: Pipeline stages of the machine; empty if it holds all.
-    """
+    """Manifest of the stages of this machine; None if absent or damaged, an error with `compile.on_miss=stop`."""
     stops = config.compile.on_miss == "stop"
     file = manifest_file(config, stages)
     if not file.exists():

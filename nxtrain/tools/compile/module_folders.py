@@ -24,7 +24,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.common.io.atomic import replace_text, sync_folder
-from nxtrain.tools.compile.compiler_processes import booted_s, naming
 from nxtrain.tools.compile.entries import (
     DONE,
     LOCK,
@@ -32,13 +31,15 @@ from nxtrain.tools.compile.entries import (
     NEFF,
     SEAL,
     CacheKey,
+    CacheLayout,
     Entry,
     EntryState,
+    Seal,
+    from_json,
     is_content,
     parse_key,
+    to_json,
 )
-from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
-from nxtrain.tools.compile.layout import CacheLayout
 
 OURS = "nxtrain"
 """Text of nxtrain's own locks; the compiler's are empty."""
@@ -51,12 +52,7 @@ The compiler may be about to start, or have ended just now.
 
 
 class ModuleFolders(CacheLayout):
-    """The folders of PyTorch/XLA in a cache.
-
-    Args:
-        root: Folder of the `neuronxcc-<version>/` folders.
-        grace_s: Seconds since the last write to an entry for which a lock without a process counts as live.
-    """
+    """The folders of PyTorch/XLA in a cache."""
 
     patience_s = 15.0
     """Seconds for which a lock is given the time to show its compiler."""
@@ -203,3 +199,44 @@ def _write_seal(folder: Path, seal: Seal) -> None:
 def _done_ns(folder: Path) -> int:
     """Time of `model.done`; raises FileNotFoundError without one."""
     return (folder / DONE).stat().st_mtime_ns
+
+
+PROC = Path("/proc")
+
+_PARENT_FIELD = 1
+"""Position of the parent in `/proc/PID/stat`, counted after the command's name."""
+
+
+def naming(entry: str) -> Iterator[int]:
+    """Running processes, except this one, whose command line names an entry, as its compiler's does."""
+    name = entry.encode()
+    for process in PROC.glob("[0-9]*"):
+        try:
+            if process.name != str(os.getpid()) and name in (process / "cmdline").read_bytes():
+                yield int(process.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """True if a process is another one or descends from it through processes that still run."""
+    while pid > 1 and pid != ancestor:
+        try:
+            text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        # The command's name stands in brackets and may itself hold blanks and brackets.
+        pid = int(text.rpartition(")")[2].split()[_PARENT_FIELD])
+    return pid == ancestor
+
+
+def booted_s() -> float:
+    """Boot time of this machine in seconds since the epoch; 0 if unknown."""
+    try:
+        lines = (PROC / "stat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0.0
+    for line in lines:
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    return 0.0

@@ -62,10 +62,7 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
 
 
 def deviceless_mode(config: RunConfig) -> tuple[tuple[Variable, ...], str]:
-    """Variables of the beta's mode without a device; none if this machine has devices.
-
-    Returns: The variables, and the reason why the mode is unavailable here; empty if it is available or not needed.
-    """
+    """Variables of the beta's mode without a device, and the reason why the mode is unavailable, else empty."""
     if num_devices():
         return (), ""
     name = torchneuron.COMPILE_ONLY
@@ -91,14 +88,7 @@ def deviceless_mode(config: RunConfig) -> tuple[tuple[Variable, ...], str]:
 
 
 def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
-    """Check that graphs can be compiled here, and announce the mode without a device.
-
-    Args:
-        mode: Variables of that mode; empty to compile on devices.
-
-    Raises:
-        BackendError: Neither devices nor the mode without them are available.
-    """
+    """Check that graphs can be compiled here, and announce the mode without a device."""
     support = torchneuron.support(devices=not mode)
     if not support.ok:
         lines = [f"graphs cannot be compiled here: {support.reason}"]
@@ -113,11 +103,7 @@ def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
 
 
 def rehearse(argv: Sequence[str], env: Mapping[str, str], cache: Cache) -> Compiled:
-    """Start the rehearsal, and find the graphs that its ranks used: the files that are new, or were read.
-
-    Raises:
-        BackendError: The rehearsal failed, or left no graph.
-    """
+    """Start the rehearsal, and find the graphs that its ranks used: the files that are new, or were read."""
     before = {key for key in cache.done() if key.compiler == NEFF_FOLDER}
     for key in before:
         # A mount with relative access times notes a read only after a change.

@@ -15,17 +15,21 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from nxtrain.common.io.atomic import replace_text, sync_folder
-from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import Seal, from_json, to_json
-from nxtrain.tools.compile.layout import CacheLayout
+from nxtrain.tools.compile.entries import (
+    NEFF_FOLDER,
+    CacheKey,
+    CacheLayout,
+    Entry,
+    EntryState,
+    Seal,
+    from_json,
+    parse_key,
+    to_json,
+)
 
 
 class NeffFiles(CacheLayout):
-    """The files of TorchNeuron in a cache.
-
-    Args:
-        seals: Folder with the hashes of the files.
-    """
+    """The files of TorchNeuron in a cache, with their hashes in a folder of seals."""
 
     def __init__(self, root: Path, seals: Path) -> None:
         super().__init__(root)
@@ -55,15 +59,17 @@ class NeffFiles(CacheLayout):
         return [self.path(key)]
 
     def read_seal(self, key: CacheKey) -> Seal | None:
+        inode = self.path(key).stat().st_ino
         try:
-            return from_json(json.loads(self._seal(key).read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return None
+            record = json.loads(self._seal(key).read_text(encoding="utf-8"))
+            if record["inode"] == inode:
+                return from_json(record["files"])
+        except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
+            pass
+        return None
 
     def write_seal(self, key: CacheKey, seal: Seal) -> None:
-        path = self._seal(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(to_json(seal)), durable=False, shared=True)
+        self._write_seal(key, seal, self.path(key))
 
     def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
         path = self.path(key)
@@ -71,7 +77,7 @@ class NeffFiles(CacheLayout):
             path.hardlink_to(staged / path.name)
         except FileExistsError:  # a rank has compiled it just now
             return False
-        self.write_seal(key, seal)
+        self._write_seal(key, seal, staged / path.name)
         sync_folder(path.parent)
         return True
 
@@ -91,6 +97,13 @@ class NeffFiles(CacheLayout):
         for entry in self.scan(self.root):
             if entry.state is EntryState.DONE:
                 yield entry.key, None
+
+    def _write_seal(self, key: CacheKey, seal: Seal, file: Path) -> None:
+        """Write the seal of a file; a file that has replaced it since then has no seal."""
+        path = self._seal(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"inode": file.stat().st_ino, "files": to_json(seal)}
+        replace_text(path, json.dumps(record), durable=False, shared=True)
 
     def _seal(self, key: CacheKey) -> Path:
         return self._seals / f"{key.module}.json"

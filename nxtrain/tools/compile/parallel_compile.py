@@ -30,23 +30,6 @@ _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class CompileJob:
-    """Compilation of the graphs that a command shows.
-
-    Args:
-        tool: The program `neuron_parallel_compile`.
-        command: Command that shows the graphs.
-        folder: Empty folder for logs.
-    """
-
-    tool: str
-    command: Sequence[str]
-    env: Mapping[str, str]
-    cache: Cache
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Compiled:
     """Compiled graphs, each of which a run can load.
 
@@ -61,17 +44,19 @@ class Compiled:
     stages: tuple[int, ...] = ()
 
 
-def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
-    """Compile and seal every graph, and wait for graphs that other processes compile.
+def compile_graphs(
+    tool: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cache: Cache,
+    logs: Path,
+    num_workers: int,
+    retries: int,
+) -> Compiled:
+    """Compile and seal every graph that a command shows, and wait for graphs that other processes compile.
 
-    Args:
-        num_workers: Compilers at a time; half as many after some were killed.
-        retries: New attempts for graphs that failed.
-
-    Raises:
-        BackendError: The command failed or showed no graph, or graphs could not be compiled.
+    Half as many workers compile after some were killed.
     """
-    cache = job.cache
     names: Names = {}
     seconds: dict[CacheKey, float | None] = {}
     for attempt in range(retries + 1):
@@ -81,10 +66,10 @@ def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
             print_line(f"broke the lock of {key}, whose owner is gone")
         for key in cache.quarantine_failed():
             print_line(f"put {key} aside, which failed before")
-        folder = job.folder / str(attempt)
+        folder = logs / str(attempt)
         folder.mkdir()
         count = _GraphCount(cache, folder)
-        status = run_tool(tool_argv(job.tool, num_workers, folder, job.command), job.env, folder, count.show)
+        status = run_tool(tool_argv(tool, num_workers, folder, command), env, folder, count.show)
         log = read_log(folder)
         names = {**names_in(log), **names}
         times = compile_times(folder)

@@ -35,7 +35,7 @@ from nxtrain.tools.compile.manifest import (
 )
 from nxtrain.tools.compile.memory import host_memory
 from nxtrain.tools.compile.native_compile import check_torchneuron, deviceless_mode, rehearsal, rehearse
-from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob, compile_graphs, print_line
+from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
@@ -55,18 +55,7 @@ def precompile(
     retries: int,
     dry_run: bool,
 ) -> None:
-    """Compile the graphs of a run and write its manifest.
-
-    Args:
-        nproc: Number of ranks per machine; None: as many as the degrees ask for.
-        first_node: Name of one of several machines, where all of them meet.
-        workers: Compilers at a time; None: as many as the memory holds.
-        retries: New attempts for graphs that failed, on one machine.
-
-    Raises:
-        ConfigError: The configuration cannot run on that many ranks of Neuron devices.
-        BackendError: The Neuron SDK is not here, or graphs could not be compiled.
-    """
+    """Compile the graphs of a run and write its manifest; the machines of a run meet at `first_node`."""
     loaded = load(path, overrides)
     config = loaded.config
     native = is_native(config)
@@ -108,7 +97,7 @@ def precompile(
         if config.cluster.nodes > 1:
             retries = 0  # one of several nodes cannot show failed graphs alone
         folder.mkdir(mode=0o700)
-        compiled = compile_graphs(CompileJob(tool, command.argv, env, cache, folder), num_workers, retries)
+        compiled = compile_graphs(tool, command.argv, env, cache, folder, num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)
 
     file = _write_manifest(loaded, num_ranks * config.cluster.nodes, env, compiled)
@@ -157,12 +146,7 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
 
 
 def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
-    """Refuse a configuration whose graphs cannot be compiled beforehand.
-
-    Args:
-        native: The run uses TorchNeuron.
-        meets: True if several machines know where to meet, or need not meet.
-    """
+    """Refuse a configuration whose graphs cannot be compiled beforehand."""
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes
     problem = None

@@ -2,34 +2,111 @@
 
 Done entries that the target lacks are copied, complete and verified, or not at all. Nothing is deleted or overwritten.
 Any number of nodes may sync at once.
+
+A bucket holds each file as `objects/<sha256>`, so that two nodes that upload the same graph never overwrite each
+other's bytes. `entries/<compiler>/<module>.json` lists the files of an entry and is written after all of them. A store
+shows a file whole or not at all.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxtrain.common.errors import ConfigError
-from nxtrain.common.io.object_store import open_store
+from nxtrain.common.errors import ConfigError, DamagedError, cause_of
+from nxtrain.common.io.checksummed_file import digest_of
+from nxtrain.common.io.object_store import ObjectStore, content_of, open_source, open_store
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.io.s3 import SCHEME
-from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import CacheKey
+from nxtrain.tools.compile.entries import CacheKey, Content, Seal, damage, from_json, hash_file, parse_key, to_json
+
+_ENTRIES, _SUFFIX = "entries", ".json"
+
+
+class Bucket:
+    """Cache of compiled graphs in a store that nodes share."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def __str__(self) -> str:
+        return str(self._store.root)
+
+    def done(self) -> set[CacheKey]:
+        """Keys of the complete entries."""
+        keys = set()
+        for name in self._store.sizes(_ENTRIES):
+            key = parse_key(name.removeprefix(f"{_ENTRIES}/").removesuffix(_SUFFIX))
+            if name.endswith(_SUFFIX) and key is not None:
+                keys.add(key)
+        return keys
+
+    def size_bytes(self, key: CacheKey) -> int:
+        """Size of an entry in bytes; 0 if its list of files is unusable."""
+        try:
+            return sum(file.size_bytes for file in self._seal(key).values())
+        except UnusableEntryError:
+            return 0
+
+    def fetch(self, key: CacheKey, target: Path) -> Seal:
+        """Download an entry and verify its hashes."""
+        seal = self._seal(key)
+        for name, file in seal.items():
+            try:
+                self._store.download(_object(file), target / name)
+            except FileNotFoundError as error:
+                raise UnusableEntryError(f"damaged: {self._store.root / _object(file)} is missing") from error
+        damaged = damage(seal, {name: hash_file(target / name) for name in seal})
+        if damaged:
+            raise UnusableEntryError(f"damaged: {damaged}")
+        return seal
+
+    def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
+        """Upload an entry: every file that the store lacks, then the list of files. The last of two nodes wins."""
+        try:
+            for name, file in seal.items():
+                if not self._has(file):
+                    self._store.upload(_object(file), folder / name, digest_of(folder / name))
+        except DamagedError as error:
+            raise UnusableEntryError(str(error)) from error
+        self._store.put(_entry(key), json.dumps({"files": to_json(seal)}, indent=1).encode())
+        return True
+
+    def _seal(self, key: CacheKey) -> Seal:
+        try:
+            return from_json(json.loads(content_of(self._store.root / _entry(key)))["files"])
+        except FileNotFoundError as error:
+            raise UnusableEntryError(f"{_entry(key)} was taken away") from error
+        except (RecursionError, ValueError, KeyError, TypeError) as error:
+            raise UnusableEntryError(f"{_entry(key)} is no list of files: {cause_of(error)}") from error
+
+    def _has(self, file: Content) -> bool:
+        """True if the store has a file of this name and length."""
+        try:
+            source = open_source(self._store.root / _object(file))
+        except DamagedError:
+            return False
+        source.close()
+        return source.num_bytes == file.size_bytes
+
+
+def _object(file: Content) -> str:
+    return f"objects/{file.sha256}"
+
+
+def _entry(key: CacheKey) -> str:
+    return f"{_ENTRIES}/{key}{_SUFFIX}"
+
 
 CacheLocation = Cache | Bucket
 
 
 @dataclass
 class Report:
-    """Result of a sync.
-
-    Args:
-        size_bytes: Bytes of the copied entries.
-        busy: Entries that another process was adding.
-        unusable: Entries that could not be copied, with the reason.
-    """
+    """Result of a sync."""
 
     copied: list[CacheKey] = field(default_factory=list)
     size_bytes: int = 0
@@ -49,13 +126,8 @@ class Step:
     bytes_total: int
 
 
-def open_place(text: str | Path) -> CacheLocation:
-    """Open the cache at an address: `s3://bucket/prefix`, or a folder.
-
-    Raises:
-        ConfigError: The address names no bucket.
-        BackendError: S3 cannot be reached from here.
-    """
+def open_location(text: str | Path) -> CacheLocation:
+    """Open the cache at an address: `s3://bucket/prefix`, or a folder."""
     address = str(text)
     if address.startswith(SCHEME):
         return Bucket(open_store(address))
@@ -63,12 +135,7 @@ def open_place(text: str | Path) -> CacheLocation:
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
-    """Copy every done entry that the target lacks.
-
-    Raises:
-        ConfigError: Both are buckets, or the same folder.
-        BackendError: S3 refuses.
-    """
+    """Copy every done entry that the target lacks."""
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
     if isinstance(source, Cache) and not source.root.is_dir():

@@ -35,12 +35,11 @@ _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuro
 
 
 def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str]) -> tuple[str, ...]:
-    """The tool's command line.
+    """The tool's command line. Its command runs in the working directory of this process, and shows the graphs.
 
     Args:
         folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
             its working folder with everything in it when it starts.
-        command: Command that shows the graphs; it runs in the working directory of this process.
     """
     options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
     return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
@@ -50,11 +49,6 @@ def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[], None], every_s: float = 2.0
 ) -> int:
     """Run the tool to its end, with its lines on this process's output; the end of this process ends the tool.
-
-    Args:
-        argv: Command line, as `tool_argv` gives it.
-        folder: The folder of `tool_argv`.
-        watch: Called while the tool runs, and once at its end.
 
     Returns: The tool's exit status; negative if a signal ended it.
     """

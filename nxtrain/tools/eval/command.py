@@ -189,7 +189,7 @@ def _kept(address: str) -> list[str]:
     else:
         for folder in (place, place / CHECKPOINTS_DIR):
             mirror = Mirror(open_store(folder))
-            kept += [str(mirror.place(step)) for step in mirror.steps()]
+            kept += [str(mirror.folder(step)) for step in mirror.steps()]
     if not kept:
         raise ConfigError(f"{address} keeps no checkpoints; --all takes a run folder or a mirror")
     return kept

@@ -11,13 +11,7 @@ from nxtrain.metrics.run_observer import RunObserver, Work
 
 
 class Fallbacks(RunObserver):
-    """Report of the operations that ran on the host in the first step; the step must have none unless allowed.
-
-    Args:
-        backend: Lists the operations.
-        allowed: `compile.allow_fallbacks`.
-        console: Console of the report; by default standard error.
-    """
+    """Report of the operations that ran on the host in the first step; the step must have none unless allowed."""
 
     def __init__(self, backend: Backend, *, allowed: bool, console: Console | None = None) -> None:
         self._backend, self._allowed = backend, allowed

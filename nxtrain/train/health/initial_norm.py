@@ -25,12 +25,7 @@ ROUNDED = 1e-3
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Distribution of the sum of squares of drawn parameters.
-
-    Args:
-        mean: Its mean.
-        variance: Its variance.
-    """
+    """Distribution of the sum of squares of drawn parameters."""
 
     mean: float
     variance: float
@@ -71,12 +66,7 @@ class ClosedForm:
 
 
 class InitialNorm(RunObserver):
-    """Values for the first record of a run that drew its weights.
-
-    Args:
-        norm: Measured norm of all parameters at step 0.
-        expected: Closed form of the whole model.
-    """
+    """Values for the first record of a run that drew its weights."""
 
     def __init__(self, norm: float, expected: ClosedForm) -> None:
         self._values: Mapping[str, float] = {"param_norm_0": norm, "param_norm_expected": expected.norm}

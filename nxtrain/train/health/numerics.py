@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -20,11 +19,12 @@ from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
+from nxtrain.metrics.meters import Verdict
 from nxtrain.metrics.spikes import NormSpikes
 from nxtrain.metrics.stability import Stability
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.health.rollbacks import Rollbacks
-from nxtrain.train.health.step_history import BadSteps, PastStep
+from nxtrain.train.health.step_history import BadSteps
 from nxtrain.train.step import TrainState
 
 NON_FINITE = "non_finite.jsonl"
@@ -39,27 +39,6 @@ HOPELESS = 50
 """Number of consecutive steps without an update that ends the run under every policy."""
 
 _SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Findings that a record carries next to its numbers.
-
-    Args:
-        skipped_steps: Steps since the previous record that updated nothing.
-        alarm: Text of the alarms since the previous record; empty: none.
-        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
-        grad_norm_mean: Running mean of the gradient norm; None in the first steps of a run.
-        grad_norm_lowest: Lowest running mean of any step so far.
-        loss_scale: Scale of fp16 gradients; None for other types.
-    """
-
-    skipped_steps: tuple[int, ...] = ()
-    alarm: str = ""
-    spikes: tuple[tuple[int, int], ...] = ()
-    grad_norm_mean: float | None = None
-    grad_norm_lowest: float | None = None
-    loss_scale: float | None = None
 
 
 class NumericsGuard:
@@ -139,15 +118,7 @@ class NumericsGuard:
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
 
-        Args:
-            step: The last finished step.
-            read: Fetched numbers by name.
-            recorded: False for the extra read before a stop, whose findings wait for the next record.
-
-        Raises:
-            DivergedError: The run must end.
-            RestartError: The run must restart from its newest checkpoint.
-            CheckpointError: The run must restart, and the verdicts that the restart needs cannot be written.
+        Findings of a read that is not recorded, before a stop, wait for the next record.
         """
         past = self._state.history.take(step, self._last_read, read)
         scale = read.pop("loss_scale", None)
@@ -168,7 +139,10 @@ class NumericsGuard:
             self._decide(bad)
         skipped = self._unrecorded + tuple(sorted((*bad.steps, *overflows)))
         for numbers in past:
-            self._watch(numbers)
+            self.spikes.see(numbers.step, numbers.grad_norm)
+            kind, alarm = self.stability.see(numbers.loss, numbers.grad_norm)
+            if kind:
+                self._alarms.append((numbers.step, kind, alarm))
         if not recorded:
             self._unrecorded = skipped
             return Verdict(skipped)
@@ -182,43 +156,31 @@ class NumericsGuard:
         return self._vote is not None and self._vote.is_possible and (saves or step % every == 0)
 
     def vote(self, step: int) -> None:
-        """Compare the replicas of the model's state.
-
-        Raises:
-            RestartError: The replicas differ.
-        """
+        """Compare the replicas of the model's state."""
         assert self._vote is not None
         of_all, differing = self._vote.gather()
         backend = self._state.backend
         number = backend.fetch({"differing": differing})["differing"]
         if not self._heeds or number == 0:
             return
-        before = self._named_before()
+        before: Counter[int] = Counter()  # number of earlier votes that named each rank
+        with suppress(OSError):  # the difference must be reported even if the disk fails
+            for line in self._votes.read():
+                before.update(line.get("ranks", ()))
         backend.collectives.barrier()  # no rank may count the findings of this vote among the earlier ones
         findings = self._describe_dissents(step, of_all, before)
         backend.collectives.barrier()  # the findings are on disk before the first rank exits
+        streams = ""
+        if backend.kernels.rounds and self._state.mesh.replica.size > 1:
+            streams = (
+                ". Under precision.update=bf16_stochastic with parallel.shard=none the replicas rely on equal random "
+                "bits of their hardware: if every vote finds all of them different, use parallel.shard=zero1"
+            )
         raise RestartError(
             f"step {step}: the replicas of the model are no longer equal: {findings}. A run whose ranks are started "
             "again (recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is "
-            f"named again and again has a bad device{self._about_streams()}"
+            f"named again and again has a bad device{streams}"
         )
-
-    def _about_streams(self) -> str:
-        """Advice for replicas that rely on equal random bits of their hardware; empty if these do not."""
-        if not (self._state.backend.kernels.rounds and self._state.mesh.replica.size > 1):
-            return ""
-        return (
-            ". Under precision.update=bf16_stochastic with parallel.shard=none the replicas rely on equal random bits "
-            "of their hardware: if every vote finds all of them different, use parallel.shard=zero1"
-        )
-
-    def _named_before(self) -> Counter[int]:
-        """Number of earlier votes that named each rank."""
-        times: Counter[int] = Counter()
-        with suppress(OSError):  # the difference must be reported even if the disk fails
-            for line in self._votes.read():
-                times.update(line.get("ranks", ()))
-        return times
 
     def _describe_dissents(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
         """Name the differing ranks and tensors; the lowest rank of each comparison writes them to disk."""
@@ -232,23 +194,15 @@ class NumericsGuard:
                 line = {"step": step, "ranks": dissent.ranks, "tensors": dissent.tensors, "attempt": self._attempt}
                 self._append(self._votes, line)
             named.update({rank: before[rank] for rank in dissent.ranks})
-        again = [f"rank {rank} was named {_often(times)} before" for rank, times in named.items() if times]
+        again: list[str] = []
+        for rank, times in named.items():
+            often = "once" if times == 1 else f"{times} times"
+            if times:
+                again.append(f"rank {rank} was named {often} before")
         return "; ".join([*map(str, dissents), *again])
 
-    def _watch(self, past: PastStep) -> None:
-        """Add a step to the statistics."""
-        self.spikes.see(past.step, past.grad_norm)
-        kind, alarm = self.stability.see(past.loss, past.grad_norm)
-        if kind:
-            self._alarms.append((past.step, kind, alarm))
-
     def _raise_alarms(self, step: int) -> str:
-        """Warn of the alarms since the previous record, and return their texts for the record of a step.
-
-        Raises:
-            DivergedError: The run is diverging, and `recovery.on_divergence` is `stop`.
-            RestartError: The run is diverging, and `recovery.on_divergence` is `rollback`.
-        """
+        """Warn of the alarms since the previous record, and return their texts for the record of a step."""
         alarms, self._alarms = self._alarms, []
         texts: list[str] = []
         for at, kind, alarm in alarms:
@@ -268,9 +222,6 @@ class NumericsGuard:
 
         With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
         repairs the weights too.
-
-        Raises:
-            DivergedError: A fetched number is not finite, and no bad step explains it.
         """
         of_steps = set[str]()
         if bad.steps:
@@ -332,11 +283,7 @@ class NumericsGuard:
         self._warn(f"{self._describe(bad)}; recovery.non_finite={policy}: the run goes on")
 
     def _persist_verdicts(self, bad: BadSteps) -> None:
-        """Write the verdicts to disk before the first rank exits: the restarted run decides by them.
-
-        Raises:
-            CheckpointError: The verdicts cannot be written, so the restarted run would roll back again and again.
-        """
+        """Write the verdicts to disk before the first rank exits: the restarted run decides by them."""
         file = self._bad_steps.file
         problem = self._ranks.on_leader(self._bad_steps.write, f"cannot write {file}")
         if problem:
@@ -379,10 +326,6 @@ class NumericsGuard:
 
     def _warn(self, text: str) -> None:
         self._print(f"warning: {text}", style="yellow", markup=False)
-
-
-def _often(times: int) -> str:
-    return "once" if times == 1 else f"{times} times"
 
 
 def _json_number(value: float) -> float | str:

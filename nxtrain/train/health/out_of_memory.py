@@ -145,11 +145,7 @@ def _planned_activations(state: TrainState, plan: Resolved) -> int:
 
 
 class _Count:
-    """Count of the bytes of tensors, each storage once.
-
-    Args:
-        lazy: The tensors have no address, and none of them shares the storage of another.
-    """
+    """Count of the bytes of tensors, each storage once; tensors of a lazy device have no address, and share none."""
 
     def __init__(self, *, lazy: bool) -> None:
         self._lazy = lazy

@@ -24,13 +24,7 @@ CAUSES = (
 
 
 class Recompiles(RunObserver):
-    """Attribution of compilations to the current work; while the work is new, the ranks compare their graphs.
-
-    Args:
-        backend: Counts the compiled graphs.
-        limit: Number of recompilations that are allowed; the next one ends the run.
-        console: Console of the warnings; by default standard error on every rank, since one may recompile alone.
-    """
+    """Attribution of compilations to the current work; while the work is new, the ranks compare their graphs."""
 
     def __init__(self, backend: Backend, limit: int, console: Console | None = None) -> None:
         self._backend, self._limit = backend, limit

@@ -88,10 +88,7 @@ class Holders:
 
 
 class ReplicaCheck:
-    """Comparison of this rank's tensors with the replicas on other ranks.
-
-    Args:
-        state: Train state with the tensors; their storage must stay in place.
+    """Comparison of this rank's tensors, whose storage must stay in place, with the replicas on other ranks.
 
     Attributes:
         ballots: Names of the tensors that each set of holders compares.

@@ -32,12 +32,7 @@ BEFORE = SUSTAINED + SMOOTHED
 
 
 class Rollbacks:
-    """Rollbacks of a run, as its log has them. Every rank makes one, and makes the same calls.
-
-    Args:
-        run_dir: Folder of the run.
-        ranks: All ranks of the run.
-    """
+    """Rollbacks of a run, as its log has them. Every rank makes one, and makes the same calls."""
 
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
         self._log, self._checkpoints = JsonlLog(run_dir / LOGS_DIR / ROLLBACKS), run_dir / CHECKPOINTS_DIR
@@ -65,11 +60,7 @@ class Rollbacks:
         return tuple(skips.items())
 
     def resume(self, step: int) -> None:
-        """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since.
-
-        Raises:
-            CheckpointError: The rollback cannot be recorded.
-        """
+        """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since."""
         self._began = step
         if self.pending is None:
             return
@@ -78,18 +69,7 @@ class Rollbacks:
         self._add({"verdict": "rewound", "step": last, "resumed": step, "batches": batches})
 
     def roll_back(self, at: int, step: int, alarm: str) -> NoReturn:
-        """Ask the next start to go back.
-
-        Args:
-            at: Step of the alarm.
-            step: Last finished step.
-            alarm: Text of the alarm.
-
-        Raises:
-            RestartError: The ranks must be started again.
-            DivergedError: No checkpoint is old enough, or the run was rolled back to the same step too often.
-            CheckpointError: The rollback cannot be recorded.
-        """
+        """Ask the next start to go back, after an alarm at a step."""
         keeps = max(0, at - BEFORE)
         said = f"step {at}: {alarm}; the run is diverging, recovery.on_divergence=rollback"
         again = sum(line["verdict"] == "rewound" and line["resumed"] == self._began for line in self._lines)

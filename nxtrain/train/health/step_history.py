@@ -23,12 +23,7 @@ _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True)
 class PastStep:
-    """Numbers of a step, as read by the host.
-
-    Args:
-        step: Number of the step.
-        loss, grad_norm: Its values; not finite if the step updated nothing.
-    """
+    """Numbers of a step, as read by the host; not finite if the step updated nothing."""
 
     step: int
     loss: float
@@ -40,11 +35,7 @@ class PastStep:
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
     def overflows(self, loss_scale: float) -> bool:
-        """True if fp16 gradients overflowed at a loss scale above 1, as they do until the scale fits them.
-
-        Args:
-            loss_scale: The scale after this step or a later one, which each overflow halves.
-        """
+        """True if fp16 gradients overflowed at a loss scale above 1, as they do until the scale fits them."""
         return math.isfinite(self.loss) and not math.isfinite(self.grad_norm) and loss_scale >= SMALLEST_SCALE
 
 
@@ -83,12 +74,7 @@ def _note(entries: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
 
 
 class StepHistory:
-    """Ring of losses and norms on the device, newest last; step numbers are implied by position.
-
-    Args:
-        put: Copies a host tensor to the device.
-        fuse: `Kernels.fuse` of the device.
-    """
+    """Ring of losses and norms on the device, newest last; step numbers are implied by position."""
 
     def __init__(self, put: Callable[[Tensor], Tensor], fuse: Callable[[_Note], _Note] = lambda note: note) -> None:
         self._note = fuse(_note)

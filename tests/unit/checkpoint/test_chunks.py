@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -90,17 +89,6 @@ def test_a_tensor_is_cut_only_where_a_stretch_ends() -> None:
     assert smallest > 0.02
 
 
-def test_padding_belongs_to_no_chunk() -> None:
-    specs = ParamTable({"w": ShardSpec((5, 2), dim=0)})
-    lengths = []
-    for rank in range(4):
-        mesh = Mesh.build(4, rank, tp=4)
-        lengths.append(
-            [chunk.block.sizes[0] for chunk in tensor_shards({"model": {"w": torch.empty(2, 2)}}, Layout(specs, mesh))]
-        )
-    assert lengths == [[2], [2], [1], []]
-
-
 def test_a_tied_parameter_goes_by_the_name_of_the_other_and_is_not_written() -> None:
     spec = ShardSpec((4, 2), dim=0, segments=(Segment("", 4),))
     specs = ParamTable({"lm_head.weight": replace(spec, tied_to="model.embed_tokens.weight")})
@@ -108,13 +96,3 @@ def test_a_tied_parameter_goes_by_the_name_of_the_other_and_is_not_written() -> 
     (chunk,) = tensor_shards({"model": {"lm_head.weight": torch.empty(4, 2)}}, Layout(specs, mesh))
     assert chunk.key == "model/model.embed_tokens.weight"
     assert owned([chunk]) == []
-
-
-def test_ranks_with_equal_copies_deal_them_out_alike() -> None:
-    """No rank asks another, so ranks whose padded neighbours differ must still agree."""
-    writers: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for rank in range(12):
-        mesh = Mesh.build(12, rank, tp=4, dp=3)
-        for chunk in owned(held(table("odd", mesh), mesh)):
-            writers[chunk.key, chunk.block.offsets] += 1
-    assert set(writers.values()) == {1}

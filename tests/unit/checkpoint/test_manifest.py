@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import SavePlan
 
-from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan
-from nxtrain.checkpoint.manifest import Box, CheckpointManifest, FileEntry, TensorEntry, read_manifest
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.manifest import Box, CheckpointManifest, TensorEntry, read_manifest
+from nxtrain.checkpoint.save import write_state
+from nxtrain.checkpoint.shard_files import LocatedShard, join, locate
 from nxtrain.checkpoint.shards import TensorShard
+from nxtrain.checkpoint.staging import Staged
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.checksummed_file import FileDigest
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Segment, ShardBox
+from tests.support.run_folders import meta
 
 RANKS, ROWS, NAMES = 64, 7, [f"layers.{number}.mlp.down_proj.weight" for number in range(12)]
 
@@ -29,52 +34,42 @@ def chunk(name: str, rank: int) -> TensorShard:
     return TensorShard("exp_avg", name, name, shape, torch.float32, ShardBox(Segment("", shape[0]), *box, (0, 0), 0, 1))
 
 
-def told(folder: Path, rank: int, joint: SharedPlan) -> tuple[FileWriter, SavePlan]:
-    """Writer of a rank, and its plan for the coordinator."""
-    planner = ChunkSavePlanner([chunk(name, rank) for name in NAMES], lambda chunk: torch.zeros(chunk.block.sizes))
-    writer = FileWriter(folder, rank, torch.empty(0, dtype=torch.uint8), joint)
-    return writer, writer.prepare_local_plan(planner.create_local_plan())
+def located(rank: int) -> list[LocatedShard]:
+    """List of the shards of a rank, for the leader."""
+    return locate(Staged({chunk(name, rank): torch.zeros(ROWS, 96) for name in NAMES}))
 
 
-def test_a_part_costs_few_bytes_and_none_from_the_second_time_on(tmp_path: Path) -> None:
-    joints = [SharedPlan() for _ in range(RANKS)]
-    plans = [told(tmp_path, rank, joint) for rank, joint in enumerate(joints)]
-    coordinator = plans[0][0]
-    assert len(pickle.dumps(plans[5][1])) < 110 * len(NAMES)
-    coordinator.prepare_global_plan([plan for _, plan in plans])
-    coordinator.finish(None, [])  # type: ignore[arg-type]
-    manifest = coordinator.manifest
-    assert manifest is not None
+def test_a_shard_costs_few_bytes_on_its_way_and_in_the_manifest() -> None:
+    lists = [located(rank) for rank in range(RANKS)]
+    assert len(pickle.dumps(lists[5])) < 110 * len(NAMES)
+    manifest = CheckpointManifest(files={}, tensors=join(lists))
     assert len(manifest.model_dump_json()) < 14 * RANKS * len(NAMES)
-    for joint in joints:
-        joint.is_planned = True
-    plans = [told(tmp_path, rank, joint) for rank, joint in enumerate(joints)]
-    assert all(len(pickle.dumps(plan)) < 200 for _, plan in plans)
-    coordinator = plans[0][0]
-    coordinator.prepare_global_plan([plan for _, plan in plans])
-    coordinator.finish(None, [])  # type: ignore[arg-type]
-    assert coordinator.manifest == manifest
 
 
-def test_ranks_that_do_not_add_up_are_noticed(tmp_path: Path) -> None:
-    plans = [told(tmp_path, rank, SharedPlan()) for rank in range(RANKS)]
+def test_the_shards_of_a_run_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, gathered = Staged({TensorShard.whole("w", (2, 3), torch.float32): torch.ones(2, 3)}), list[object]()
+
+    def gather(ranks: Ranks, mine: object) -> list[object]:
+        gathered.append(mine)
+        return [mine]
+
+    monkeypatch.setattr(Ranks, "gather_on_leader", gather)
+    for step in (1, 2):
+        write_state(directory.step_path(tmp_path, step), staged, meta(step), StorageScope(Ranks(Mesh(1, 0))))
+    assert len(gathered) == 1
+    first, second = (read_manifest(directory.step_path(tmp_path, step)) for step in (1, 2))
+    assert first == second
+
+
+def test_ranks_that_do_not_add_up_are_noticed() -> None:
     with pytest.raises(CheckpointError, match="ranks hold 42,336 of its 43,008 entries"):
-        plans[0][0].prepare_global_plan([plan for _, plan in plans[:-1]])
+        join([located(rank) for rank in range(RANKS - 1)])
 
 
-def test_a_reader_learns_of_the_parts_that_it_needs_only(tmp_path: Path) -> None:
-    plans = [told(tmp_path, rank, SharedPlan()) for rank in range(RANKS)]
-    coordinator = plans[0][0]
-    coordinator.prepare_global_plan([plan for _, plan in plans])
-    coordinator.finish(None, [])  # type: ignore[arg-type]
-    assert coordinator.manifest is not None
-    key = f"exp_avg/{NAMES[3]}"
-    found = CheckpointManifest.model_validate_json(coordinator.manifest.model_dump_json()).metadata(
-        {key: [((3 * ROWS - 1, 0), (ROWS + 2, 1))]}
-    )
-    boxes = {name: len(tensor.chunks) for name, tensor in found.state_dict_metadata.items()}  # type: ignore[union-attr]
-    assert boxes == {f"exp_avg/{name}": 3 if name == NAMES[3] else 0 for name in NAMES}
-    assert [file for file, _ in found.storage_data.values()] == [f"rank-{rank:05d}.safetensors" for rank in (2, 3, 4)]
+def test_a_reader_learns_of_the_parts_that_it_needs_only() -> None:
+    entry = join([located(rank) for rank in range(RANKS)])[f"exp_avg/{NAMES[3]}"]
+    parts = entry.parts([((3 * ROWS - 1, 0), (ROWS + 2, 1))])
+    assert [file for _, file, _ in parts] == [f"rank-{rank:05d}.safetensors" for rank in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("num_dims", [0, 1, 2, 3])
@@ -109,7 +104,7 @@ def test_parts_that_overlap_are_those_that_share_an_entry(num_dims: int) -> None
 @pytest.mark.parametrize("name", ["../rank-00000.safetensors", "/etc/passwd", "rank-0.safetensors", "other", ""])
 def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str) -> None:
     """Else a mirror would copy from anywhere."""
-    entry = FileEntry(num_bytes=1, block_bytes=1, xxh3=("0",))
+    entry = FileDigest(num_bytes=1, block_bytes=1, xxh3=("0",))
     CheckpointManifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
     text = json.dumps({"files": {name: entry.model_dump(mode="json")}, "tensors": {}})
     (tmp_path / "manifest.json").write_text(text)

@@ -69,20 +69,10 @@ def resumed(step: int, sources: Mapping[int, tuple[Location, ...]], history: Run
 
 
 CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
-    "a first start is from scratch": (
-        surveyed(),
-        AUTO,
-        Resume(is_own=True, abandon={0: 0, MIRROR: 0}, record=FRESH),
-    ),
     "the newest checkpoint is taken from the disk, with the mirror for what is damaged": (
         surveyed({**LISTED, MIRROR: LocationSurvey({2: 1, 4: 1})}, files={(4, 1): {0: FILES, 1: FILES}}),
         AUTO,
         resumed(4, {0: (on_disk(4), in_mirror(4)), 1: (on_disk(4), in_mirror(4))}),
-    ),
-    "a replaced disk reads the mirror": (
-        surveyed({0: NO_REMNANT, 1: LISTED[1], MIRROR: LISTED[0]}, files={(4, 1): {1: FILES}}),
-        AUTO,
-        resumed(4, {0: (in_mirror(4),), 1: (on_disk(4), in_mirror(4))}),
     ),
     "each disk sends its files to a mirror that lacks them": (
         surveyed({**LISTED, MIRROR: LocationSurvey({2: 1})}, files={(4, 1): {0: ("a",), 1: FILES}}),
@@ -98,16 +88,6 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
         AUTO,
         resumed(4, {0: (on_disk(4),)}),
     ),
-    "of two versions of a step on disks, one is copied and taken": (
-        surveyed({0: LISTED[0], 1: LocationSurvey({4: 2}), MIRROR: NO_REMNANT}, files={(4, 2): {1: FILES}}),
-        AUTO,
-        resumed(4, {0: (in_mirror(4),), 1: (on_disk(4), in_mirror(4))}, upload=Upload((4, 2), {1: FILES}, finisher=1)),
-    ),
-    "the version of the disks wins over that of the mirror": (
-        surveyed({0: LISTED[0], MIRROR: LocationSurvey({4: 2})}, files={(4, 1): {0: FILES}}, is_shared=True),
-        AUTO,
-        resumed(4, {0: (on_disk(4),)}),
-    ),
     "an incomplete version is passed over": (
         surveyed(
             {0: LocationSurvey({2: 1, 4: 1}), MIRROR: LocationSurvey({2: 1})},
@@ -120,21 +100,6 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
             lines=("step 4 is not in /mirror, and no disk holds its b whole; the one before it is tried",),
         ),
     ),
-    "a version that was damaged on its way to the mirror is passed over": (
-        surveyed({0: LocationSurvey({2: 1, 4: 1}), MIRROR: LocationSurvey({2: 1})}, rejected=frozenset({(4, 1)})),
-        AUTO,
-        resumed(2, {0: (on_disk(2), in_mirror(2))}),
-    ),
-    "damage is quarantined before anything is chosen": (
-        surveyed({0: LocationSurvey({2: 1}, {4: DAMAGED}), MIRROR: LocationSurvey({2: 1}, {4: UNREAD})}),
-        AUTO,
-        Resume(quarantine={0: {4: DAMAGED}, MIRROR: {4: UNREAD}}),
-    ),
-    "a disk that missed a rewind gives up what is later": (
-        surveyed({**LISTED, MIRROR: NO_REMNANT}, records={0: BACK_TO_1, 1: FRESH, MIRROR: BACK_TO_1}),
-        AUTO,
-        Resume(catch_up={1: 1}),
-    ),
     "a mirror that missed a rewind gives up what is later, damaged or not": (
         surveyed({0: NO_REMNANT, MIRROR: LocationSurvey(quarantined={"x": 3})}, records={0: BACK_TO_1, MIRROR: FRESH}),
         AUTO,
@@ -145,11 +110,6 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
         AUTO,
         resumed(4, {0: (on_disk(4), in_mirror(4))}, lines=(f"WARNING: {DAMAGED}; it is written anew",)),
     ),
-    "a requested start from scratch abandons everything": (
-        surveyed(),
-        ResumeRequest("never", job="7"),
-        Resume(abandon={0: 0, MIRROR: 0}, record=went_back(Rewind(told="never", job="7", keeps=0))),
-    ),
     "a requested start from scratch writes a damaged record anew": (
         surveyed(records={0: DAMAGED, MIRROR: FRESH}),
         ResumeRequest("never"),
@@ -159,24 +119,6 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
             record=went_back(Rewind(told="never", keeps=0)),
         ),
     ),
-    "a converted checkpoint of step 0 is the run's own": (
-        surveyed({0: LocationSurvey({0: 1}), MIRROR: NO_REMNANT}, files={(0, 1): {0: FILES}}, is_shared=True),
-        AUTO,
-        resumed(0, {0: (on_disk(0),)}),
-    ),
-    "a restart goes on from what the run has reached since": (
-        surveyed({0: LISTED[0], MIRROR: LISTED[0]}, history=TO_SCRATCH, files={(4, 1): {0: FILES}}),
-        ResumeRequest("never", is_restart=True),
-        resumed(4, {0: (on_disk(4), in_mirror(4))}, TO_SCRATCH),
-    ),
-    "a restart of another job rewinds": (
-        surveyed(history=TO_SCRATCH),
-        ResumeRequest("never", is_restart=True, job="7"),
-        Resume(
-            abandon={0: 0, MIRROR: 0},
-            record=went_back(*TO_SCRATCH.returns, Rewind(told="never", job="7", keeps=0)),
-        ),
-    ),
     "a request that is repeated by hand rewinds again": (
         surveyed(history=TO_SCRATCH),
         ResumeRequest("never"),
@@ -184,24 +126,6 @@ CASES: dict[str, tuple[ResumeSurvey, ResumeRequest, Resume]] = {
             repeated=went_back(*TO_SCRATCH.returns, Rewind(told="")),
             abandon={0: 0, MIRROR: 0},
             record=went_back(*TO_SCRATCH.returns, Rewind(told=""), Rewind(told="never", keeps=0)),
-        ),
-    ),
-    "a conversion is not what a restart of resume=never has reached": (
-        surveyed({0: LocationSurvey({0: 1}), MIRROR: NO_REMNANT}, history=TO_SCRATCH),
-        ResumeRequest("never", is_restart=True),
-        Resume(
-            lines=("nothing that the run reached since is left: it goes back to never again",),
-            abandon={0: 0, MIRROR: 0},
-            record=went_back(*TO_SCRATCH.returns, Rewind(told="never", keeps=0)),
-        ),
-    ),
-    "a requested checkpoint of another run": (
-        surveyed(requested=OTHER),
-        ResumeRequest("/other"),
-        Resume(
-            sources={0: (OTHER,), MIRROR: (OTHER,)},
-            abandon={0: -1, MIRROR: -1},
-            record=went_back(Rewind(told="/other", keeps=-1)),
         ),
     ),
     "a mirror of another run that is asked for": (

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxtrain.checkpoint import async_writer, dcp_storage, directory
+from nxtrain.checkpoint import async_writer, directory, staging
 from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
-from nxtrain.checkpoint.dcp_storage import Staged
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import write_state
+from nxtrain.checkpoint.staging import Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
@@ -192,7 +192,7 @@ def test_a_copy_that_does_not_fit_is_not_made(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(async_writer, "free_memory_bytes", lambda: free)
     saver = make(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_storage, "aligned_memory", mock.Mock(side_effect=AssertionError("no copy is made")))
+        patch.setattr(staging, "aligned_memory", mock.Mock(side_effect=AssertionError("no copy is made")))
         for step in (1, 2):
             saver.save(state, meta(step))
             (outcome,) = saves(saver)  # it has ended

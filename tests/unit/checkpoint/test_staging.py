@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import write_state
+from nxtrain.checkpoint.staging import Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.io import checksummed_file
 from nxtrain.common.mesh import Mesh

@@ -99,16 +99,6 @@ def test_a_terminal_gets_a_bar_with_step_loss_speed_and_time(log: io.StringIO, c
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_s", "words"),
-    [(0.0, "0 "), (98.76, "98.76 "), (999.4, "999.4 "), (9876.0, "9,876 "), (1_234_567.0, "1.23M "), (5e9, "5G ")],
-)
-def test_speeds_are_short_numbers(log: io.StringIO, clock: FakeClock, tokens_per_s: float, words: str) -> None:
-    lines = open_progress(10, 0, console=Console(file=log), clock=clock)
-    lines.log({"step": 1, "loss": 1.0, "tokens_per_s": tokens_per_s})
-    assert f"  {words}tokens/s" in log.getvalue()
-
-
-@pytest.mark.parametrize(
     ("width", "bar", "elapsed"),
     [(160, 20, True), (96, 20, True), (95, 20, False), (80, 12, False), (73, 5, False), (72, 0, False)],
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxtrain.metrics.prometheus import PrometheusSink, text_of
+from nxtrain.metrics.sinks import PrometheusSink, text_of
 
 LINE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{run="(?P<label>(?:[^"\\\n]|\\\\|\\"|\\n)*)"\} (?P<value>\S+)')
 """A sample of https://prometheus.io/docs/instrumenting/exposition_formats, with one label."""

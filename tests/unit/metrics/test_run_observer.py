@@ -46,19 +46,3 @@ def test_each_call_reaches_all_observers_in_order(called: str) -> None:
 
 def test_values_of_all_observers_are_recorded() -> None:
     assert Observers(recorder("a", []), RunObserver(), recorder("b", [])).measure(1) == {"a": 1.0, "b": 1.0}
-
-
-@pytest.mark.parametrize("called", METHODS)
-def test_an_observer_that_overrides_nothing_does_nothing(called: str) -> None:
-    assert not getattr(RunObserver(), called)(*ARGUMENTS[called])
-
-
-def test_an_error_of_one_observer_ends_the_call() -> None:
-    class Refusing(RunObserver):
-        def finish(self, step: int) -> None:
-            raise ValueError(step)
-
-    calls: list[tuple[Any, ...]] = []
-    with pytest.raises(ValueError, match="4"):
-        Observers(Refusing(), recorder("after", calls)).finish(4)
-    assert calls == []

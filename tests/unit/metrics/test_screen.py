@@ -6,7 +6,6 @@ import errno
 import io
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 
 from nxtrain.common.process.console import PipeSafeConsole
@@ -34,9 +33,3 @@ def test_what_cannot_be_shown_is_dropped(error: OSError) -> None:
     bar = ProgressBar(10, 0, screen, clock=lambda: 0.0)
     bar.log({"step": 1, "loss": 1.0, "tokens_per_s": 2.0})
     bar.close()
-
-
-def test_rich_alone_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.dup2", lambda new, old: None)
-    with pytest.raises(SystemExit):
-        Console(file=Dead(BrokenPipeError())).print("a line")

@@ -15,9 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxtrain.config.schema import IdentityConfig, MetricsConfig, RunConfig
-from nxtrain.metrics import retrying_sink
-from nxtrain.metrics.retrying_sink import RetryingSink, Sink
-from nxtrain.metrics.sinks import PROGRESS, JsonlSink, open_sinks
+from nxtrain.metrics import sinks as sinks_module
+from nxtrain.metrics.sinks import PROGRESS, JsonlSink, RetryingSink, Sink, open_sinks
 from nxtrain.metrics.tensorboard import TensorBoardSink
 
 
@@ -50,13 +49,6 @@ def test_resume_drops_the_steps_that_will_be_repeated(tmp_path: Path) -> None:
     assert steps_and_losses(path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
 
 
-def test_a_start_from_scratch_in_an_old_folder_begins_an_empty_record(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    write_steps(path, 1, 3, resume_step=0)
-    write_steps(path, 1, 1, resume_step=0, loss=9.0)
-    assert steps_and_losses(path) == [(1, 9.0)]
-
-
 @pytest.mark.parametrize("kept_bytes", range(1, 25))
 def test_a_line_torn_anywhere_is_repaired(tmp_path: Path, kept_bytes: int) -> None:
     path = tmp_path / "m.jsonl"
@@ -67,21 +59,6 @@ def test_a_line_torn_anywhere_is_repaired(tmp_path: Path, kept_bytes: int) -> No
     write_steps(path, 3, 3, resume_step=2)
     complete = [(2, 1.0)] if kept_bytes == 24 else []
     assert steps_and_losses(path) == [(1, 1.0), *complete, (3, 1.0)]
-
-
-def test_bytes_that_are_no_text_are_repaired(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    write_steps(path, 1, 1, resume_step=0)
-    with path.open("ab") as file:
-        file.write(b"\xff\x00\x00")
-    write_steps(path, 2, 2, resume_step=1)
-    assert steps_and_losses(path) == [(1, 1.0), (2, 1.0)]
-
-
-def test_repair_leaves_no_other_file(tmp_path: Path) -> None:
-    write_steps(tmp_path / "m.jsonl", 1, 3, resume_step=0)
-    write_steps(tmp_path / "m.jsonl", 2, 3, resume_step=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
 
 
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None:
@@ -132,27 +109,6 @@ def test_the_configuration_chooses_the_sinks(
     assert (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "tensorboard").exists() == tensorboard
     assert (PROGRESS in {sink.name for sink in sinks}) == progress
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"5\n", b"[1]\n", b'{"step": "x"}\n', b'{"loss": 1}\n', b"[" * 99_999 + b"\n", b"\n"]
-)
-def test_garbage_in_the_middle_goes_and_the_rest_stays(tmp_path: Path, garbage: bytes) -> None:
-    path = tmp_path / "m.jsonl"
-    write_steps(path, 1, 3, resume_step=0)
-    first, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(first + garbage + b"\n" + b"".join(others))
-    write_steps(path, 3, 4, resume_step=2)
-    assert [step for step, _ in steps_and_losses(path)] == [1, 2, 3, 4]
-
-
-def test_a_tail_is_cut_off_in_place(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    write_steps(path, 1, 3, resume_step=0)
-    number = path.stat().st_ino
-    write_steps(path, 3, 4, resume_step=2)
-    assert path.stat().st_ino == number
-    assert [step for step, _ in steps_and_losses(path)] == [1, 2, 3, 4]
 
 
 def test_event_files_keep_their_order_when_the_clock_runs_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +187,7 @@ def test_tries_cost_a_twentieth_of_the_time_at_most(tmp_path: Path) -> None:
 def test_what_never_could_be_written_is_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying_sink, "KEPT", 3)
+    monkeypatch.setattr(sinks_module, "KEPT", 3)
     disk = Disk(tmp_path / "m.jsonl")
     sink = RetryingSink("m.jsonl", disk.open_after, 0)
     disk.is_full = True

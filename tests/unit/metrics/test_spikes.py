@@ -61,11 +61,3 @@ def test_a_resumed_detector_goes_on_as_if_it_had_not_stopped(norms: list[float],
         after.see(step, norm)
     assert after.state() == whole.state()
     assert after.take() == whole.take()
-
-
-def test_a_spike_is_above_the_mean_by_more_than_the_threshold() -> None:
-    detector = NormSpikes(0.25)
-    for step, norm in enumerate([1.0] * WINDOW + [1.25, 1.0] + [9.0, 9.0, 9.0, 0.0, 9.0, 0.0], 1):
-        detector.see(step, norm)
-    assert detector.take() == ((WINDOW + 3, 3), (WINDOW + 7, 1))
-    assert detector.take() == ()

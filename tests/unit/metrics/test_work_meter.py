@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.metrics.run_observer import Section, Work
-from nxtrain.metrics.work_meter import KINDS, SECTIONS, WorkMeter
-from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline
+from nxtrain.metrics.work_meter import KINDS, SECTIONS, EventTimeline, HostTimeline, WorkMeter
 
 Event = tuple[str, int, int, bool]
 """Kind or section, its own time, the time of waiting in it, and True if a record is due after it."""

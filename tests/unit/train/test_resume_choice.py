@@ -346,15 +346,6 @@ def test_a_damaged_record_is_written_anew_from_the_other(far: Run, place: str) -
     assert file.read_bytes() == whole
 
 
-def test_without_a_whole_record_no_restart_guesses_whether_it_went_back(run: Run) -> None:
-    run.start("never")
-    run.save(4)
-    (run.folder / rewinds.FILE).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=r"is damaged.*is still to.*checkpoint\.resume=auto to go on"):
-        run.start("never", restarted=True)
-    assert run.start("auto") == run.at(4)
-
-
 def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two disks, neither of which can be read by the other's ranks."""
     assert far.mirrored is not None

@@ -17,13 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import CheckpointError, ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
 from tests.support.models import hf_model, plan, tokens
-from tests.support.run_folders import blank, cut, meta, save, table
+from tests.support.run_folders import cut, meta, save, table
 
 ALONE = Mesh(1, 0)
 
@@ -112,14 +111,6 @@ def test_transformers_computes_the_same_from_what_we_export(tmp_path: Path, shap
         assert torch.equal(original(input_ids=batch).logits, ours(input_ids=batch).logits)
 
 
-def test_a_folder_of_several_files_is_read(tmp_path: Path) -> None:
-    src = published(tmp_path / "hf", "gqa", max_shard="50KB")
-    assert len(list(src.glob("*.safetensors"))) > 1
-    hf_to_nxtrain(src, tmp_path / "ours")
-    nxtrain_to_hf(tmp_path / "ours", tmp_path / "back")
-    assert equal(weights(tmp_path / "back"), weights(src))
-
-
 def test_files_are_cut_at_the_limit_and_indexed(tmp_path: Path) -> None:
     hf_to_nxtrain(published(tmp_path / "hf", "gqa"), tmp_path / "ours")
     nxtrain_to_hf(tmp_path / "ours", tmp_path / "back", max_shard_bytes=60_000)
@@ -131,20 +122,6 @@ def test_files_are_cut_at_the_limit_and_indexed(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(sizes.values())
     assert set(index["weight_map"].values()) == set(sizes)
     assert index["weight_map"].keys() == weights(tmp_path / "hf").keys()
-
-
-def test_any_rank_loads_an_imported_checkpoint(tmp_path: Path) -> None:
-    src = published(tmp_path / "hf", "gqa2")
-    hf_to_nxtrain(src, tmp_path / "ours")
-    whole = weights(src)
-    mesh = Mesh.build(4, 3, tp=4)
-    specs = table("gqa2", mesh)
-    shards = blank(cut(specs, mesh, {"model": torch.float32}))
-    load(tmp_path / "ours", shards, Layout(specs, mesh))
-    name = "model.layers.1.self_attn.qkv_proj.weight"
-    parts = [whole[name.replace("qkv", part)] for part in "qkv"]
-    wanted = torch.cat([parts[0][48:64], parts[1][8:16], parts[2][8:16]])  # 2 of 8 heads; the second of 2 K/V heads
-    assert torch.equal(shards["model"][name], wanted)
 
 
 def test_a_run_is_exported_with_its_newest_weights_and_its_tokenizer(tmp_path: Path) -> None:

@@ -126,14 +126,6 @@ def test_all_that_does_not_fit_is_named_and_nothing_is_touched(tmp_path: Path) -
     assert same(shards, blank(shards))
 
 
-def test_long_lists_are_cut(tmp_path: Path) -> None:
-    specs = table("gqa2", ALONE)
-    src = export(tmp_path, {"model.norm.weight": torch.zeros(64)})
-    missing = len(specs.global_shapes()) - 1
-    with pytest.raises(ConfigError, match=rf"{missing} missing: .* and {missing - 10} more$"):
-        load_hf_weights(src, blank(cut(specs, ALONE, WEIGHTS))["model"], specs, ALONE)
-
-
 def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
     specs = table("gqa2", ALONE)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
@@ -271,11 +263,3 @@ def test_a_value_that_the_type_of_the_model_cannot_hold_is_not_finite(tmp_path: 
         fill(name, local)
     with pytest.raises(InputError, match=r"model\.norm\.weight \(1 infinite\)"):
         fill.check()
-
-
-def test_weights_that_are_finite_are_taken(tmp_path: Path) -> None:
-    specs = table("gqa2", ALONE)
-    fill = HfWeights(export(tmp_path, tensors_of(specs)), specs, ALONE.tp, specs.global_shapes())
-    for name, local in blank(cut(specs, ALONE, WEIGHTS))["model"].items():
-        fill(name, local)
-    fill.check()

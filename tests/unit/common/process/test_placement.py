@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nxtrain
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.placement import Placement
 from tests.support import commands
@@ -122,17 +120,3 @@ def test_a_variable_that_libraries_would_ignore_is_refused(name: str, value: str
 @pytest.mark.parametrize("threads", ["", " ", "1", " 8 ", "08", "4,2", "4, 2"])
 def test_numbers_of_threads_of_openmp_are_allowed(threads: str) -> None:
     assert Placement.read({"OMP_NUM_THREADS": threads, "MASTER_PORT": "29500", "MASTER_ADDR": "::1"}).is_alone
-
-
-def test_no_other_code_reads_these_variables() -> None:
-    """Except the launcher and doctor, which set them for ranks of their own, and the tracer, which removes them."""
-    names = re.compile(r"[\"'](RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|TORCHELASTIC_[A-Z_]+|SLURM_RESTART_COUNT)[\"']")
-    root = Path(nxtrain.__file__).parent
-    owners = {"common/process/placement.py", "backends/xla/environment.py", "tools/bench/harness.py"}
-    owners |= {"tools/doctor/collectives.py", "cli/doctor.py"}  # `--rank` and `--world` have these names as defaults
-    readers = {
-        str(path.relative_to(root))
-        for path in root.rglob("*.py")
-        if path.parent.name != "launch" and names.search(path.read_text(encoding="utf-8"))
-    }
-    assert readers == owners

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.compile.cache import OWN, Cache, UnusableEntryError
-from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, CacheKey, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import Seal, hash_file
+from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, SEAL, CacheKey, EntryState, Seal, hash_file, parse_key
 from nxtrain.tools.compile.module_folders import OURS
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, compiling, key, neff
 
@@ -250,11 +249,3 @@ def test_what_a_killed_store_left_is_swept_and_what_a_live_one_does_is_not(cache
         child.kill()
     cache.sweep()
     assert (cache.entries(), leftovers(cache)) == ([], [])
-
-
-def test_a_claim_of_a_killed_process_is_a_stale_lock_at_once(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, grace_s=3600)
-    add_failed(cache.root, key(1))
-    (tmp_path / COMPILER / key(1).module / LOCK).write_text(OURS, encoding="utf-8")
-    assert cache.break_locks() == [key(1)]
-    assert cache.quarantine_failed() == [key(1)]

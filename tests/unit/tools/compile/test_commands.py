@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from nxtrain.cli import main as cli
 from nxtrain.tools.compile.entries import NEFF
+from tests.support import commands
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, key
 
 
@@ -28,18 +27,20 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxtrain", "cache", *map(str, args)])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    return int(raised.value.code or 0)
+def run(*args: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command on a cache."""
+    return commands.in_process("cache", *args)
 
 
-def test_ls_shows_every_entry_its_state_and_how_to_mend_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    assert main(monkeypatch, "ls", root) == 0
-    lines = capsys.readouterr().out.splitlines()
+def lines_of(*args: object) -> list[str]:
+    """Lines of a command that succeeds."""
+    code, out, _ = run(*args)
+    assert code == 0
+    return out.splitlines()
+
+
+def test_ls_shows_every_entry_its_state_and_how_to_mend_it(root: Path) -> None:
+    lines = lines_of("ls", root)
     for number, state in enumerate(("done", "failed", "stale", "pending"), start=1):
         assert [line.split()[:3] for line in lines if key(number).module in line] == [
             [state, COMPILER.removeprefix("neuronxcc-"), key(number).module]
@@ -48,9 +49,8 @@ def test_ls_shows_every_entry_its_state_and_how_to_mend_it(
     assert lines[-1] == f"to mend: nxtrain cache clean {root} --failed --stale"
 
 
-def test_ls_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    assert main(monkeypatch, "ls", root, "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
+def test_ls_prints_json(root: Path) -> None:
+    shown = json.loads("\n".join(lines_of("ls", root, "--json")))
     assert shown["folder"] == str(root)
     assert shown["counts"] == {"done": 1, "failed": 1, "locked": 0, "stale": 1, "pending": 1}
     assert [entry["state"] for entry in shown["entries"]] == ["done", "failed", "stale", "pending"]
@@ -58,50 +58,35 @@ def test_ls_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert shown["bytes"] == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
-def test_clean_mends_everything_by_default_and_only_what_is_asked_for_otherwise(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    assert main(monkeypatch, "clean", root, "--stale") == 0
-    assert capsys.readouterr().out.splitlines()[:-1] == [f"{key(3)}  lock broken"]
-    assert main(monkeypatch, "clean", root) == 0
-    assert capsys.readouterr().out.splitlines()[:-1] == [f"{key(2)}  into quarantine"]
-    assert main(monkeypatch, "clean", root, "--max-gib", "0") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 5
-    assert main(monkeypatch, "ls", root) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "empty; 0 B"
+def test_clean_mends_everything_by_default_and_only_what_is_asked_for_otherwise(root: Path) -> None:
+    assert lines_of("clean", root, "--stale")[:-1] == [f"{key(3)}  lock broken"]
+    assert lines_of("clean", root)[:-1] == [f"{key(2)}  into quarantine"]
+    assert len(lines_of("clean", root, "--max-gib", "0")) == 5
+    assert lines_of("ls", root)[-1] == "empty; 0 B"
 
 
-def test_verify_ends_with_5_when_something_was_damaged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    assert main(monkeypatch, "verify", root) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("0 as they were sealed, 1 hashed for the first time")
+def test_verify_ends_with_5_when_something_was_damaged(root: Path) -> None:
+    assert lines_of("verify", root)[-1].startswith("0 as they were sealed, 1 hashed for the first time")
     (root / COMPILER / key(1).module / NEFF).write_bytes(b"torn")
-    assert main(monkeypatch, "verify", root) == 5
-    assert "1 of 1 entries of" in capsys.readouterr().err
-    assert main(monkeypatch, "verify", root) == 0
+    code, _, err = run("verify", root)
+    assert (code, "1 of 1 entries of" in err) == (5, True)
+    assert run("verify", root)[0] == 0
 
 
-def test_sync_copies_once_and_reports_what_it_could_not_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path
-) -> None:
+def test_sync_copies_once_and_reports_what_it_could_not_take(root: Path, tmp_path: Path) -> None:
     for words in ("1 copied (", "0 copied (0 B), 1 there already"):
-        assert main(monkeypatch, "sync", root, tmp_path / "shared") == 0
-        assert capsys.readouterr().out.startswith(words)
+        assert lines_of("sync", root, tmp_path / "shared")[0].startswith(words)
     (tmp_path / "shared" / COMPILER / key(1).module / NEFF).write_bytes(b"torn")
-    assert main(monkeypatch, "sync", tmp_path / "shared", tmp_path / "other") == 5
-    printed = capsys.readouterr()
-    assert printed.out.startswith("0 copied (0 B), 0 there already")
-    assert f"    {key(1)}: damaged: model.neff has 4 bytes" in printed.err
+    code, out, err = run("sync", tmp_path / "shared", tmp_path / "other")
+    assert code == 5
+    assert out.startswith("0 copied (0 B), 0 there already")
+    assert f"    {key(1)}: damaged: model.neff has 4 bytes" in err
 
 
-def test_a_configuration_file_stands_for_its_cache_dir(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path
-) -> None:
+def test_a_configuration_file_stands_for_its_cache_dir(root: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(f'[compile]\ncache_dir = "{root}"\n', encoding="utf-8")
-    assert main(monkeypatch, "ls", config, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["folder"] == str(root)
+    assert json.loads("\n".join(lines_of("ls", config, "--json")))["folder"] == str(root)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +100,11 @@ def test_a_configuration_file_stands_for_its_cache_dir(
     ],
 )
 def test_a_place_that_is_not_there_is_one_message(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    args: list[str],
-    code: int,
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str], code: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(monkeypatch, *args) == code
-    assert words in capsys.readouterr().err
+    found, _, err = run(*args)
+    assert (found, words in err) == (code, True)
 
 
 def files(folder: Path) -> list[str]:
@@ -154,8 +134,6 @@ COMMANDS = (
     ids=str,
 )
 def test_a_folder_of_other_files_is_refused_and_nothing_is_left_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     root: Path,
     tmp_path: Path,
     command: tuple[str, ...],
@@ -166,43 +144,35 @@ def test_a_folder_of_other_files_is_refused_and_nothing_is_left_in_it(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("theirs", encoding="utf-8")
     before = files(folder)
-    assert main(monkeypatch, *(word.format(folder, other=root) for word in command)) == 2
-    assert f"{folder} is no cache of compiled graphs: it holds " in capsys.readouterr().err
+    code, _, err = run(*(word.format(folder, other=root) for word in command))
+    assert code == 2
+    assert f"{folder} is no cache of compiled graphs: it holds " in err
     assert files(folder) == before
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clean"])
-def test_the_cache_of_a_configuration_may_be_empty_or_not_there_yet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
-) -> None:
+def test_the_cache_of_a_configuration_may_be_empty_or_not_there_yet(tmp_path: Path, command: str) -> None:
     config = tmp_path / "run.toml"
     config.write_text(f'[compile]\ncache_dir = "{tmp_path}/cache"\n', encoding="utf-8")
-    assert main(monkeypatch, command, config) == 0
+    assert lines_of(command, config)
     assert not (tmp_path / "cache").exists(), "the command makes none"
-    assert capsys.readouterr().out
     for names in ((), ("locks",), (".nxtrain",), ("neff",), (COMPILER, "a file of the user")):
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
         (tmp_path / "cache").mkdir()
         for name in names:
             (tmp_path / "cache" / name).mkdir()
-        assert main(monkeypatch, command, config) == 0
+        assert run(command, config)[0] == 0
 
 
-def test_a_cache_that_cannot_be_written_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
+def test_a_cache_that_cannot_be_written_is_one_message(root: Path) -> None:
     """A file in the place of the folder for locks stops root too, whom permissions do not."""
     shutil.rmtree(root / ".nxtrain", ignore_errors=True)
     (root / ".nxtrain").touch()
-    assert main(monkeypatch, "clean", root) == 5
-    shown = capsys.readouterr().err
-    assert str(root / ".nxtrain") in shown
-    assert "Traceback" not in shown
+    code, _, err = run("clean", root)
+    assert (code, str(root / ".nxtrain") in err) == (5, True)
 
 
-def test_what_is_no_folder_cannot_be_filled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path, tmp_path: Path
-) -> None:
+def test_what_is_no_folder_cannot_be_filled(root: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert main(monkeypatch, "sync", root, tmp_path / "file") == 5
-    assert "Not a directory" in capsys.readouterr().err
+    code, _, err = run("sync", root, tmp_path / "file")
+    assert (code, "Not a directory" in err) == (5, True)

@@ -18,11 +18,10 @@ from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.compiler_processes import naming
 from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
-from nxtrain.tools.compile.module_folders import OURS, ModuleFolders
+from nxtrain.tools.compile.module_folders import OURS, ModuleFolders, naming
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"

@@ -6,7 +6,6 @@ import os
 import random
 import string
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,20 +13,18 @@ import pytest
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk, torchneuron, torchneuron_names
-from nxtrain.cli import main as cli
 from nxtrain.common.errors import BackendError
 from nxtrain.common.io.object_store import open_store
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.tools.compile import miss_watch, native_compile
-from nxtrain.tools.compile.bucket import Bucket
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.compile_key import build_of
-from nxtrain.tools.compile.entries import CacheKey, EntryState, parse_key
-from nxtrain.tools.compile.entry_hashes import hash_file
+from nxtrain.tools.compile.entries import CacheKey, hash_file, parse_key
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
 from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
-from nxtrain.tools.compile.sync import CacheLocation, sync
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, sync
+from tests.support import commands
 from tests.support.caches import compile_now, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
@@ -50,11 +47,9 @@ def add(root: Path, number: int, text: str = "") -> CacheKey:
     return found
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxtrain", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    return int(raised.value.code or 0)
+def run(*args: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command."""
+    return commands.in_process(*args)
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -73,21 +68,22 @@ def test_drawn_names_are_keys_only_if_they_stay_inside() -> None:
         assert (found is not None) is sound, name
 
 
-def test_ls_shows_both_lanes_files_and_verify_hashes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_both_lanes_files_and_verify_hashes_them(tmp_path: Path) -> None:
     add(tmp_path, 1)
     empty = add(tmp_path, 2)
     (tmp_path / "neff" / empty.module).write_bytes(b"")
-    assert main(monkeypatch, "cache", "ls", str(tmp_path)) == 0
-    printed = capsys.readouterr().out
+    code, out, _ = run("cache", "ls", str(tmp_path))
+    assert code == 0
+    printed = out
     assert "1 done, 1 failed" in printed
     assert neff(1).module in printed
-    assert main(monkeypatch, "cache", "verify", str(tmp_path)) == 0
-    assert "0 as they were sealed, 1 hashed for the first time, 0 damaged" in capsys.readouterr().out
+    code, out, _ = run("cache", "verify", str(tmp_path))
+    assert code == 0
+    assert "0 as they were sealed, 1 hashed for the first time, 0 damaged" in out
     (tmp_path / "neff" / neff(1).module).write_text("graph 7", encoding="utf-8")
-    assert main(monkeypatch, "cache", "verify", str(tmp_path)) == 5
-    assert f"{neff(1)}  damaged: " in capsys.readouterr().out
+    code, out, _ = run("cache", "verify", str(tmp_path))
+    assert code == 5
+    assert f"{neff(1)}  damaged: " in out
     cache = Cache(tmp_path)
     assert [entry.key for entry in cache.quarantined()] == [neff(1)]
     assert cache.done() == set()
@@ -95,17 +91,16 @@ def test_ls_shows_both_lanes_files_and_verify_hashes_them(
     assert [verdict.damage for verdict in cache.verify()] == [""]
 
 
-def test_clean_quarantines_empty_files_and_evicts_the_least_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clean_quarantines_empty_files_and_evicts_the_least_used(tmp_path: Path) -> None:
     for number in range(1, 5):
         add(tmp_path, number, "x" * 1000)
         os.utime(tmp_path / "neff" / neff(number).module, (number, number))
     add(tmp_path, 9)
     (tmp_path / "neff" / neff(9).module).write_bytes(b"")
     Cache(tmp_path).mark_used([neff(1)])
-    assert main(monkeypatch, "cache", "clean", str(tmp_path)) == 0
-    assert f"{neff(9)}  into quarantine" in capsys.readouterr().out
+    code, out, _ = run("cache", "clean", str(tmp_path))
+    assert code == 0
+    assert f"{neff(9)}  into quarantine" in out
     assert set(Cache(tmp_path).evict(2000)) == {neff(9), neff(2), neff(3)}
     assert Cache(tmp_path).done() == {neff(1), neff(4)}
 
@@ -197,7 +192,7 @@ def test_a_run_stops_when_it_compiles_another_graph(
 
 
 def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
-    native_run: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    native_run: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
     for number in (1, 2):
@@ -216,8 +211,9 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
     config = native_run.config
     args = [f"compile.cache_dir={config.compile.cache_dir}", f"compile.manifest={config.compile.manifest}"]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "checkpoint.every=50", *args]
-    assert main(monkeypatch, "compile", str(TINY), *native) == 0
-    assert "all 2 graphs are in" in capsys.readouterr().err
+    code, _, err = run("compile", str(TINY), *native)
+    assert code == 0
+    assert "all 2 graphs are in" in err
     assert len(started) == 1
     assert {"train.steps=4", "checkpoint.every=2", "checkpoint.resume=never"} < set(started[0])
     found = read_manifest(tmp_path / "manifest.json")
@@ -237,15 +233,15 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
 def test_without_devices_compile_says_why_the_mode_without_them_cannot_be_had(
     native_run: Resolved,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     reads: bool | None,
     overrides: list[str],
     why: str,
 ) -> None:
     monkeypatch.setattr(torchneuron_names, "reads", lambda _: reads)
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true", *overrides]
-    assert main(monkeypatch, "compile", str(TINY), *native) == 5
-    said = capsys.readouterr().err
+    code, _, err = run("compile", str(TINY), *native)
+    assert code == 5
+    said = err
     assert why in said
     assert "no Neuron device in" in said
 
@@ -255,7 +251,6 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
     native_run: Resolved,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     chips: int,
 ) -> None:
     started: list[Mapping[str, str]] = []
@@ -278,21 +273,17 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
     monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true"]
     native += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
-    assert main(monkeypatch, "compile", str(TINY), *native, "--dry-run") == 0
-    assert ("export TORCH_NEURONX_COMPILE_ONLY=1" in capsys.readouterr().out) is not bool(chips)
-    assert main(monkeypatch, "compile", str(TINY), *native) == 0
+    code, out, _ = run("compile", str(TINY), *native, "--dry-run")
+    assert code == 0
+    assert ("export TORCH_NEURONX_COMPILE_ONLY=1" in out) is not bool(chips)
+    code, _, err = run("compile", str(TINY), *native)
+    assert code == 0
     (env,) = started
     mode = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
     assert {name: env[name] for name in mode if name in env} == ({} if chips else mode)
     assert supported[-1] is bool(chips)
     assert [graph.module for graph in read_manifest(tmp_path / "manifest.json").graphs] == [neff(3).module]
-    assert ("mode without one, which is untested" in capsys.readouterr().err) is not bool(chips)
-
-
-def test_states_are_those_of_files(tmp_path: Path) -> None:
-    add(tmp_path, 1)
-    (entry,) = Cache(tmp_path).entries()
-    assert (entry.state, entry.folder) == (EntryState.DONE, tmp_path / "neff" / neff(1).module)
+    assert ("mode without one, which is untested" in err) is not bool(chips)
 
 
 def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None:
@@ -303,4 +294,22 @@ def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None
         add(tmp_path, 1, "compiled")
         assert not cache.store(neff(1), folder, {name: hash_file(folder / name)})
         assert not cache.layout("neff").publish(folder, neff(1), {}), "compiled after the check"
+    assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"
+
+
+def test_a_file_that_a_rank_replaces_during_a_copy_is_not_held_to_the_seal_of_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, link = Cache(tmp_path), Path.hardlink_to
+    name = Path(neff(1).module).name
+
+    def link_and_compile(path: Path, target: Path) -> None:
+        link(path, target)
+        add(tmp_path, 1, "compiled")
+
+    monkeypatch.setattr(Path, "hardlink_to", link_and_compile)
+    with cache.staging() as folder:
+        (folder / name).write_text("copied", encoding="utf-8")
+        assert cache.store(neff(1), folder, {name: hash_file(folder / name)})
+    assert [(verdict.damage, verdict.is_new) for verdict in cache.verify()] == [("", True)]
     assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk
-from nxtrain.cli import main as cli
 from nxtrain.tools.compile import precompile
 from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
-from nxtrain.tools.compile.parallel_compile import Compiled, CompileJob
+from nxtrain.tools.compile.parallel_compile import Compiled
+from tests.support import commands
 from tests.support.caches import COMPILER, key
 
 TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
@@ -30,61 +30,56 @@ def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "host_memory", lambda: Memory(496 * GIB, "this machine"))
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxtrain", "compile", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    return int(raised.value.code or 0)
+def run(*args: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command."""
+    return commands.in_process("compile", *args)
 
 
-def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool() -> None:
+    code, out, _ = run(TINY, *NEURON, "--dry-run")
+    assert code == 0
+    lines = out.splitlines()
     assert "export NEURON_FUSE_SOFTMAX=1" in lines
     argv = shlex.split(lines[-1])
     assert argv[:3] == ["neuron_parallel_compile", "--num_parallel", "8"]
     assert argv[3:7] == ["--parallel_compile_workdir", "DIR/work", "env", f"--chdir={Path.cwd()}"]
-    monkeypatch.setattr(sys, "argv", ["nxtrain", "launch", str(TINY), *NEURON, "--dry-run"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert argv[7:] == [*shlex.split(capsys.readouterr().out.splitlines()[-1]), "recovery.max_restarts=0"]
+    _, launched, _ = commands.in_process("launch", TINY, *NEURON, "--dry-run")
+    assert argv[7:] == [*shlex.split(launched.splitlines()[-1]), "recovery.max_restarts=0"]
 
 
-def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, str(TINY), *NEURON, "recovery.max_restarts=100", "--dry-run") == 0
-    assert " --max-restarts=0 " in capsys.readouterr().out.splitlines()[-1]
+def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again() -> None:
+    code, out, _ = run(TINY, *NEURON, "recovery.max_restarts=100", "--dry-run")
+    assert code == 0
+    assert " --max-restarts=0 " in out.splitlines()[-1]
 
 
-def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_several_nodes_all_meet_at_one() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2")
     several = (str(TINY), "backend.name=neuron", "train.micro_batch=1", *cluster)
-    assert main(monkeypatch, *several) == 2
-    assert "nxtrain compile CONFIG --first-node NAME" in capsys.readouterr().err
-    assert main(monkeypatch, *several, "--first-node", "node7", "--dry-run") == 0
-    assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in capsys.readouterr().out
+    code, _, err = run(*several)
+    assert code == 2
+    assert "nxtrain compile CONFIG --first-node NAME" in err
+    code, out, _ = run(*several, "--first-node", "node7", "--dry-run")
+    assert code == 0
+    assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in out
 
 
-def test_the_others_may_meet_at_a_port_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_others_may_meet_at_a_port_of_their_own() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
     args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
-    assert main(monkeypatch, *args) == 0
-    assert " --rdzv-endpoint=node7:4000 " in capsys.readouterr().out
+    code, out, _ = run(*args)
+    assert code == 0
+    assert " --rdzv-endpoint=node7:4000 " in out
 
 
-def test_a_dry_run_says_which_machines_write_which_manifest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
-    assert "# writes compile_cache/manifests/tiny_cpu.json\n" in capsys.readouterr().out
+def test_a_dry_run_says_which_machines_write_which_manifest() -> None:
+    code, out, _ = run(TINY, *NEURON, "--dry-run")
+    assert code == 0
+    assert "# writes compile_cache/manifests/tiny_cpu.json\n" in out
     recipe = TINY.with_name("llama2_70b_trn1.toml")  # 256 machines of 32 ranks, in order [pp 8, dp 32, tp 32]
-    assert main(monkeypatch, str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# machines")]
+    code, out, _ = run(str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("# machines")]
     assert lines == [
         f"# machines {32 * stage}-{32 * stage + 31}, as torchrun counts them, hold pipeline stage {stage} of 8 and "
         f"write compile_cache/manifests/llama2_70b_trn1.stages-{stage}.json"
@@ -92,32 +87,28 @@ def test_a_dry_run_says_which_machines_write_which_manifest(
     ]
 
 
-def test_without_the_sdk_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "DEVICES", tmp_path)
     monkeypatch.setattr(sdk, "installed", lambda name: None)
-    assert main(monkeypatch, str(TINY), *NEURON) == 5
-    said = capsys.readouterr().err
-    assert "graphs cannot be compiled here: no Neuron device" in said
-    assert "install Neuron SDK 2.28: pip install --extra-index-url" in said
+    code, _, err = run(TINY, *NEURON)
+    assert code == 5
+    assert "graphs cannot be compiled here: no Neuron device" in err
+    assert "install Neuron SDK 2.28: pip install --extra-index-url" in err
 
 
-def test_without_the_tool_it_says_where_it_comes_from(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_the_tool_it_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "support", lambda: Support(True, "2 chips in this test"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(monkeypatch, str(TINY), *NEURON) == 5
-    assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in capsys.readouterr().err
+    code, _, err = run(TINY, *NEURON)
+    assert code == 5
+    assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in err
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
-def test_other_devices_compile_nothing_beforehand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
-) -> None:
-    assert main(monkeypatch, str(TINY), f"backend.name={backend}") == 2
-    assert f"{backend} compiles no graphs beforehand" in capsys.readouterr().err
+def test_other_devices_compile_nothing_beforehand(backend: str) -> None:
+    code, _, err = run(TINY, f"backend.name={backend}")
+    assert code == 2
+    assert f"{backend} compiles no graphs beforehand" in err
 
 
 @pytest.mark.parametrize("text", ["no JSON", '{"version": 0}'])
@@ -134,8 +125,8 @@ def test_on_several_nodes_nothing_is_tried_again_by_one_alone(
 ) -> None:
     given: list[int] = []
 
-    def compile_graphs(job: CompileJob, num_workers: int, retries: int) -> Compiled:
-        given.append(retries)
+    def compile_graphs(*args: Any) -> Compiled:
+        given.append(args[-1])
         return Compiled({key(1): "step 1 #1"}, {})
 
     monkeypatch.setattr(precompile, "compile_graphs", compile_graphs)
@@ -149,7 +140,7 @@ def test_on_several_nodes_nothing_is_tried_again_by_one_alone(
     )
     paths = (f"compile.manifest={tmp_path}/a.json", f"compile.cache_dir={tmp_path}/cache")
     args = (str(TINY), "backend.name=neuron", *cluster, *paths, "--first-node=node7", "--retries=3")
-    assert main(monkeypatch, *args) == 0
+    assert run(*args)[0] == 0
     assert given == [retries]
 
 
