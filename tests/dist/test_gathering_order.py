@@ -39,14 +39,7 @@ def events(resolved: Resolved, ranks: RankPool) -> list[str]:
 def expected(
     *, forward_ahead: int, backward_ahead: int, again: bool, kind: str = "before", blocks: int = 1
 ) -> list[str]:
-    """Events of a step with so many units gathered ahead of their use.
-
-    Args:
-        forward_ahead, backward_ahead: Units.
-        again: Units were dropped after the forward pass, and are gathered for the backward pass.
-        kind: Value of parallel.backward_prefetch.
-        blocks: Blocks of a unit; a unit is named by its first.
-    """
+    """Events of a step with so many units gathered ahead of their use."""
     units = [range(first, first + blocks) for first in range(0, BLOCKS, blocks)]
     last = len(units) - 1
     found, gathered = ["gather rest"], -1

@@ -31,11 +31,7 @@ Entries = dict[tuple[str, str, tuple[int, ...]], Tensor]
 
 
 class RandomCasts(TorchDispatchMode):
-    """Effect of `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` on casts.
-
-    Args:
-        seed: `NEURON_RT_STOCHASTIC_ROUNDING_SEED`.
-    """
+    """Effect of `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` on casts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -111,11 +107,6 @@ def trained(
     """Tensors of this rank after some steps on such hardware, and the vote's finding on its copies.
 
     Args:
-        backend: Of this rank; its kernels are replaced.
-        resolved: The run.
-        weights: Whole, at the start.
-        steps: How many.
-        seeds: Of the hardware, by rank.
         broken: See `mutant`; empty for the product as it is.
     """
     backend.kernels = CpuNeuronKernels()

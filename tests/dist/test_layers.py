@@ -32,14 +32,7 @@ SEQUENCE = ShardSpec((S, B, D), dim=0)
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, and what flows through it.
-
-    Args:
-        x: The whole input.
-        weights, biases: Whole ones by segment name.
-        grad: Gradient of the whole output.
-        x_cut, out_cut: How input and output are cut; None: over the sequence, if sequence parallel.
-    """
+    """A layer, and what flows through it."""
 
     x: Tensor
     weights: dict[str, Tensor]

@@ -340,13 +340,7 @@ def test_ranks_write_their_adapter_whole(ranks: RankPool, tmp_path: Path, world:
 
 
 def chain(seed: int, number: int, *, new: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Batches of a Markov chain in which each token has four equally likely successors; its entropy is log 4.
-
-    Args:
-        seed: Of the rows.
-        number: Of the batches.
-        new: Tokens whose successors are others than those of the chain that the base knows.
-    """
+    """Batches of a Markov chain in which each token has four equally likely successors; its entropy is log 4."""
     generator = torch.Generator().manual_seed(5)
     known, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
     successors = torch.cat([others[:new], known[new:]])

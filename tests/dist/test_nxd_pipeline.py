@@ -35,13 +35,7 @@ _KINDS: dict[str, Kind] = {
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
-
-    Args:
-        kind: What; a forward transfer is of activations, a backward one of their gradients.
-        chunk: The acting rank's own, that computes, or whose input, output or gradient of either is moved.
-        micro: Micro-batch.
-    """
+    """One thing that a rank does."""
 
     kind: Kind
     chunk: int
@@ -49,13 +43,7 @@ class Action(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Transfer between two stages, described alike by both ends.
-
-    Args:
-        sender, receiver: Ranks.
-        stage: Of the sender, counted through all chunks.
-        micro: Micro-batch.
-    """
+    """Transfer between two stages, described alike by both ends."""
 
     sender: int
     receiver: int
@@ -68,13 +56,6 @@ def actions(num_ranks: int, num_micro: int, rank: int, num_chunks: int = 1) -> l
 
     Its 1F1B receives as late and sends as early as it can; its interleaved schedule sends and receives after each
     computation, in an order that depends on whether there are as many micro-batches as ranks.
-
-    Args:
-        num_ranks, num_micro, num_chunks: Degree of pipeline parallelism, micro-batches per step, stages per rank.
-        rank: Of the pipeline.
-
-    Raises:
-        ValueError: Interleaving, and `num_ranks` does not divide `num_micro`.
 
     Source: neuronx_distributed/pipeline/scheduler.py; create_schedule and _exec_schedule of pipeline/model.py.
     """
@@ -106,11 +87,7 @@ def transfer(action: Action, rank: int, num_ranks: int) -> Transfer:
 
 
 def stuck(schedules: Sequence[Sequence[Action]]) -> dict[int, Action]:
-    """Actions at which ranks deadlock if each transfer waits for its other end.
-
-    Args:
-        schedules: Of all ranks.
-    """
+    """Actions at which ranks deadlock if each transfer waits for its other end."""
     num_ranks = len(schedules)
     at = [0] * num_ranks
     while True:

@@ -37,15 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Launched:
-    """The command `nxtrain launch`, in a session of its own as in a terminal.
-
-    Args:
-        folder: With the configuration.
-        overrides: Of it.
-        faults: For `NXTRAIN_FAULTS`.
-        under: Another command that starts it, as a program.
-        ignores: Signals that the command is started to ignore, as a program; None: it is a fork.
-    """
+    """The command `nxtrain launch`, in a session of its own as in a terminal."""
 
     def __init__(
         self,

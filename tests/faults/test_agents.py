@@ -69,14 +69,7 @@ def leave_late() -> None:
 
 
 class Agents:
-    """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet.
-
-    Args:
-        folder: With the configuration.
-        overrides: Of it.
-        nodes: Of torchrun's `--nnodes`: a number, or the fewest and the most.
-        patience_s: Time that they wait for one another.
-    """
+    """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet."""
 
     def __init__(self, folder: Path, *overrides: str, nodes: str = "2", patience_s: int = 60) -> None:
         self.folder, self._overrides, self._nodes, self._patience_s = folder, overrides, nodes, patience_s

@@ -36,17 +36,7 @@ def write_config(folder: Path, *, steps: int = 100_000, every: int = 0, **sectio
 
 
 class Ranks:
-    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind.
-
-    Args:
-        started_by: Starts them.
-        folder: Has their configuration, what they print, and the run.
-        faults: For `NXTRAIN_FAULTS`.
-        overrides: Of the configuration, as on the command line.
-        world: How many there are.
-        first: Is called in each before the command, and must be known by a module's name.
-        config: Configuration; None: that of the folder.
-    """
+    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind."""
 
     def __init__(
         self,
@@ -113,15 +103,7 @@ class Ranks:
 def train_as_launched(
     started_by: ForkServerContext, folder: Path, config: Path, overrides: Sequence[str], *, within_s: float = 100.0
 ) -> str:
-    """Train by the command and the environment that `nxtrain launch` renders, without the agent's and ranks' imports.
-
-    Returns:
-        Output of rank 0.
-
-    Raises:
-        ConfigError: `nxtrain launch` refuses the run.
-        AssertionError: A rank fails.
-    """
+    """Train by the command and the environment that `nxtrain launch` renders, without their imports."""
     rendered = render(config, overrides, None, os.environ)
     train = ("-m", "nxtrain", "train", str(config), *overrides)
     before = rendered.argv[: -len(train)]
@@ -136,11 +118,7 @@ def train_as_launched(
 
 
 def until(condition: Callable[[], object], within_s: float, said: Callable[[], object]) -> None:
-    """Wait for a condition.
-
-    Raises:
-        AssertionError: It does not come true in time.
-    """
+    """Wait for a condition."""
     limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit, said()

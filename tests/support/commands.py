@@ -46,14 +46,7 @@ def context() -> ForkServerContext:
 
 
 def play(log: Path, argv: Sequence[str], environ: Mapping[str, str], first: Callable[[], object] | None = None) -> None:
-    """A command in this process, which ends with it.
-
-    Args:
-        log: Takes what it prints.
-        argv: Its arguments.
-        environ: What its environment has besides.
-        first: Is called before it, and must be known by a module's name.
-    """
+    """A command in this process, which ends with it."""
     os.setsid()  # so that whatever it may start is known by its session
     heed_signals()
     os.environ.update(environ)
@@ -76,14 +69,7 @@ def heed_signals() -> None:
 def start(
     folder: Path, *argv: object, environ: Mapping[str, str] | None = None, first: Callable[[], object] | None = None
 ) -> ForkServerProcess:
-    """Start a command.
-
-    Args:
-        folder: Holds what it tells, in `told.txt`.
-        argv: Its arguments.
-        environ: What its environment has besides.
-        first: Is called there before it, and must be known by a module's name.
-    """
+    """Start a command."""
     process = context().Process(target=play, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
     process.start()
     return process
@@ -111,14 +97,7 @@ def command(
 def forked(
     folder: Path, *argv: object, environ: Mapping[str, str] | None = None, within_s: float = 250.0
 ) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command whose processes are forks, too.
-
-    Args:
-        folder: Its working directory, which gets both outputs.
-        argv: Its arguments.
-        environ: Additions to its environment.
-        within_s: Limit of its time.
-    """
+    """Exit code, standard output and standard error of a command whose processes are forks, too."""
     errors = folder / ERRORS
     code, out = command(folder, *argv, environ=environ, first=partial(_as_program, errors), within_s=within_s)
     return code, out, errors.read_text(encoding="utf-8", errors="replace")

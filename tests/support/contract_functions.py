@@ -80,11 +80,7 @@ class Echo(Collectives):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank among some that all have the same tensors.
-
-    Args:
-        comm, axis: How it reaches them.
-    """
+    """A rank among some that all have the same tensors."""
 
     comm: Collectives
     axis: Axis

@@ -21,14 +21,7 @@ Talk = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Family:
-    """Chat template of a family, after the one that its models are released with.
-
-    Args:
-        template: The template.
-        bos, eos: Special tokens; the eos ends a turn.
-        others: Other special tokens.
-        ends_outside: The eos is behind the `{% generation %}` block, so that transformers' mask leaves the token out.
-    """
+    """Chat template of a family, after the one that its models are released with."""
 
     template: str
     bos: str
@@ -108,12 +101,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Answered:
-    """Tokens of a conversation up to the end of an answer.
-
-    Attributes:
-        ids: Tokens from the begin of the conversation on.
-        begin: Number of tokens before the answer.
-    """
+    """Tokens of a conversation up to the end of an answer."""
 
     ids: tuple[int, ...]
     begin: int

@@ -54,11 +54,7 @@ class NumberedLane:
 
 @dataclass(frozen=True)
 class NumberedLanes:
-    """Source of lanes of numbers.
-
-    Args:
-        poison: Row of each lane that ends the process; -1: none.
-    """
+    """Source of lanes of numbers."""
 
     poison: int = -1
 

@@ -83,17 +83,7 @@ FREE = {
 
 @dataclass
 class Counts:
-    """Work of the device.
-
-    Args:
-        dispatches: Operations and graphs that the host handed over.
-        collectives: Collectives among these.
-        wide: 64-bit integers among what collectives carried.
-        compilations: Operations and graphs that were new, by shapes and types.
-        graphs: Graphs among these.
-        fallbacks: Operations that ran on the host instead.
-        names: Dispatches by name.
-    """
+    """Work of the device."""
 
     dispatches: int = 0
     collectives: int = 0
@@ -105,17 +95,7 @@ class Counts:
 
 
 class StandInDevice(TorchDispatchMode):
-    """The device of this process.
-
-    Args:
-        bitcasts: Views of another type are supported.
-        on_host: Operations, such as `aten::cumsum`, that the device lacks and the host computes.
-        compile_s: Seconds for which a first compilation delays its caller.
-
-    Attributes:
-        compiles_only: Graphs are compiled and do not run; what they return is no number.
-        digests: Hashes of all graphs, as names of their files.
-    """
+    """The device of this process."""
 
     def __init__(self, *, bitcasts: bool = True, on_host: Sequence[str] = (), compile_s: float = 0.0) -> None:
         super().__init__()

@@ -27,11 +27,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass(frozen=True)
 class DrawnAdapters(Drawn):
-    """A drawn run that trains adapters of some layers.
-
-    Args:
-        finetune: Values of [finetune], in the order of their names.
-    """
+    """A drawn run that trains adapters of some layers."""
 
     finetune: tuple[tuple[str, Any], ...] = ()
 

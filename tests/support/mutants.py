@@ -48,14 +48,7 @@ _GUARDS = ("no_grad",)
 
 @dataclass(frozen=True)
 class Mutant:
-    """A source with one defect.
-
-    Args:
-        operator: Kind of the defect.
-        line: Where it begins, from 1.
-        before, after: The text there without and with the defect.
-        source: The whole file.
-    """
+    """A source with one defect."""
 
     operator: str
     line: int

@@ -113,12 +113,7 @@ _QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarnin
 
 @dataclass(frozen=True)
 class Drawn:
-    """A mutant of a file.
-
-    Args:
-        path: Relative to the tree.
-        mutant: Its defect.
-    """
+    """A mutant of a file."""
 
     path: str
     mutant: Mutant
@@ -129,13 +124,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Fate of a mutant.
-
-    Args:
-        kind: Timeouts are noticed too.
-        by: The first test that failed, or the selection that did.
-        time_s: Of all its runs.
-    """
+    """Fate of a mutant."""
 
     kind: Literal["killed", "survived", "timeout"]
     by: str
@@ -202,12 +191,7 @@ def _compiles(drawn: Drawn) -> bool:
 
 
 class Tree:
-    """A copy of the repository in which defects are tried one after the other.
-
-    Args:
-        root: The repository, which is read only.
-        folder: Empty; holds the copy and the files that tests write.
-    """
+    """A copy of the repository in which defects are tried one after the other."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.path, self._folder = root, folder / "tree", folder
@@ -220,11 +204,7 @@ class Tree:
         self._writes = 0
 
     def check(self, stages: Stages) -> list[float]:
-        """Seconds that the tests take without a defect.
-
-        Raises:
-            RuntimeError: One fails even so, or other code is imported than the copy.
-        """
+        """Seconds that the tests take without a defect."""
         seconds = []
         for selection in stages:
             began = time.monotonic()

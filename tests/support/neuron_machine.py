@@ -47,11 +47,7 @@ PAUSE = "STAND_IN_COMPILE_PAUSE_S"
 
 
 class Plugin:
-    """Plugin that one process loads.
-
-    Args:
-        environ: Its variables.
-    """
+    """Plugin that one process loads."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._root = Path(environ["NEURON_COMPILE_CACHE_URL"])
@@ -300,12 +296,7 @@ def _start_runtime() -> None:
 
 
 class _Afterwards(MetaPathFinder):
-    """Calls a function once a module has been imported.
-
-    Args:
-        name: Of the module.
-        then: The function.
-    """
+    """Calls a function once a module has been imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
@@ -320,13 +311,7 @@ class _Afterwards(MetaPathFinder):
 
 
 class _Imported(MetaPathFinder, Loader):
-    """Gives a module that a process had imported to the next import of it, and calls a function then.
-
-    Args:
-        name: Of the module.
-        module: It.
-        then: The function.
-    """
+    """Gives a module that a process had imported to the next import of it, and calls a function then."""
 
     def __init__(self, name: str, module: ModuleType, then: Callable[[], None]) -> None:
         self._name, self._module, self._then = name, module, then

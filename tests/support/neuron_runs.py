@@ -64,12 +64,7 @@ max_recompiles = 0
 
 @dataclass(frozen=True)
 class Machine:
-    """A pretended machine with one model, its data and a configuration.
-
-    Args:
-        folder: What is on it.
-        env: The variables of a shell.
-    """
+    """A pretended machine with one model, its data and a configuration."""
 
     folder: Path
     env: Mapping[str, str]

@@ -105,13 +105,7 @@ Meet = Callable[[str, Callable[[], str]], None]
 
 
 class Runtime:
-    """Function behind torch-xla's step marker; as a context, or for the rest of the process.
-
-    Args:
-        meet: Is called with each graph before it would run.
-        runs: Graphs run. Otherwise they are dropped, and whatever the host reads is 1.
-        on_read: Is called with file, line and function of a read where graphs do not run.
-    """
+    """Function behind torch-xla's step marker; as a context, or for the rest of the process."""
 
     def __init__(self, meet: Meet, *, runs: bool, on_read: Callable[[str, int, str], None] | None = None) -> None:
         import torch_xla
@@ -172,11 +166,7 @@ class Runtime:
 
 
 class Witness:
-    """Reports once the classes of a process that trains, and what of their modules is replaced.
-
-    Args:
-        file: Where.
-    """
+    """Reports once the classes of a process that trains, and what of their modules is replaced."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -39,12 +39,7 @@ class FlashConfig:
 
 @dataclass(frozen=True)
 class Cores:
-    """Physical cores of a launch grid, times the programs of each.
-
-    Args:
-        number: Of cores.
-        programs: Of each.
-    """
+    """Physical cores of a launch grid, times the programs of each."""
 
     number: int
     programs: int = 1
@@ -60,12 +55,7 @@ class Cores:
 
 @dataclass
 class Launches:
-    """A kernel, launched as `kernel[grid](...)`.
-
-    Args:
-        compute: What it computes.
-        grids: Of its launches: batch, programs over heads, cores.
-    """
+    """A kernel, launched as `kernel[grid](...)`."""
 
     compute: Callable[..., Any]
     grids: list[tuple[int, int, int]] = field(default_factory=list)

@@ -38,12 +38,7 @@ _LOGS = {
 
 
 class Pool:
-    """The workers, and what they report.
-
-    Args:
-        graphs: HLO files.
-        num_workers: Threads that compile.
-    """
+    """The workers, and what they report."""
 
     def __init__(self, graphs: list[Path], num_workers: int) -> None:
         self._graphs, self._broken = sorted(graphs), False

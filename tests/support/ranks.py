@@ -43,11 +43,7 @@ def _tensor(elements: bytearray, dtype: torch.dtype, shape: torch.Size, requires
 
 
 def dumps(message: object) -> bytes:
-    """Bytes of a message, for `pickle.loads` of another process.
-
-    Args:
-        message: Anything that pickles; on the other side no two of its tensors share memory.
-    """
+    """Bytes of a message, for `pickle.loads` of another process."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(message)
     return file.getvalue()
@@ -72,12 +68,7 @@ PRELOADED = (
 
 
 class RankPool:
-    """Processes that play ranks.
-
-    Args:
-        backend, layers: What each opens.
-        prepare: What each calls first; importable from a fresh process.
-    """
+    """Processes that play ranks."""
 
     def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None, layers: str = "native") -> None:
         self.layers = layers

@@ -91,17 +91,7 @@ RESTART_S = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the ranks.
-
-    Args:
-        codes: With which they ended; None: they were killed because another had failed.
-        said: What each printed.
-        began_after: The step from which the first rank went on; None: it ended before it knew.
-        reached: The last step in the record at the end.
-        saved: The steps of the whole checkpoints at the end.
-        recovery_s: From the first end of a rank to the next start; 0 if all went well.
-        span_s: Uptime of the machine before the ranks began, and after all had ended.
-    """
+    """One start of the ranks."""
 
     codes: Mapping[int, int | None]
     said: Mapping[int, str]
@@ -120,13 +110,7 @@ class Start:
 
 @dataclass
 class History:
-    """All starts of a run.
-
-    Args:
-        folder: With its configuration.
-        starts: In their order.
-        wall_s: All of them together.
-    """
+    """All starts of a run."""
 
     folder: Path
     starts: list[Start] = field(default_factory=list)
@@ -169,12 +153,7 @@ class History:
 
 @dataclass(frozen=True)
 class Golden:
-    """Reference of a run without failures.
-
-    Args:
-        course: Its records without timings.
-        tensors: Of its last checkpoint, all parts in order.
-    """
+    """Reference of a run without failures."""
 
     course: list[dict[str, Any]]
     tensors: Mapping[str, bytes]
@@ -203,18 +182,7 @@ def start(
     meanwhile: Callable[[Ranks], object] = lambda ranks: None,
     first: Callable[[], object] | None = None,
 ) -> Start:
-    """Start the ranks once, and see them all end.
-
-    Args:
-        started_by: Starts processes that have imported everything.
-        folder: With the configuration.
-        faults: For `NXTRAIN_FAULTS`.
-        overrides: Of the configuration.
-        world: How many ranks.
-        within_s: All must have ended.
-        meanwhile: Is called again and again while they run.
-        first: Is called in each rank before the command.
-    """
+    """Start the ranks once, and see them all end."""
     ended_at, from_s = 0.0, now().up
     with Ranks(started_by, folder, *faults, overrides=overrides, world=world, first=first) as ranks:
         begin = time.monotonic()
@@ -263,14 +231,7 @@ def supervise(
 
 
 def assert_recovered(history: History, golden: Golden, *, restarts: int | None = 1, within_s: float = 40.0) -> None:
-    """The oracle: nothing is lost, and no one can tell from the run that something befell it.
-
-    Args:
-        history: The run.
-        golden: The same one, uninterrupted.
-        restarts: So many it took; None: any number.
-        within_s: That all of it may take.
-    """
+    """The oracle: nothing is lost, and no one can tell from the run that something befell it."""
     said = history.said
     assert history.starts[-1].code == 0, said
     assert restarts is None or len(history.starts) == restarts + 1, said

@@ -104,13 +104,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def write_toml(folder: Path, *, num_rows: int = 18, **sections: Mapping[str, Any]) -> Path:
-    """Write the configuration of a run in `folder/run`, and its random rows.
-
-    Args:
-        folder: For both; made where it is absent.
-        num_rows: Of the data.
-        sections: Override the tables of `TINY`.
-    """
+    """Write the configuration of a run in `folder/run`, and its random rows."""
     folder.mkdir(exist_ok=True)
     tables = {"run": {"dir": folder / "run"}, **{name: dict(table) for name, table in TINY.items()}}
     tables["data"]["path"] = folder / "rows.npy"

@@ -49,11 +49,7 @@ def fi_info(devices: int = 8) -> str:
 
 
 class Machine:
-    """Files and programs of a machine.
-
-    Args:
-        folder: Place for them.
-    """
+    """Files and programs of a machine."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.bin = folder / "root", folder / "bin"

@@ -90,12 +90,7 @@ def _path() -> str:
 
 
 class Cluster:
-    """The daemons, as a context which leaves none behind.
-
-    Args:
-        folder: For all their files; its path is short, since a socket lies in it.
-        nodes: Names.
-    """
+    """The daemons, as a context which leaves none behind."""
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         self.folder, self.nodes = folder, tuple(nodes)

@@ -38,12 +38,6 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
     """Call `body(place, *args)` in each process and return what each returned, by rank, as JSON carries it.
 
     This process holds the store of the ranks, as torchrun's agent does, and sets the variables that the agent sets.
-
-    Args:
-        world: Processes.
-        body: Importable by name, like what it is given.
-        args: Its arguments.
-        folder: For the files that carry arguments and results.
     """
     job = folder / "job.pickle"
     job.write_bytes(pickle.dumps((body, args)))
@@ -56,13 +50,7 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
 
 
 def command_ranks(world: int, *argv: object, folder: Path) -> list[Ended]:
-    """Run a command of nxtrain on some ranks, each with a CPU device of its own; the end of each.
-
-    Args:
-        world: Processes.
-        argv: Arguments of the command.
-        folder: For what the ranks print.
-    """
+    """Run a command of nxtrain on some ranks, each with a CPU device of its own; the end of each."""
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     environments = enumerate(_environments(world, store.port))
     ranks = [nxtrain(*argv, env=env, log=folder / f"log-{rank}.txt") for rank, env in environments]
@@ -110,17 +98,7 @@ def run_devices(
     neuron: Mapping[str, str] | None = None,
     instance: str = INSTANCE,
 ) -> list[Any]:
-    """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank.
-
-    Args:
-        world: Devices.
-        body: Importable by name, like what it is given.
-        args: Its arguments.
-        folder: For the files that carry arguments and results.
-        flags: `XLA_FLAGS`.
-        neuron: The backend is the one of Trainium, with these variables beside; None: that of PyTorch/XLA.
-        instance: The machine that has it.
-    """
+    """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank."""
     done = start_devices(world, body, *args, folder=folder, flags=flags, neuron=neuron, instance=instance)
     assert done.code == 0, done.printed[-6000:]
     return pickle.loads(_result(folder, world).read_bytes())  # type: ignore[no-any-return]
@@ -164,10 +142,6 @@ class Devices:
     """The threads of one process.
 
     They meet on the host, since torch-xla's own rendezvous is a collective that each of them would compile.
-
-    Args:
-        world: How many.
-        machine: Folder of the Trainium machine that they are pretended to be of; None: of none.
     """
 
     def __init__(self, world: int, machine: Path | None = None) -> None:

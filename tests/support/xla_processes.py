@@ -48,34 +48,20 @@ def context() -> ForkServerContext:
 
 
 class Ended(NamedTuple):
-    """A process that has ended.
-
-    Args:
-        code: Its exit code; negative: the signal that killed the process.
-        printed: Standard output and error.
-    """
+    """A process that has ended."""
 
     code: int
     printed: str
 
 
 class Started(NamedTuple):
-    """A process that may be under way.
-
-    Args:
-        process: As multiprocessing knows the process.
-        log: File for what the process prints.
-    """
+    """A process that may be under way."""
 
     process: ForkServerProcess
     log: Path
 
     def ended(self, within_s: float) -> Ended:
-        """Wait for the end.
-
-        Raises:
-            AssertionError: It does not come in time.
-        """
+        """Wait for the end."""
         self.process.join(within_s)
         is_late = self.process.is_alive()
         if is_late:
@@ -88,14 +74,7 @@ class Started(NamedTuple):
 
 
 def start(target: Callable[..., object], *args: Any, env: Mapping[str, str], log: Path) -> Started:
-    """Call a function in a process of its own.
-
-    Args:
-        target: Importable by name, like what it is given; small, since a pipe carries them.
-        args: Its arguments.
-        env: All variables of the process.
-        log: File for what the process prints.
-    """
+    """Call a function in a process of its own."""
     log.write_bytes(b"")
     process = context().Process(target=_begin, args=(log, dict(env), target, args))
     process.start()
@@ -131,11 +110,7 @@ Groups = list[list[int]]
 
 
 def link(report: Path | None = None) -> None:
-    """Give this process a device, and join it to those that torchrun's variables tell of; before a command.
-
-    Args:
-        report: File for the counters of rank 0, as of its last boundary.
-    """
+    """Give this process a device, and join it to those that torchrun's variables tell of; before a command."""
     adopt({**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": FAST})
     place = Placement.read()
     if report is not None and place.rank == 0:

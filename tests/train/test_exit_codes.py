@@ -18,14 +18,7 @@ from tests.support.run_folders import as_nobody
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files that commands read.
-
-    Args:
-        config: Configuration of a finished run.
-        run: Folder of the run.
-        hf: The run's model in Hugging Face's format.
-        text: A text.
-    """
+    """Files that commands read."""
 
     config: Path
     run: Path

@@ -47,11 +47,7 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
 
 
 class Nodes:
-    """Two nodes and a mirror.
-
-    Args:
-        mirror: Its address.
-    """
+    """Two nodes and a mirror."""
 
     def __init__(self, ranks: RankPool, folder: Path, mirror: str, variables: dict[str, str]) -> None:
         self.ranks, self.folder, self.mirror, self.variables = ranks, folder, mirror, variables

@@ -31,13 +31,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Machine:
-    """A pretended Trainium machine, with the graphs of one configuration compiled.
-
-    Args:
-        folder: What is on it.
-        env: The variables of a shell.
-        said: What `nxtrain compile` printed.
-    """
+    """A pretended Trainium machine, with the graphs of one configuration compiled."""
 
     folder: Path
     env: Mapping[str, str]

@@ -61,13 +61,7 @@ class Machine(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Two machines with everything compiled, the one of the first stage before the other.
-
-    Args:
-        machines: They.
-        manifests: Theirs.
-        said: What `nxtrain compile` printed on each.
-    """
+    """Two machines with everything compiled, the one of the first stage before the other."""
 
     machines: list[Machine]
     manifests: list[GraphManifest]

@@ -36,13 +36,7 @@ from tests.support.xla_engine import run_devices
 
 @dataclass(frozen=True)
 class Update:
-    """The first update of a run with accumulation.
-
-    Args:
-        text: Its HLO, as the compiler gets it: norm, clipping and update, and nothing of the model.
-        before, after: Parameters by name, in their own type.
-        state: The optimizer's after it, by kind and name.
-    """
+    """The first update of a run with accumulation."""
 
     text: str
     before: dict[str, Tensor]
@@ -99,14 +93,7 @@ MOVES = {
 
 
 class Instruction(NamedTuple):
-    """One of a graph.
-
-    Args:
-        type: Of its result, such as `bf16[64]`.
-        op: What it does.
-        operands: Names.
-        is_root: It is the graph's result.
-    """
+    """One of a graph."""
 
     type: str
     op: str

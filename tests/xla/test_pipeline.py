@@ -22,14 +22,7 @@ from tests.support.xla_engine import run_devices
 
 @dataclass(frozen=True)
 class Piped:
-    """Training of one rank of a pipeline.
-
-    Args:
-        course: Its training.
-        compiled: Graphs that were new in it, on all devices together; what is known is so to the whole process.
-        evaluated: Loss and number of tokens of each micro-batch of the first batch, with the first weights; twice.
-        evaluation_compiled: Graphs that were new in the second of these evaluations.
-    """
+    """Training of one rank of a pipeline."""
 
     course: Course
     compiled: int

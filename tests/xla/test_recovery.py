@@ -31,12 +31,7 @@ EVERY_STEP = ("checkpoint.every=1", "checkpoint.async=false")
 
 
 class Runs:
-    """Runs on XLA devices.
-
-    Args:
-        started_by: Starts processes.
-        folder: For the uninterrupted ones.
-    """
+    """Runs on XLA devices."""
 
     def __init__(self, started_by: ForkServerContext, folder: Path) -> None:
         self._started_by, self._folder = started_by, folder

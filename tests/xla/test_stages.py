@@ -52,12 +52,7 @@ def inputs(micro_batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """Graph that a rank submitted.
-
-    Args:
-        hash: Of the graph.
-        text: Its HLO, where it has a graph of its own because ranks of several stages take part; else empty.
-    """
+    """Graph that a rank submitted."""
 
     hash: str
     text: str
@@ -65,13 +60,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Played:
-    """Results of some steps of a pipeline on one rank.
-
-    Args:
-        losses, norms: Of each step.
-        compiled: Graphs that were new, on all devices together, by the end of each step.
-        graphs: What this rank handed over in each step.
-    """
+    """Results of some steps of a pipeline on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -159,13 +148,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
 
 @dataclass(frozen=True)
 class Handed:
-    """Transfers seen by one of two stages.
-
-    Args:
-        received: What came; empty on the stage that sends.
-        sums: Of a number of each stage, in two ways.
-        graphs: Hashes of the graphs of transfers, and then of sums.
-    """
+    """Transfers seen by one of two stages."""
 
     received: list[Tensor]
     sums: list[float]

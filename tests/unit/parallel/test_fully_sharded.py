@@ -51,14 +51,7 @@ class Model(nn.Module):
 
 
 class Asked:
-    """Calls of FSDP, in order.
-
-    Attributes:
-        events: `fill` or `shard` and the module.
-        options: Of each module that was sharded.
-        methods: Of the model, that gather like its forward pass.
-        units: Modules that are sharded together.
-    """
+    """Calls of FSDP, in order."""
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
         self.events: list[tuple[str, nn.Module]] = []

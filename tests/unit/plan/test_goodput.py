@@ -24,14 +24,7 @@ from nxtrain.plan.goodput import Failures, Shares, advice
 
 @dataclass
 class Job:
-    """Plays training, stalls, background writes, failures, detection and restarts on a clock.
-
-    Args:
-        costs: What each of them takes.
-        interval_s: Training between checkpoints.
-        next_failure: Gives the moment of the first failure after a moment at which the job runs.
-        start_s: Until it trains for the first time.
-    """
+    """Plays training, stalls, background writes, failures, detection and restarts on a clock."""
 
     costs: Failures
     interval_s: float

@@ -31,13 +31,7 @@ RANK_FILE = "rank-00000.safetensors"
 
 
 class Run:
-    """A run of one rank.
-
-    Args:
-        folder: Where its own is.
-        mirror: Where copies are, if anywhere.
-        name: Of its folder.
-    """
+    """A run of one rank."""
 
     def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
         self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
