@@ -379,16 +379,6 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
 }
 """By function."""
 
-PARALLEL = (
-    _ColumnProduct,
-    _SplitProduct,
-    _GatherSequence,
-    _ScatterSequence,
-    _ReduceGradient,
-    _ReduceSum,
-    _VocabCrossEntropy,
-)
-"""Functions that communicate."""
 
 NOT_ECHOED = (_VocabCrossEntropy,)
 """Functions whose ranks have different inputs: several ranks need a process group."""

@@ -29,7 +29,7 @@ from tests.support.mutants import Mutant, mutants
 Stages = tuple[tuple[str, ...], ...]
 """Selections of tests as pytest takes them, one run each, the quickest first."""
 
-_PARITY = "tests/dist/test_training_parity.py"
+_PARITY = "tests/dist/test_drawn_parity.py"
 _FAMILIES = "tests/dist/test_families.py"
 _DP = ("tests/dist/test_data_parallel.py", "tests/dist/test_sharding_costs.py")
 _RESHARDING = ("tests/dist/test_checkpoint_resharding.py", "tests/dist/test_checkpoint_shard_modes.py")
@@ -67,16 +67,16 @@ COVERED: dict[str, Stages] = {
     "nxtrain/parallel/weight_grads.py": (_PIPELINE,),
     "nxtrain/parallel/linear.py": (
         ("tests/unit/parallel/test_linear.py", "tests/unit/models"),
-        ("tests/dist/test_layers.py", "tests/dist/test_logits.py"),
+        ("tests/dist/test_input_contract.py", "tests/dist/test_logits.py"),
         ("tests/dist/test_zero_bubble.py", "tests/xla/test_graphs_pipeline.py"),
     ),
     "nxtrain/parallel/*": (
         ("tests/unit/models", "tests/unit/nn"),
-        ("tests/dist/test_layers.py", "tests/dist/test_logits.py", _PARITY),
+        ("tests/dist/test_input_contract.py", "tests/dist/test_logits.py", _PARITY),
     ),
     "nxtrain/plan/*": (
         tuple(f"tests/unit/plan/test_{name}.py" for name in _PLANS),
-        ("tests/unit/tools/trace/test_fake_rank.py", "tests/dist/test_plan_memory.py", "tests/dist/test_plan_peaks.py"),
+        ("tests/unit/tools/trace/test_fake_rank.py", "tests/dist/test_plan_peaks.py"),
     ),
     "nxtrain/optim/loss_scale.py": (("tests/unit/optim/test_loss_scale.py",), ("tests/dist/test_fp16.py",)),
     "nxtrain/nn/offload.py": (("tests/unit/nn/test_offload.py",), ("tests/dist/test_data_parallel.py",)),

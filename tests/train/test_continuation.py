@@ -13,7 +13,6 @@ from tests.support import models
 from tests.support.runs import run_plan, train_rank
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
-FOLLOWER = dict(zip(WORDS, [*WORDS[1:], WORDS[0]], strict=True))
 PROMPT = "gamma delta"
 NUM_TOKENS = 16
 
@@ -42,19 +41,6 @@ def continued(run: Path, temperature: float = 0.0, top_k: int = 0, seed: int = 0
     text = models.continued(run, PROMPT, tokens, Sampling(temperature, top_k), seed)
     assert text.startswith(PROMPT)
     return text.removeprefix(PROMPT)
-
-
-def test_the_likeliest_continuation_is_the_rule(run: Path) -> None:
-    words = continued(run).split()[:-1]  # the last may be cut short
-    assert len(words) >= 4
-    for before, word in zip([PROMPT.rsplit(maxsplit=1)[-1], *words], words, strict=False):
-        assert word == FOLLOWER[before], words
-
-
-def test_more_tokens_are_a_longer_continuation(run: Path) -> None:
-    short, long = continued(run, tokens=4), continued(run, tokens=8)
-    assert long.startswith(short)
-    assert len(long) > len(short) > 0
 
 
 def test_chance_comes_from_the_seed_and_grows_with_the_temperature(run: Path) -> None:
