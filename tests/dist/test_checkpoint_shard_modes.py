@@ -106,7 +106,6 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def lost_state(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], path: Path) -> list[float]:
-    """Go on with the weights alone."""
     state = start(backend, resolved, weights)
     restore(state, path, weights_only=True)
     state.optimizer.num_updates.fill_(SAVED)

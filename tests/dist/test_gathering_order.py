@@ -62,7 +62,6 @@ def expected(
 
 
 def sharded(shard: str, dp: int, micro: int = 0, **parallel: Any) -> Resolved:
-    """A run of `BLOCKS` blocks."""
     size = 2 if shard == "hybrid" else 0
     config = {"num_hidden_layers": BLOCKS}
     resolved = layout("gqa2", tp=1, dp=dp, micro=micro or 4 // dp, shard=shard, shard_size=size, config=config)
@@ -99,7 +98,6 @@ def test_adjacent_blocks_below_the_least_number_of_parameters_are_one_unit(ranks
 
 
 def weights_of_block(resolved: Resolved, index: int) -> list[Tensor]:
-    """Whole weights of a block."""
     return [weight for name, weight in weights_of(resolved).items() if f".layers.{index}." in name]
 
 

@@ -31,8 +31,6 @@ Entries = dict[tuple[str, str, tuple[int, ...]], Tensor]
 
 
 class RandomCasts(TorchDispatchMode):
-    """Effect of `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` on casts."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)

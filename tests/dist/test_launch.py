@@ -33,8 +33,6 @@ if sys.argv[1] != "0":
 
 @dataclass(frozen=True)
 class Ended:
-    """An agent that has ended."""
-
     returncode: int
     stdout: str
     stderr: str

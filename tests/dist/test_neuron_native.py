@@ -30,7 +30,6 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def neuron() -> Iterator[RankPool]:
-    """Ranks on the fake."""
     pool = RankPool("neuron-native", fake_neuron.install)
     yield pool
     pool.close()

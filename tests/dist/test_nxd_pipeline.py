@@ -1,7 +1,4 @@
-"""The pipeline of NeuronX Distributed, shown in its own code: its schedules, and where it is wrong or refuses.
-
-Its whole courses are compared in `test_nxd_golden.py`. Here its manual partition runs lists of small layers.
-"""
+"""The pipeline of NeuronX Distributed, shown in its own code: its schedules, and where it is wrong or refuses."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from tests.support.ranks import RankPool
 
 
 class _Kernels(PlainKernels):
-    """Counts updates."""
-
     def __init__(self) -> None:
         self.updates = 0
 

@@ -1,7 +1,4 @@
-"""Training through any pipeline is that of transformers with torch's AdamW on one process, in float32.
-
-The order and the progress of every schedule are proven as data, in `tests/unit/parallel/test_schedule.py`.
-"""
+"""Training through any pipeline is that of transformers with torch's AdamW on one process, in float32."""
 
 from __future__ import annotations
 

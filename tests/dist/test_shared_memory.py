@@ -188,7 +188,6 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Libraries with one defect each."""
     flags = ("-std=c++17", "-O1", "-shared", "-fPIC")
     return mutant_libraries(build.SOURCE, MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
 

@@ -131,7 +131,6 @@ def test_copies_of_a_tied_embedding_are_compared_over_the_stages(
 
 
 def test_zero1_compares_the_rows_of_a_tied_embedding_that_two_ranks_alone_have(ranks: RankPool) -> None:
-    """And the parameters over all four."""
     words = told(ranks, 3, HEAD, tp=1, pp=2, dp=2, shard="zero1")
     assert words.pop("param") == [f"rank 3 differs from ranks 0, 1 and 2 in {EMBEDDING}"]
     for kind in ("exp_avg", "exp_avg_sq", "master"):

@@ -64,7 +64,6 @@ class Launched:
 
     @property
     def pid(self) -> int:
-        """The agent's process."""
         return self.agent.pid or 0
 
     def code(self, within_s: float = 0.0) -> int | None:

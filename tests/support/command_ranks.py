@@ -88,7 +88,6 @@ class Ranks:
         return {rank: self.processes[rank].exitcode for rank in wanted}
 
     def said(self) -> Mapping[int, str]:
-        """Output of each rank."""
         return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(self.world)}
 
     def await_steps(self, number: int) -> None:
@@ -118,7 +117,6 @@ def train_as_launched(
 
 
 def until(condition: Callable[[], object], within_s: float, said: Callable[[], object]) -> None:
-    """Wait for a condition."""
     limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit, said()

@@ -39,7 +39,6 @@ def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int
 
 
 def context() -> ForkServerContext:
-    """Starts processes that have imported everything."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["tests.support.command_preload"])
     return found
@@ -69,7 +68,6 @@ def heed_signals() -> None:
 def start(
     folder: Path, *argv: object, environ: Mapping[str, str] | None = None, first: Callable[[], object] | None = None
 ) -> ForkServerProcess:
-    """Start a command."""
     process = context().Process(target=play, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
     process.start()
     return process

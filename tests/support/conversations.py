@@ -31,7 +31,6 @@ class Family:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """All special tokens."""
         return tuple(dict.fromkeys((self.bos, self.eos, *self.others)))
 
     @property
@@ -163,7 +162,6 @@ def answers_of(tokenizer: PreTrainedTokenizerFast, family: Family, talk: Talk) -
 
 
 def write_talks(path: Path, talks: Sequence[Talk]) -> Path:
-    """Write conversations as JSON Lines."""
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
     return path
 

@@ -39,7 +39,6 @@ class NumberedLane:
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
         return self._row, 0
 
     def row(self) -> NDArray[np.int32]:
@@ -54,12 +53,9 @@ class NumberedLane:
 
 @dataclass(frozen=True)
 class NumberedLanes:
-    """Source of lanes of numbers."""
-
     poison: int = -1
 
     def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
-        """Function that opens a lane."""
         return lambda order, lane, place: NumberedLane(lane, place, mark, self.poison)
 
 
@@ -204,7 +200,6 @@ def drop_checksums(path: Path) -> None:
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:
-    """A folder with a byte-level BPE."""
     folder.mkdir()
     train_bpe(documents(50), vocab_size, folder / "tokenizer.json")
     return folder

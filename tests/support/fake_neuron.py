@@ -37,8 +37,6 @@ MADE: list[NeuronConfig] = []
 
 
 class ProfileMode(Enum):
-    """Kinds of files."""
-
     DEVICE = 0
     RUNTIME = 1
     CPU_UTIL = 2
@@ -64,7 +62,6 @@ class NeuronConfig(_ExperimentalConfig):
 
 
 def modules() -> dict[str, ModuleType]:
-    """Packages with the stand-in, for `sys.modules`."""
     package, profiling = ModuleType("torch_neuronx"), ModuleType("torch_neuronx.profiling")
     profiling.__dict__.update(NeuronConfig=NeuronConfig, ProfileMode=ProfileMode)
     return {"torch_neuronx": package, "torch_neuronx.profiling": profiling}
@@ -83,8 +80,6 @@ FREE = {
 
 @dataclass
 class Counts:
-    """Work of the device."""
-
     dispatches: int = 0
     collectives: int = 0
     wide: int = 0
@@ -95,8 +90,6 @@ class Counts:
 
 
 class StandInDevice(TorchDispatchMode):
-    """The device of this process."""
-
     def __init__(self, *, bitcasts: bool = True, on_host: Sequence[str] = (), compile_s: float = 0.0) -> None:
         super().__init__()
         self.bitcasts, self.on_host, self.compile_s = bitcasts, set(on_host), compile_s
@@ -121,7 +114,6 @@ class StandInDevice(TorchDispatchMode):
         self._places.clear()
 
     def forget_fallbacks(self) -> None:
-        """Start the list of fallbacks anew."""
         self.counts.fallbacks.clear()
 
     @property

@@ -112,7 +112,6 @@ def restored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def targets_of(resolved: Resolved) -> tuple[str, ...]:
-    """Layers with an adapter."""
     return resolved.config.finetune.targets or LAYERS
 
 
@@ -125,7 +124,6 @@ def _peft() -> Any:
 
 
 def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
-    """PEFT's model around transformers'."""
     peft = _peft()
     config = resolved.config.finetune
     lora = peft.LoraConfig(

@@ -97,7 +97,6 @@ class Machine:
 
     @property
     def config(self) -> Path:
-        """The configuration."""
         return self.folder / "config.toml"
 
     def nxtrain(self, command: str, *overrides: str, **variables: str) -> str:
@@ -136,5 +135,4 @@ class Machine:
         return [{key: json.loads(line)[key] for key in kept} for line in lines]
 
     def column(self, key: str) -> list[float]:
-        """One number of each record."""
         return [record[key] for record in self.records()]

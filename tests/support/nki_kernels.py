@@ -28,8 +28,6 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """Options of the forward kernel."""
-
     seq_tile_size: int = TILE
     attn_core_tile_size: int = 256
     training: bool = True
@@ -49,14 +47,11 @@ class Cores:
 
     @property
     def total(self) -> int:
-        """Programs of all."""
         return self.number * self.programs
 
 
 @dataclass
 class Launches:
-    """A kernel, launched as `kernel[grid](...)`."""
-
     compute: Callable[..., Any]
     grids: list[tuple[int, int, int]] = field(default_factory=list)
 

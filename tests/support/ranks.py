@@ -68,8 +68,6 @@ PRELOADED = (
 
 
 class RankPool:
-    """Processes that play ranks."""
-
     def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None, layers: str = "native") -> None:
         self.layers = layers
         self._job = (backend, layers, prepare)
@@ -97,7 +95,6 @@ class RankPool:
         return [value for _, value in outcomes]
 
     def close(self) -> None:
-        """End the processes."""
         for process, pipe in self._workers:
             process.kill()
             process.join()

@@ -54,7 +54,6 @@ def plan(folder: Path, layout: dict[str, Any], rows: Path, **checkpoint: Any) ->
 
 
 def world_of(layout: dict[str, Any]) -> int:
-    """Ranks that a layout takes."""
     return int(layout["tp"] * layout.get("pp", 1) * layout["dp"])
 
 
@@ -64,7 +63,6 @@ def continued(folder: Path, layout: dict[str, Any], rows: Path, saved: Path) -> 
 
 
 def after(folder: Path) -> list[dict[str, Any]]:
-    """The records after the checkpoint."""
     return [{key: record[key] for key in KEPT} for record in course(folder) if record["step"] > SAVED]
 
 
@@ -91,8 +89,6 @@ RESTART_S = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the ranks."""
-
     codes: Mapping[int, int | None]
     said: Mapping[int, str]
     began_after: int | None
@@ -103,27 +99,22 @@ class Start:
 
     @property
     def code(self) -> int:
-        """The one of an agent."""
         known = [code for code in self.codes.values() if code is not None]
         return blame([code for code in known if code] or [0])
 
 
 @dataclass
 class History:
-    """All starts of a run."""
-
     folder: Path
     starts: list[Start] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
         return self.folder / "run"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return self.run / CHECKPOINTS_DIR
 
     @property
@@ -153,14 +144,11 @@ class History:
 
 @dataclass(frozen=True)
 class Golden:
-    """Reference of a run without failures."""
-
     course: list[dict[str, Any]]
     tensors: Mapping[str, bytes]
 
     @staticmethod
     def of(history: History) -> Golden:
-        """Result of an uninterrupted run."""
         assert [start.code for start in history.starts] == [0], history.said
         found = course(history.run)
         return Golden(found, tensors(directory.step_path(history.checkpoints, found[-1]["step"])))

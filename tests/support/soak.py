@@ -38,8 +38,6 @@ PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """Costs of a soak."""
-
     seed: int
     steps: int
     faults: int

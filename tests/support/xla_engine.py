@@ -75,7 +75,6 @@ def pretend(place: Placement) -> None:
 
 
 def _play(job: Path) -> None:
-    """Run a job file."""
     body, args = pickle.loads(job.read_bytes())
     place = Placement.read()
     pretend(place)
@@ -150,7 +149,6 @@ class Devices:
         self._machine = machine
 
     def meet(self) -> None:
-        """Wait for all threads."""
         self._meeting.wait(TIMEOUT_S)
 
     def sync(self) -> None:
@@ -165,7 +163,6 @@ class Devices:
             torch_xla.sync()
 
     def run(self, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call `body(backend, *args)` in every thread."""
         import torch_xla
         import torch_xla.core.xla_model as xm
         from torch_xla._internal import pjrt
@@ -204,7 +201,6 @@ class Devices:
 
 
 def _main(job: Path, result: Path) -> None:
-    """Run a job file."""
     body, args, machine = pickle.loads(job.read_bytes())
     devices = Devices(int(os.environ["CPU_NUM_DEVICES"]), machine)
     result.write_bytes(pickle.dumps(devices.run(body, args)))

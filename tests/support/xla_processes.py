@@ -48,8 +48,6 @@ def context() -> ForkServerContext:
 
 
 class Ended(NamedTuple):
-    """A process that has ended."""
-
     code: int
     printed: str
 
@@ -61,7 +59,6 @@ class Started(NamedTuple):
     log: Path
 
     def ended(self, within_s: float) -> Ended:
-        """Wait for the end."""
         self.process.join(within_s)
         is_late = self.process.is_alive()
         if is_late:
@@ -141,8 +138,6 @@ def compiled(report: Path) -> int:
 
 
 class _Carrier:
-    """Collectives of `torch_xla.core.xla_model` that nxtrain uses."""
-
     def __init__(self, place: Placement) -> None:
         self._place = place
 

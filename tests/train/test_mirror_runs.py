@@ -47,8 +47,6 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
 
 
 class Nodes:
-    """Two nodes and a mirror."""
-
     def __init__(self, ranks: RankPool, folder: Path, mirror: str, variables: dict[str, str]) -> None:
         self.ranks, self.folder, self.mirror, self.variables = ranks, folder, mirror, variables
         self.data = {"source": "tokens", "path": str(token_file(folder / "rows.npy", num_rows=18))}

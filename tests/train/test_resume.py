@@ -46,8 +46,6 @@ EACH = {"every": 1, "keep": 5, "async": False}
 
 
 class Runs:
-    """Runs on one file of tokens."""
-
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
         self.data = {"source": "tokens", "path": str(token_file(folder / "rows.npy", num_rows=18))}

@@ -1,8 +1,4 @@
-"""Every line that a run, an export and a sample show is nxtrain's own, and the progress of a run is one moving line.
-
-Libraries write beside us: gloo greets, transformers shows bars, torch warns. A person must not have to tell their lines
-from ours. The commands run as people start them, on a terminal; the demo's run goes through a pipe, in `test_demo.py`.
-"""
+"""Every line that a run, an export and a sample show is nxtrain's own, and the progress of a run is one moving line."""
 
 from __future__ import annotations
 

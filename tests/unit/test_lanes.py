@@ -1,7 +1,4 @@
-"""`scripts/test.sh` on a stand-in for pytest: the order of lanes and their parts, their verdicts, and an interrupt.
-
-The choices among tests, which pytest makes, are held on pytest itself.
-"""
+"""`scripts/test.sh` on a stand-in for pytest: the order of lanes and their parts, their verdicts, and an interrupt."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ esac
 
 
 def chosen(folder: Path, pythons: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """The choice among stand-ins."""
     for name, text in pythons.items():
         version, _, took_us = text.partition(" ")
         file = folder / name

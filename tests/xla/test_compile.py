@@ -1,8 +1,4 @@
-"""`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass or ends.
-
-Two ranks under torchrun trace the product's own step on the product's own backend; the tool, Neuron's plugin and its
-compiler are stand-ins (see `tests.support.neuron_machine`). What one rank computes is in `test_neuron_train.py`.
-"""
+"""`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass."""
 
 from __future__ import annotations
 

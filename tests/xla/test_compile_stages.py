@@ -1,9 +1,4 @@
-"""Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own.
-
-They share the folder of the manifests, and neither the cache nor anything else. Those that compile meet under torchrun
-as machines do, which chooses the first of them. The ranks that run get the variables that torchrun would set; the test
-chooses the first. All are forks of a process that has imported torch-xla; `test_compile.py` starts each Python itself.
-"""
+"""Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own."""
 
 from __future__ import annotations
 
@@ -49,7 +44,6 @@ class Machine(NamedTuple):
         ]
 
     def compile(self, first_node: str) -> Started:
-        """Start `nxtrain compile`."""
         argv = ("compile", str(CONFIG), *self.values, "--nproc=1", f"--first-node={first_node}")
         return start(command, self.env, *argv, env=self.env, log=self.folder / "compile.log")
 

@@ -77,7 +77,6 @@ def skipping(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
 
 
 def skippings(backend: Backend, cases: list[tuple[Resolved, Mapping[str, Tensor]]]) -> list[Skipping]:
-    """`skipping` of each case."""
     return [skipping(backend, *case) for case in cases]
 
 
@@ -94,7 +93,6 @@ def _held(state: TrainState) -> dict[str, Tensor]:
 
 
 def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Their checksums on the device."""
     there = {name: backend.put(x) for name, x in tensors.items()}
     found = checksums(there, backend.kernels, backend.put(factors(64)))
     backend.step_boundary()
@@ -104,8 +102,6 @@ def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Voted:
-    """A run whose replicas vote."""
-
     told: str
     compiled: int
     launched: int
@@ -144,12 +140,10 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
 
 
 def votes(backend: Backend, cases: Sequence[tuple[Resolved, tuple[int, int] | None]]) -> list[Voted]:
-    """`voted` of each case."""
     return [voted(backend, *case) for case in cases]
 
 
 def _read() -> int:
-    """Transfers to the host so far."""
     import torch_xla.debug.metrics as met
 
     found = met.metric_data("TransferFromDeviceTime")

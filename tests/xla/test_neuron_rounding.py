@@ -93,8 +93,6 @@ MOVES = {
 
 
 class Instruction(NamedTuple):
-    """One of a graph."""
-
     type: str
     op: str
     operands: list[str]
@@ -102,7 +100,6 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Type of its numbers."""
         return self.type.partition("[")[0]
 
 

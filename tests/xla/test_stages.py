@@ -1,7 +1,4 @@
-"""Stages that run programs of their own and meet in between, on several XLA devices with real collectives.
-
-The reference is the same chain of blocks on whole tensors in one process.
-"""
+"""Stages that run programs of their own and meet in between, on several XLA devices with real collectives."""
 
 from __future__ import annotations
 
@@ -41,19 +38,15 @@ def seen_by(mesh: Mesh, rank: int) -> Mesh:
 
 
 def weights(stage: int) -> tuple[Tensor, Tensor]:
-    """Of a stage, whole."""
     return random(WIDTH, INNER, seed=stage, scale=0.25), random(INNER, WIDTH, seed=100 + stage, scale=0.25)
 
 
 def inputs(micro_batch: int) -> Tensor:
-    """Of the first stage, whole."""
     return random(TOKENS, WIDTH, seed=1000 + micro_batch)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Graph that a rank submitted."""
-
     hash: str
     text: str
 
@@ -208,7 +201,6 @@ def _traced_rank(layout: Mesh, rank: int) -> list[str]:
 
 
 def sent_by_the_first(dtype: torch.dtype) -> list[Tensor]:
-    """Tensors that `handed` sends."""
     whole, changed = (random(6, 3, seed=seed).to(dtype) for seed in (0, 1))
     old = changed[1:5] * 2.0
     return [random(4, 3, seed=2).to(dtype), whole[:4] + 1.0, whole[1:5], old, old]
