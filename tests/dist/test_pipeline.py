@@ -18,9 +18,6 @@ STEPS, MANY = 3, 20
 LAYERS = 5
 """They divide by no number of chunks."""
 
-BATCH = {1: 8, 2: 8, 4: 8, 7: 14}
-"""Sequences that divide into so many micro-batches, on one and on two data parallel ranks."""
-
 
 @cache
 def expected(shape: str, layers: int, batch: int, lr: float, steps: int) -> Course:
