@@ -17,28 +17,13 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import batch_of
 from nxtrain.train.step import DeviceBatch, eval_step
+from tests.support.corpora import drawn_row
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
 from tests.support.ranks import RankPool
 
 END, SEED, CASES = 0, 0, 10
 Rows = NDArray[np.int64]
-
-
-def drawn_rows(random: Random, number: int, seq_len: int, vocab_size: int) -> Rows:
-    """Documents of drawn lengths, each with its marked end; the last one of a row is cut, or padding follows.
-
-    The id of the end is also a word of the documents, which ends none.
-    """
-    rows = np.full((number, seq_len + 1), IGNORE_INDEX, np.int64)
-    for row in rows:
-        filled = 0
-        while filled < len(row) and not (filled and random.random() < 0.1):
-            length = min(random.choice((0, 1, 4, 9, 20)), len(row) - filled - 1)
-            row[filled : filled + length] = [random.choice((END, random.randrange(vocab_size))) for _ in range(length)]
-            row[filled + length] = END | END_BIT
-            filled += length + 1
-    return rows
 
 
 def drawn_layout(random: Random, index: int) -> Resolved:
@@ -99,7 +84,8 @@ def test_documents_of_a_drawn_layout_with_stages_are_those_of_transformers(ranks
     random = Random(SEED + index)
     resolved = drawn_layout(random, index)
     config: Any = resolved.config
-    rows = drawn_rows(random, config.train.global_batch, config.train.seq_len, resolved.model.vocab_size)
+    sizes = resolved.model.vocab_size, config.train.seq_len
+    rows = np.array([drawn_row(random, *sizes) for _ in range(config.train.global_batch)])
     weights = weights_of(resolved)
     loss, number, grads = alone(resolved, weights, rows)
     degrees = config.parallel

@@ -20,6 +20,7 @@ from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.launch.local import AGENT, render
 from tests.support import commands, runs
+from tests.support.processes import AGENT_STORE, prepared, rank_variables
 
 WORLD = 2
 
@@ -52,18 +53,12 @@ class Ranks:
         self.folder, self.world = folder, world
         for rank in range(world):
             self._log(rank).unlink(missing_ok=True)
-        place: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        place |= {VARIABLE: ",".join(faults)}
         argv = ("train", str(config or folder / runs.FILE), *overrides)
-        environs = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
-        self.processes: list[BaseProcess] = [
-            started_by.Process(
-                target=commands.play,
-                args=(self._log(rank), argv, {name: str(value) for name, value in environ.items()}, first),
-            )
-            for rank, environ in enumerate(environs)
-        ]
+        shared = {**AGENT_STORE, VARIABLE: ",".join(faults)}
+        self.processes: list[BaseProcess] = []
+        for rank in range(world):
+            environ = {**shared, **rank_variables(rank, world, self._store.port)}
+            self.processes.append(prepared(started_by, self._log(rank), commands.play, argv, environ, first))
 
     def __enter__(self) -> Ranks:
         for process in self.processes:

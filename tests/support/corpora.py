@@ -62,18 +62,18 @@ class NumberedLanes:
 SEQ_LEN, END = 64, 0
 
 
-def drawn_row(rng: Random, vocab_size: int) -> list[int]:
+def drawn_row(rng: Random, vocab_size: int, seq_len: int = SEQ_LEN) -> list[int]:
     """S + 1 marked ids: documents of drawn lengths, each with its end; the last may be cut, or padding may follow.
 
     The id of the end is also a word of the documents.
     """
     row: list[int] = []
-    while len(row) <= SEQ_LEN:
+    while len(row) <= seq_len:
         words = [rng.choice((END, rng.randrange(vocab_size))) for _ in range(rng.choice((0, 1, 3, 10, 30)))]
         row += [*words, END | END_BIT]
         if rng.random() < 0.1:
-            row += [IGNORE_INDEX] * (SEQ_LEN + 1)
-    return row[: SEQ_LEN + 1]
+            row += [IGNORE_INDEX] * (seq_len + 1)
+    return row[: seq_len + 1]
 
 
 def spans(row: list[int]) -> list[tuple[int, int]]:

@@ -13,16 +13,18 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from tests.support import processes
 from tests.support.ports import patient_s
+from tests.support.processes import AGENT_STORE, rank_variables
 
 
 class _Pickler(ForkingPickler):
@@ -110,11 +112,9 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def context() -> Any:
-    """Starts forks of a process that has imported everything; a test process has one such process."""
-    found = mp.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOADED])
-    return found
+def context() -> ForkServerContext:
+    """Starts processes that have imported what bodies use."""
+    return processes.context(*PRELOADED)
 
 
 def _open_store() -> TCPStore:
@@ -154,9 +154,7 @@ def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None]
     while True:
         rank = pipe.recv()
         world, port, body, args = pickle.loads(pipe.recv_bytes())
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place.update({"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True})
-        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update({**rank_variables(rank, world, port), **AGENT_STORE})
         from nxtrain.backends import open_backend
 
         try:

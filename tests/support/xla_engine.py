@@ -28,7 +28,8 @@ from torch.distributed import TCPStore
 
 from nxtrain.common.process.placement import Placement
 from tests.support.ports import patient_s
-from tests.support.xla_processes import FAST, Ended, nxtrain, start
+from tests.support.processes import AGENT_STORE, Ended, rank_variables
+from tests.support.xla_processes import FAST, nxtrain, start
 
 RANKS_TIMEOUT_S = patient_s(200)
 ONE_DEVICE = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
@@ -59,12 +60,9 @@ def command_ranks(world: int, *argv: object, folder: Path) -> list[Ended]:
 
 def _environments(world: int, port: int) -> list[dict[str, str]]:
     """Variables of each rank: those of torchrun's agent, and one CPU device."""
-    shared: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
-    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True", **ONE_DEVICE}
-    places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
-    return [{**os.environ, **{name: str(value) for name, value in place.items()}} for place in places]
+    node = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
+    shared = {**os.environ, **node, "TORCHELASTIC_RESTART_COUNT": "0", **AGENT_STORE, **ONE_DEVICE}
+    return [{**shared, **rank_variables(rank, world, port)} for rank in range(world)]
 
 
 def pretend(place: Placement) -> None:

@@ -20,7 +20,8 @@ from nxtrain.tools.compile.entries import EntryState
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import PAUSE, ROOT, assert_real, command, install
-from tests.support.xla_processes import Started, start
+from tests.support.processes import Started
+from tests.support.xla_processes import start
 
 STEPS = 3
 

@@ -15,7 +15,8 @@ from nxtrain.tools.compile.entries import CacheKey
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.neuron_machine import ROOT, assert_real, command, install, rank_variables
 from tests.support.ports import free_port
-from tests.support.xla_processes import Started, start
+from tests.support.processes import Started
+from tests.support.xla_processes import start
 
 CONFIG = ROOT / "configs/tiny_cpu.toml"
 
