@@ -11,11 +11,11 @@ at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes
 
 # What `quick` takes of the lanes that start ranks.
 smokes=(
-    "tests/dist/test_training_parity.py::test_every_layout_trains_as_transformers_does[2-1-True-1]"
-    "tests/dist/test_pipeline.py::test_few_steps_equal_transformers[1-2-1-2-4]"
-    "tests/dist/test_checkpoint_shard_modes.py::test_any_degree_loads_what_another_saved[alone-zero1-of-4]"
+    "tests/dist/test_drawn_parity.py::test_a_drawn_run_of_any_layout_equals_transformers[1-tp1-pp2x2-dp1-grad_op]"
+    "tests/dist/test_drawn_parity.py::test_a_drawn_run_of_any_layout_equals_transformers[14-tp3-pp2x3-dp1-full]"
+    "tests/dist/test_checkpoint_shard_modes.py::test_a_changed_cut_changes_no_bit[fp32-none]"
     "tests/xla/test_graphs.py::test_every_step_from_the_first_is_the_same_graphs_and_reads_nothing[fp32]"
-    "tests/xla/test_parity.py::test_steps_equal_transformers_and_are_the_same_graphs_on_all_devices[2]"
+    "tests/xla/test_drawn_parity.py::test_drawn_runs_on_devices_equal_transformers[1 devices]"
     "tests/train/test_resume.py::test_going_on_after_any_step_is_the_straight_run[tp2-sp-3]"
     "tests/faults/test_kills.py::test_in_a_step[1]"
 )

@@ -31,11 +31,7 @@ REFUSED = "refuses to give any"
 def write_checkpoints(
     backend: Backend, folder: Path, lacking: int | None, way: str, ranks_per_host: int
 ) -> tuple[list[SaveOutcome], list[bool]]:
-    """Write two checkpoints with copies that one rank has no memory for, and then a third with memory everywhere.
-
-    Returns:
-        The outcomes, and of the three checkpoints whether this rank made a copy.
-    """
+    """Write two checkpoints with copies that one rank has no memory for, and then a third with memory everywhere."""
     mesh = Mesh.build(backend.world, backend.rank, tp=2)
     specs = table("gqa2", mesh)
     wanted = cut(specs, mesh)

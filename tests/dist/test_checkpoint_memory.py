@@ -1,7 +1,4 @@
-"""Loading and exporting take memory for a tensor, not for a checkpoint: peaks of resident memory, as Linux counts them.
-
-Blocks, pieces and batches have a quarter of their sizes here, and so has the largest tensor, that of Llama 2 7B.
-"""
+"""Loading and exporting take memory for a tensor, not for a checkpoint, as Linux counts resident memory."""
 
 from __future__ import annotations
 

@@ -42,20 +42,6 @@ def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused:
     return same(shards, wanted)
 
 
-@pytest.mark.parametrize("shape", ["gqa2", "odd", "tied"])
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 1), (2, 2)), ((1, 2), (2, 1))],
-)
-def test_a_changed_layout_is_resharded(
-    ranks: RankPool, tmp_path: Path, shape: str, saved: Degrees, loaded: Degrees
-) -> None:
-    path = directory.step_path(tmp_path, 10)
-    ranks.run(saved[0] * saved[1], save_rank, path, shape, saved, True)
-    assert all(ranks.run(loaded[0] * loaded[1], load_rank, path, shape, loaded, False))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [directory.LATEST, path.name]
-
-
 def assert_even(sizes: list[int]) -> None:
     """Each within a tenth of their mean."""
     mean = sum(sizes) / len(sizes)

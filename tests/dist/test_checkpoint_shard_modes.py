@@ -63,11 +63,6 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def world_of(cut: Mapping[str, Any]) -> int:
-    """Number of ranks of a layout."""
-    return int(cut["tp"] * cut.get("pp", 1) * cut["dp"])
-
-
 @pytest.mark.parametrize(
     ("update", "loaded"),
     [("fp32", "none"), ("fp32_master", "zero1"), ("bf16_stochastic", "full"), ("bf16_kahan", "none")],
@@ -110,21 +105,7 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("alone", "zero1-of-4"), ("zero1-of-4", "alone"), ("tp2-zero1", "hybrid"), ("hybrid", "tp2-zero1")],
-)
-def test_any_degree_loads_what_another_saved(ranks: RankPool, tmp_path: Path, saved: str, loaded: str) -> None:
-    first, second = (layout("odd", **CUTS[cut]) for cut in (saved, loaded))
-    path = folders.step_path(tmp_path, SAVED)
-    weights = weights_of(first)
-    expected = ranks.run(world_of(CUTS[saved]), straight, first, weights, path)
-    for found in ranks.run(world_of(CUTS[loaded]), resumed, second, weights, path):
-        assert found == pytest.approx(expected[0], abs=2e-6)
-
-
 def lost_state(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], path: Path) -> list[float]:
-    """Go on with the weights alone."""
     state = start(backend, resolved, weights)
     restore(state, path, weights_only=True)
     state.optimizer.num_updates.fill_(SAVED)
@@ -139,77 +120,3 @@ def test_a_run_that_lost_its_state_would_be_seen(ranks: RankPool, tmp_path: Path
     (found, _) = ranks.run(2, lost_state, second, weights_of(first), path)
     assert found[0] == pytest.approx(expected[0][0], abs=2e-6)  # the weights themselves
     assert abs(found[-1] - expected[0][-1]) > 1e-4
-
-
-STAGES: dict[str, dict[str, Any]] = {
-    "alone": {"tp": 1, "dp": 1},
-    "pp2": {"tp": 1, "pp": 2, "dp": 1},
-    "pp2-elsewhere": {"tp": 1, "pp": 2, "dp": 1, "cuts": (1,)},
-    "pp2-v2": {"tp": 1, "pp": 2, "dp": 1, "virtual_pp": 2},
-    "pp4": {"tp": 1, "pp": 4, "dp": 1},
-    "tp2-pp2": {"tp": 2, "pp": 2, "dp": 1},
-    "pp2-zero1": {"tp": 1, "pp": 2, "dp": 2, "shard": "zero1"},
-    "zero1": {"tp": 1, "dp": 2, "shard": "zero1"},
-    "full": {"tp": 1, "dp": 2, "shard": "full"},
-}
-
-
-def staged(shape: str, name: str, update: str = "fp32") -> Resolved:
-    """One of `STAGES`, of more blocks than chunks; nothing is clipped, since a norm is summed in the layout's order."""
-    params = "fp32" if update == "fp32" else "bf16"
-    resolved = layout(
-        shape, params=params, update=update, micro=1, config={"num_hidden_layers": 5, "vocab_size": 131}, **STAGES[name]
-    )
-    return changed(resolved, optim={"clip": 0.0})
-
-
-def courses(
-    ranks: RankPool, path: Path, shape: str, saved: str, loaded: str, update: str = "fp32"
-) -> tuple[list[float], list[list[float]]]:
-    """Losses of the run that went on, and of each rank of the one that was loaded."""
-    first, second = (staged(shape, name, update) for name in (saved, loaded))
-    weights = weights_of(first)
-    expected, *others = ranks.run(world_of(STAGES[saved]), straight, first, weights, path)
-    assert all(other == expected for other in others)
-    return expected, ranks.run(world_of(STAGES[loaded]), resumed, second, weights, path)
-
-
-@pytest.mark.parametrize(
-    ("shape", "saved", "loaded", "update"),
-    [
-        ("gqa2", "pp2", "alone", "fp32"),
-        ("gqa2", "alone", "pp2-v2", "fp32_master"),
-        ("gqa2", "pp2-v2", "pp4", "bf16_stochastic"),
-        ("gqa2", "pp4", "alone", "bf16_kahan"),
-        ("gqa2", "pp2-elsewhere", "pp2", "bf16_stochastic"),
-        # Two copies of the embedding; one rank alone would add its gradients up in another order.
-        ("tied", "pp2-v2", "pp4", "bf16_stochastic"),
-        ("tied", "pp4", "pp2-elsewhere", "fp32_master"),
-        ("tied", "pp2", "pp2-v2", "bf16_kahan"),
-    ],
-)
-def test_other_stages_change_no_bit(
-    ranks: RankPool, tmp_path: Path, shape: str, saved: str, loaded: str, update: str
-) -> None:
-    expected, found = courses(ranks, folders.step_path(tmp_path, SAVED), shape, saved, loaded, update)
-    assert all(losses == expected for losses in found)
-
-
-@pytest.mark.parametrize(
-    ("shape", "saved", "loaded"),
-    [
-        ("tied", "pp2", "alone"),
-        ("tied", "alone", "pp2-v2"),
-        ("gqa2", "tp2-pp2", "zero1"),
-        ("tied", "tp2-pp2", "zero1"),
-        ("tied", "full", "pp2"),
-        ("gqa2", "pp2-zero1", "full"),
-        ("tied", "pp2-zero1", "tp2-pp2"),
-    ],
-)
-def test_any_stages_load_what_other_degrees_saved(
-    ranks: RankPool, tmp_path: Path, shape: str, saved: str, loaded: str
-) -> None:
-    expected, found = courses(ranks, folders.step_path(tmp_path, SAVED), shape, saved, loaded)
-    for losses in found:
-        assert losses == pytest.approx(expected, abs=2e-6)

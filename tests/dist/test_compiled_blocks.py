@@ -1,7 +1,4 @@
-"""Blocks under `torch.compile` train as they do without, whatever else takes hold of them, and share one graph.
-
-The compiler is torch's `aot_eager`: everything that a compiler is given, forward and backward, executed as it is.
-"""
+"""Blocks under `torch.compile` train as they do without, whatever else takes hold of them, and share one graph."""
 
 from __future__ import annotations
 

@@ -39,14 +39,7 @@ def events(resolved: Resolved, ranks: RankPool) -> list[str]:
 def expected(
     *, forward_ahead: int, backward_ahead: int, again: bool, kind: str = "before", blocks: int = 1
 ) -> list[str]:
-    """Events of a step with so many units gathered ahead of their use.
-
-    Args:
-        forward_ahead, backward_ahead: Units.
-        again: Units were dropped after the forward pass, and are gathered for the backward pass.
-        kind: Value of parallel.backward_prefetch.
-        blocks: Blocks of a unit; a unit is named by its first.
-    """
+    """Events of a step with so many units gathered ahead of their use."""
     units = [range(first, first + blocks) for first in range(0, BLOCKS, blocks)]
     last = len(units) - 1
     found, gathered = ["gather rest"], -1
@@ -69,7 +62,6 @@ def expected(
 
 
 def sharded(shard: str, dp: int, micro: int = 0, **parallel: Any) -> Resolved:
-    """A run of `BLOCKS` blocks."""
     size = 2 if shard == "hybrid" else 0
     config = {"num_hidden_layers": BLOCKS}
     resolved = layout("gqa2", tp=1, dp=dp, micro=micro or 4 // dp, shard=shard, shard_size=size, config=config)
@@ -106,7 +98,6 @@ def test_adjacent_blocks_below_the_least_number_of_parameters_are_one_unit(ranks
 
 
 def weights_of_block(resolved: Resolved, index: int) -> list[Tensor]:
-    """Whole weights of a block."""
     return [weight for name, weight in weights_of(resolved).items() if f".layers.{index}." in name]
 
 

@@ -31,12 +31,6 @@ Entries = dict[tuple[str, str, tuple[int, ...]], Tensor]
 
 
 class RandomCasts(TorchDispatchMode):
-    """Effect of `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` on casts.
-
-    Args:
-        seed: `NEURON_RT_STOCHASTIC_ROUNDING_SEED`.
-    """
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
@@ -111,11 +105,6 @@ def trained(
     """Tensors of this rank after some steps on such hardware, and the vote's finding on its copies.
 
     Args:
-        backend: Of this rank; its kernels are replaced.
-        resolved: The run.
-        weights: Whole, at the start.
-        steps: How many.
-        seeds: Of the hardware, by rank.
         broken: See `mutant`; empty for the product as it is.
     """
     backend.kernels = CpuNeuronKernels()

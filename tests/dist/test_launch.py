@@ -33,8 +33,6 @@ if sys.argv[1] != "0":
 
 @dataclass(frozen=True)
 class Ended:
-    """An agent that has ended."""
-
     returncode: int
     stdout: str
     stderr: str
@@ -53,6 +51,7 @@ def launched(folder: Path, text: str, *argv: object, nproc: int = 2, options: Se
     agent.join()
     said = [file.read_text(encoding="utf-8") for file in files]
     assert not is_alive, said
+    assert agent.exitcode is not None
     return Ended(agent.exitcode, *said)
 
 

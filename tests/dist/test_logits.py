@@ -24,7 +24,6 @@ TOLERANCE = 1e-5
 
 @cache
 def expected(shape: str) -> Tensor:
-    """transformers' logits of `inputs`."""
     resolved = plan(shape)
     with torch.no_grad():
         logits: Tensor = hf_model(resolved)(input_ids=inputs(resolved)).logits

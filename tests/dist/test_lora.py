@@ -38,7 +38,7 @@ from tests.support.lora import (
     with_keys,
 )
 from tests.support.models import changed, weights_of
-from tests.support.parity import Course, batches, layout, local_batch, run_ours, start, whole
+from tests.support.parity import Course, batches, layout, local_batch, run_ours, start
 from tests.support.ranks import RankPool
 
 _ALL = covering_array(SEED, 64)
@@ -228,28 +228,6 @@ def dropped_losses(backend: Backend, resolved: Resolved, given: dict[str, Tensor
     return run_ours(backend, resolved, 3, given).losses
 
 
-@pytest.mark.parametrize(
-    ("world", "degrees"),
-    [
-        (2, {"tp": 2}),
-        (2, {"tp": 2, "sp": True}),
-        (2, {"dp": 2, "micro": 1}),
-        (2, {"cp": 2, "cp_layout": "striped"}),
-        (1, {"remat": "full", "micro": 2}),
-    ],
-    ids=["tp2", "tp2-sp", "dp2", "cp2", "remat"],
-)
-def test_masks_are_those_of_one_rank(ranks: RankPool, world: int, degrees: dict[str, Any]) -> None:
-    """Three steps, so that masks of recomputation would move the second loss."""
-    finetune = {"dropout": 0.5}
-    given = weights(adapted())
-    alone = dropped_losses(open_backend("cpu"), adapted(finetune=finetune), given)
-    whole_inputs = dropped_losses(open_backend("cpu"), adapted(), given)
-    assert min(abs(a - b) for a, b in zip(alone, whole_inputs, strict=True)) > 1e-3
-    for losses in ranks.run(world, dropped_losses, adapted(finetune=finetune, **degrees), given):
-        assert losses == pytest.approx(alone, rel=0, abs=2e-6)
-
-
 @pytest.mark.parametrize("index", one_in(2, range(len(DROPPED))), ids=lambda index: f"{index}-{DROPPED[index]}")
 def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPool, index: int) -> None:
     run = with_dropout(draw_adapters("dropout", SEED, index, DROPPED[index]))
@@ -346,38 +324,3 @@ def test_ranks_write_their_adapter_whole(ranks: RankPool, tmp_path: Path, world:
 
 
 # --- a small task --------------------------------------------------------------------------------------------------
-
-
-def chain(seed: int, number: int, *, new: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Batches of a Markov chain in which each token has four equally likely successors; its entropy is log 4.
-
-    Args:
-        seed: Of the rows.
-        number: Of the batches.
-        new: Tokens whose successors are others than those of the chain that the base knows.
-    """
-    generator = torch.Generator().manual_seed(5)
-    known, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
-    successors = torch.cat([others[:new], known[new:]])
-    generator.manual_seed(seed)
-    rows = [torch.randint(0, 64, (16 * number,), generator=generator)]
-    for _ in range(32):
-        rows.append(successors[rows[-1], torch.randint(0, 4, (16 * number,), generator=generator)])
-    tokens = torch.stack(rows, dim=1)
-    return [(part[:, :-1], part[:, 1:]) for part in tokens.split(16)]
-
-
-def test_adapters_reach_the_loss_of_full_fine_tuning() -> None:
-    backend = open_backend("cpu")
-    shape: dict[str, Any] = {"config": {"vocab_size": 64, "num_hidden_layers": 1}}
-    optim = {"lr": 5e-3, "clip": 1.0, "eps": 1e-8}
-    full = changed(layout("gqa2", tp=1, batch=16, micro=16, **shape), optim=optim)
-    given = whole([run_ours(backend, full, 1, weights_of(full), chain(1, 120)).weights], full)
-    lora = changed(full, finetune={"method": "lora", "r": 16, "alpha": 32.0})
-    begun = {n: t * (not n.endswith("lora_B")) for n, t in adapters_of(lora, given).items()}
-    data = chain(2, 60, new=8)
-    of_full = run_ours(backend, full, 1, given, data).losses
-    of_lora = run_ours(backend, lora, 1, {**given, **begun}, data).losses
-    last = [sum(losses[-20:]) / 20 for losses in (of_full, of_lora)]
-    assert of_full[0] == of_lora[0] > 1.4 * last[0]
-    assert last[1] == pytest.approx(last[0], rel=0.02)

@@ -30,7 +30,6 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def neuron() -> Iterator[RankPool]:
-    """Ranks on the fake."""
     pool = RankPool("neuron-native", fake_neuron.install)
     yield pool
     pool.close()
@@ -55,15 +54,6 @@ def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world
 @pytest.mark.parametrize(("sp", "remat", "compiled"), [(False, "none", False), (True, "full", True)])
 def test_tensor_parallel_training_equals_transformers(neuron: RankPool, sp: bool, remat: str, compiled: bool) -> None:
     check(neuron, layout("gqa2", tp=2, sp=sp, remat=remat), compiled=compiled)
-
-
-@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
-def test_sharded_training_equals_transformers(neuron: RankPool, shard: str) -> None:
-    check(neuron, layout("gqa2", tp=1, dp=2, micro=2, shard=shard))
-
-
-def test_hybrid_sharding_equals_transformers(neuron: RankPool) -> None:
-    check(neuron, layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2), world=4)
 
 
 def test_a_pipeline_equals_transformers_and_sends_over_the_group_of_its_axis(neuron: RankPool) -> None:

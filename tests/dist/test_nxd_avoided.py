@@ -1,7 +1,4 @@
-"""Defects of NeuronX Distributed that runs with its layers stay clear of: shown in its own code, then avoided.
-
-tests/unit/backends/test_nxd_calls.py holds the library to the few names that it may call.
-"""
+"""Defects of NeuronX Distributed that runs with its layers stay clear of: shown in its own code, then avoided."""
 
 from __future__ import annotations
 

@@ -1,25 +1,19 @@
-"""The pipeline of NeuronX Distributed, shown in its own code: its schedules, and where it is wrong or refuses.
-
-Its whole courses are compared in `test_nxd_golden.py`. Here its manual partition runs lists of small layers.
-"""
+"""The pipeline of NeuronX Distributed, shown in its own code: its schedules, and where it is wrong or refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import types
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.parallel.schedule import schedule
 from tests.support.ranks import RankPool
 
 Kind = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
@@ -35,31 +29,10 @@ _KINDS: dict[str, Kind] = {
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
-
-    Args:
-        kind: What; a forward transfer is of activations, a backward one of their gradients.
-        chunk: The acting rank's own, that computes, or whose input, output or gradient of either is moved.
-        micro: Micro-batch.
-    """
+    """One thing that a rank does."""
 
     kind: Kind
     chunk: int
-    micro: int
-
-
-class Transfer(NamedTuple):
-    """Transfer between two stages, described alike by both ends.
-
-    Args:
-        sender, receiver: Ranks.
-        stage: Of the sender, counted through all chunks.
-        micro: Micro-batch.
-    """
-
-    sender: int
-    receiver: int
-    stage: int
     micro: int
 
 
@@ -68,13 +41,6 @@ def actions(num_ranks: int, num_micro: int, rank: int, num_chunks: int = 1) -> l
 
     Its 1F1B receives as late and sends as early as it can; its interleaved schedule sends and receives after each
     computation, in an order that depends on whether there are as many micro-batches as ranks.
-
-    Args:
-        num_ranks, num_micro, num_chunks: Degree of pipeline parallelism, micro-batches per step, stages per rank.
-        rank: Of the pipeline.
-
-    Raises:
-        ValueError: Interleaving, and `num_ranks` does not divide `num_micro`.
 
     Source: neuronx_distributed/pipeline/scheduler.py; create_schedule and _exec_schedule of pipeline/model.py.
     """
@@ -94,37 +60,6 @@ def actions(num_ranks: int, num_micro: int, rank: int, num_chunks: int = 1) -> l
 def is_compute(action: Action) -> bool:
     """True if nothing is moved."""
     return action.kind in ("forward", "backward")
-
-
-def transfer(action: Action, rank: int, num_ranks: int) -> Transfer:
-    """Transfer of a rank in an action."""
-    there = 1 if action.kind in ("send_forward", "receive_backward") else -1
-    stage, peer = action.chunk * num_ranks + rank, (rank + there) % num_ranks
-    if action.kind.startswith("send"):
-        return Transfer(rank, peer, stage, action.micro)
-    return Transfer(peer, rank, stage + there, action.micro)
-
-
-def stuck(schedules: Sequence[Sequence[Action]]) -> dict[int, Action]:
-    """Actions at which ranks deadlock if each transfer waits for its other end.
-
-    Args:
-        schedules: Of all ranks.
-    """
-    num_ranks = len(schedules)
-    at = [0] * num_ranks
-    while True:
-        heads: dict[int, Transfer] = {}
-        for rank, order in enumerate(schedules):
-            while at[rank] < len(order) and is_compute(order[at[rank]]):
-                at[rank] += 1
-            if at[rank] < len(order):
-                heads[rank] = transfer(order[at[rank]], rank, num_ranks)
-        met = [rank for rank, head in heads.items() if heads.get(head.sender) == heads.get(head.receiver) == head]
-        if not met:
-            return {rank: schedules[rank][at[rank]] for rank in heads}
-        for rank in met:
-            at[rank] += 1
 
 
 def _exists(action: Action, rank: int, num_ranks: int, num_chunks: int) -> bool:
@@ -148,119 +83,10 @@ def _scheduler() -> Any:
 pytestmark = pytest.mark.nxd
 
 ROWS, IN, HIDDEN = 4, 6, 5
-SIZES = [(ranks, chunks) for ranks in (2, 4, 8) for chunks in (1, 2)]
 
 
 def schedules(ranks: int, micro: int, chunks: int) -> list[list[Action]]:
     return [actions(ranks, micro, rank, chunks) for rank in range(ranks)]
-
-
-def depths(ranks: int, chunks: int) -> range:
-    """Numbers of micro-batches; interleaving takes multiples of the ranks."""
-    return range(ranks, 4 * ranks + 1, ranks if chunks > 1 else 1)
-
-
-@pytest.mark.parametrize(("ranks", "chunks"), SIZES)
-def test_both_ends_of_every_pair_move_the_same_things_in_the_same_order(ranks: int, chunks: int) -> None:
-    for micro in depths(ranks, chunks):
-        found = schedules(ranks, micro, chunks)
-        moved = [[transfer(a, rank, ranks) for a in found[rank] if not is_compute(a)] for rank in range(ranks)]
-        pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks)}
-        total = 0
-        for pair in pairs:
-            one, other = ([t for t in moved[rank] if {t.sender, t.receiver} == pair] for rank in pair)
-            assert one == other
-            total += len(one)
-        assert total == 2 * micro * (ranks * chunks - 1)
-        assert not stuck(found)
-
-
-@pytest.mark.parametrize(("ranks", "chunks"), SIZES)
-def test_every_micro_batch_goes_once_through_every_chunk_and_back_and_never_more_are_open_than_warm_up(
-    ranks: int, chunks: int
-) -> None:
-    for micro in depths(ranks, chunks):
-        for rank, found in enumerate(schedules(ranks, micro, chunks)):
-            assert set(Counter(found).values()) == {1}
-            computed = [action for action in found if is_compute(action)]
-            assert len(computed) == 2 * micro * chunks
-            warm_up = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
-            if chunks > 1 and micro == ranks:
-                warm_up = micro * chunks  # all forward, then all backward
-            level, highest = 0, 0
-            for action in computed:
-                level += 1 if action.kind == "forward" else -1
-                highest = max(highest, level)
-            assert highest == min(warm_up + 1, micro * chunks)
-
-
-@pytest.mark.parametrize(("ranks", "chunks"), SIZES)
-def test_our_ranks_compute_in_the_order_of_its_scheduler(ranks: int, chunks: int) -> None:
-    """But for an interleaved step of one group, whose forwards all come first there: it keeps more in flight."""
-    for micro in depths(ranks, chunks):
-        if chunks > 1 and micro == ranks:
-            continue
-        for ours, theirs in zip(schedule(ranks, chunks, micro), schedules(ranks, micro, chunks), strict=True):
-            computed = [(a.kind, a.chunk, a.micro) for a in ours if not a.is_transfer]
-            assert computed == [tuple(a) for a in theirs if is_compute(a)]
-
-
-def test_a_schedule_that_does_not_meet_is_stuck() -> None:
-    found = schedules(2, 4, 1)
-    late: list[Kind] = ["receive_backward", "send_forward"]
-    kinds = [action.kind for action in found[0]]
-    here = next(i for i in range(len(kinds)) if kinds[i : i + 2] == late)
-    found[0][here], found[0][here + 1] = found[0][here + 1], found[0][here]
-    assert stuck(found) == {0: Action("send_forward", 0, 1), 1: Action("send_backward", 0, 0)}
-
-
-@pytest.mark.parametrize("micro", [1, 3, 5])
-def test_interleaving_refuses_micro_batches_that_the_ranks_do_not_divide(micro: int) -> None:
-    with pytest.raises(ValueError, match=f"num_microbatches {micro} and pipeline_parallel_size 2"):
-        actions(2, micro, 0, 2)
-
-
-def neighbours(_: Backend, ranks: int) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """The groups over which a device sends to its next rank, and receives from its previous one, by rank."""
-    from neuronx_distributed.parallel_layers import parallel_state as state
-
-    found = []
-    for rank in range(ranks):
-        fakes: dict[str, Any] = {
-            "cpu_mode": lambda: False,
-            "get_pipeline_model_parallel_size": lambda: ranks,
-            "get_pipeline_model_parallel_rank": lambda here=rank: here,
-            "get_pipeline_model_parallel_replica_groups": lambda: [list(range(ranks))],
-            "_NEXT_RANK_GROUP": None,
-            "_PREV_RANK_GROUP": None,
-        }
-        with (
-            patch.multiple(state, **fakes),
-            patch.object(torch.distributed, "get_rank", lambda here=rank: here),
-            patch.object(torch.distributed, "new_group", lambda *_, **__: "made"),
-        ):
-            state._create_pipeline_parallel_sr_groups(rank)
-            found.append((state.get_next_rank_replica_groups(), state.get_prev_rank_replica_groups()))
-    return found
-
-
-def test_a_device_sends_and_receives_over_pairs_that_even_and_odd_ranks_see_from_both_sides(
-    nxd_ranks: RankPool,
-) -> None:
-    even, odd = [[0, 1], [2, 3]], [[1, 2], [3, 0]]
-    assert nxd_ranks.run(1, neighbours, 4) == [[(even, odd), (odd, even)] * 2]
-    assert nxd_ranks.run(1, neighbours, 2) == [[([[0, 1]], [[1, 0]]), ([[1, 0]], [[0, 1]])]]
-
-
-def refusal(backend: Backend, ranks: int) -> str:
-    with pytest.raises(RuntimeError) as refused:
-        neighbours(backend, ranks)
-    return str(refused.value)
-
-
-def test_a_device_has_no_pipeline_of_an_odd_number_of_ranks(nxd_ranks: RankPool) -> None:
-    (message,) = nxd_ranks.run(1, refusal, 3)
-    assert message.startswith("expected _PREV_RANK_GROUP to be initialized but was not. mesh: [[1, 2]]")
 
 
 class First(nn.Module):
@@ -382,8 +208,3 @@ def test_nxd_4_16_a_last_layer_that_returns_a_tensor_is_trained_on_its_first_row
         assert found == pytest.approx(wrong, rel=1e-6)
         torch.testing.assert_close(mine["weight"], wrong_grad)
         assert (mine["weight"] - grad).norm() > 0.1 * grad.norm()
-
-
-def test_the_manual_partition_has_no_virtual_stages(nxd_ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match="KeyError: 2"):
-        nxd_ranks.run(2, piped, batch()[1], False, True, 2)

@@ -40,14 +40,7 @@ def rows() -> Iterator[None]:
 def run(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], mutant: bool = False
 ) -> tuple[tuple[int, ...], list[list[int]], Course]:
-    """The order of ranks, the groups over which NxD would sum gradients, and what was trained.
-
-    Args:
-        backend: Of this rank.
-        resolved: The run.
-        weights: Whole weights.
-        mutant: Let NxD sum the gradients.
-    """
+    """The order of ranks, the groups over which NxD would sum gradients, and what was trained."""
     from neuronx_distributed.parallel_layers.parallel_state import get_expert_data_parallel_replica_groups
 
     from nxtrain.backends.neuron.nxd import groups

@@ -25,8 +25,6 @@ from tests.support.ranks import RankPool
 
 
 class _Kernels(PlainKernels):
-    """Counts updates."""
-
     def __init__(self) -> None:
         self.updates = 0
 
@@ -44,15 +42,7 @@ class _Kernels(PlainKernels):
 
 @dataclass(frozen=True)
 class Places:
-    """Places of the tensors that an update needs.
-
-    Args:
-        offloads: Of each parameter of FSDP, whether its shard and its reduced gradient are copied to the host.
-        put: Names of tensors of the update that went through `put`.
-        kept: Names of its other tensors.
-        host_updates, device_updates: Calls of each set of kernels.
-        copied: Parameters are copied to the place of the update and back.
-    """
+    """Places of the tensors that an update needs."""
 
     offloads: list[bool]
     put: set[str]

@@ -113,7 +113,6 @@ def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
 
 @pytest.fixture(scope="module")
 def job() -> tuple[Resolved, dict[str, Tensor]]:
-    """Two replicas, each with one micro-batch."""
     resolved = layout("gqa2", tp=1, dp=2, micro=2)
     return resolved, dict(weights_of(resolved))
 

@@ -1,7 +1,4 @@
-"""Ranks in an order of the machine's own train as those in ascending order, and go on from each other's checkpoints.
-
-The binding is a fake that has nothing but an order, in which every other rank is near.
-"""
+"""Ranks in an order of the machine's own train as those in ascending order, and go on from each other's checkpoints."""
 
 from __future__ import annotations
 

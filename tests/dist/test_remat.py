@@ -74,7 +74,6 @@ class Counting(C10dCollectives):
 
 
 def started(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Collectives of one step over tp."""
     backend.collectives = counting = Counting(backend.world)
     rank_gradient(backend, resolved, weights)
     return dict(counting.started)

@@ -155,8 +155,6 @@ def test_buckets_have_the_size_that_is_configured(ranks: RankPool) -> None:
 
 
 class Recording(C10dCollectives):
-    """Writes down which bucket starts when."""
-
     def __init__(self, world: int, log: list[str]) -> None:
         super().__init__(world)
         self._log = log

@@ -30,17 +30,7 @@ from tests.support.ranks import RankPool
 def mutant_libraries(
     source: Path, mutants: Mapping[str, tuple[str, str]], flags: Sequence[str], folder: Path
 ) -> dict[str, str]:
-    """Compile a source once for each defect.
-
-    Args:
-        source: The C++ file.
-        mutants: By name of the defect, a text of the source and its replacement.
-        flags: Of the compiler.
-        folder: For sources and libraries.
-
-    Returns:
-        The library of each defect.
-    """
+    """Compile a source once for each defect."""
     text, found = source.read_text(), {}
     for number, (name, (right, wrong)) in enumerate(mutants.items()):
         assert right in text, f"{name}: {source.name} has no {right!r}"
@@ -62,11 +52,6 @@ class Call:
 
     Args:
         kind: One of `KINDS`.
-        axis: Name of the axis.
-        rows, width: Shape of each rank's tensor, in units of the axis for what is scattered.
-        dtype: Type of the elements.
-        lazy: The result is awaited at the end of the program, not at once.
-        late_rank: Rank that comes to the operation late; -1: none.
     """
 
     kind: str
@@ -203,7 +188,6 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Libraries with one defect each."""
     flags = ("-std=c++17", "-O1", "-shared", "-fPIC")
     return mutant_libraries(build.SOURCE, MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
 

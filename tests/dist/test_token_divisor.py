@@ -22,18 +22,14 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
-from nxtrain.train.step import DeviceBatch
 from tests.support.models import hf_model, our_model, tokens, weights_of
 from tests.support.parity import (
     GLOBAL_BATCH,
-    Gradient,
     batches,
     gradient,
     layout,
     local_batch,
-    relative_errors,
     start,
-    whole,
 )
 from tests.support.ranks import RankPool
 
@@ -56,34 +52,6 @@ def expected(resolved: Resolved) -> tuple[float, dict[str, Tensor]]:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def rank_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
-    state = start(backend, resolved, weights)
-    batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
-    rows = masked_targets(tokens(resolved, GLOBAL_BATCH)[:, 1:]).chunk(state.mesh.dp.size)[state.mesh.dp.rank]
-    return gradient(state, DeviceBatch(batch.inputs, rows.split(len(batch.targets[0]))))
-
-
-@pytest.mark.parametrize(
-    ("tp", "dp", "micro"),
-    [
-        (1, 1, 4),
-        (1, 1, 1),  # a micro-batch without any target that counts
-        (1, 2, 2),  # 35 and 17 targets
-        (1, 2, 1),
-        (2, 2, 1),
-        (1, 4, 1),  # a rank without any target that counts
-    ],
-)
-def test_uneven_masks_give_the_mean_over_all_tokens(ranks: RankPool, tp: int, dp: int, micro: int) -> None:
-    resolved = layout("gqa2", tp=tp, dp=dp, micro=micro)
-    loss, grads = expected(layout("gqa2", tp=1))
-    found = ranks.run(tp * dp, rank_gradient, resolved, weights_of(resolved))
-    assert [rank.num_tokens for rank in found] == [sum(COUNTED)] * (tp * dp)
-    assert [rank.loss for rank in found] == pytest.approx([loss] * (tp * dp), abs=2e-6)
-    errors = relative_errors(whole([rank.shards for rank in found], resolved), grads)
-    assert max(errors.values()) < 3e-6, errors
 
 
 def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> bool:

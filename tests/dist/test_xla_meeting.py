@@ -36,13 +36,11 @@ class Rank:
         self._process.start()
 
     def met(self) -> str:
-        """Lines of both ranks."""
         assert self._pipe.poll(60), "met nobody"
         found: str = self._pipe.recv()
         return found
 
     def end(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.join()
 

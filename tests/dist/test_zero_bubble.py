@@ -54,20 +54,6 @@ def test_any_number_of_micro_batches(ranks: RankPool, pp: int, num_micro: int) -
     check(ranks, "gqa2", num_micro, tp=1, pp=pp)
 
 
-@pytest.mark.parametrize("params", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("shape", "how"),
-    [
-        ("gqa2", {"tp": 2, "sp": False, "remat": "selective"}),
-        ("odd", {"tp": 2, "sp": True, "remat": "full"}),
-        ("odd", {"tp": 2, "sp": True, "dp": 2, "shard": "zero1"}),
-        ("tied", {"tp": 1, "dp": 2, "remat": "full"}),
-    ],
-)
-def test_everything_composes(ranks: RankPool, shape: str, how: dict[str, Any], params: str) -> None:
-    check(ranks, shape, 4 if "dp" not in how else 2, pp=2, params=params, **how)
-
-
 def held(backend: Backend, resolved: Resolved, weights: dict[str, Any]) -> tuple[str, int, int]:
     """Work of a rank in order, and its postponed bytes: those of a micro-batch, and the most at once."""
     state = start(backend, resolved, weights)

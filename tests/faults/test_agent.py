@@ -37,15 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Launched:
-    """The command `nxtrain launch`, in a session of its own as in a terminal.
-
-    Args:
-        folder: With the configuration.
-        overrides: Of it.
-        faults: For `NXTRAIN_FAULTS`.
-        under: Another command that starts it, as a program.
-        ignores: Signals that the command is started to ignore, as a program; None: it is a fork.
-    """
+    """The command `nxtrain launch`, in a session of its own as in a terminal."""
 
     def __init__(
         self,
@@ -72,7 +64,6 @@ class Launched:
 
     @property
     def pid(self) -> int:
-        """The agent's process."""
         return self.agent.pid or 0
 
     def code(self, within_s: float = 0.0) -> int | None:

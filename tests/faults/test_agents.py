@@ -1,7 +1,4 @@
-"""Two agents of one run, each for a node of its own: what becomes of both when parts of either stop or die.
-
-The reference is the uninterrupted run of as many ranks under no agent.
-"""
+"""Two agents of one run, each for a node of its own: what becomes of both when parts of either stop or die."""
 
 from __future__ import annotations
 
@@ -69,14 +66,7 @@ def leave_late() -> None:
 
 
 class Agents:
-    """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet.
-
-    Args:
-        folder: With the configuration.
-        overrides: Of it.
-        nodes: Of torchrun's `--nnodes`: a number, or the fewest and the most.
-        patience_s: Time that they wait for one another.
-    """
+    """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet."""
 
     def __init__(self, folder: Path, *overrides: str, nodes: str = "2", patience_s: int = 60) -> None:
         self.folder, self._overrides, self._nodes, self._patience_s = folder, overrides, nodes, patience_s
@@ -108,12 +98,10 @@ class Agents:
         self._sessions.add(self.agents[number].pid or 0)
 
     def rank(self, number: int) -> int:
-        """The process of an agent's rank."""
         pid = self.agents[number].pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
     def kill_node(self, number: int) -> None:
-        """Kill an agent and its rank."""
         for pid in (self.agents[number].pid or 0, self.rank(number)):
             os.kill(pid, signal.SIGKILL)
         self.agents[number].join()
@@ -122,7 +110,6 @@ class Agents:
         until(lambda: last_step(self.folder) >= step, WITHIN_S, self.said)
 
     def ended(self) -> list[int | None]:
-        """The exit codes of both."""
         until(lambda: not any(agent.is_alive() for agent in self.agents), WITHIN_S, self.said)
         return [agent.exitcode for agent in self.agents]
 

@@ -1,7 +1,4 @@
-"""Weights that are not finite are never saved, and no policy goes on with them.
-
-A fault of the machine is played after a step: a number of the model becomes NaN, which the next steps only skip.
-"""
+"""Weights that are not finite are never saved, and no policy goes on with them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ STEP = 9
 
 
 def poison_once() -> None:
-    """Let it happen in this process."""
     poison(STEP)
 
 

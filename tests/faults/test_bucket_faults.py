@@ -1,8 +1,4 @@
-"""A corpus in S3 that fails or changes under a run: no batch of anything else, and no document lost or seen twice.
-
-The reference is the run on the same corpus on a disk. The corpus is cut into small blocks, so that every step needs
-some that the node does not have.
-"""
+"""A corpus in S3 that fails or changes under a run: no batch of anything else, and no document lost or seen twice."""
 
 from __future__ import annotations
 

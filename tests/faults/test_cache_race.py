@@ -1,7 +1,4 @@
-"""Eight processes compile, sync, mend and evict on the same caches while a killer ends some at random.
-
-Afterwards every entry is whole or absent, and nothing that was done is lost.
-"""
+"""Eight processes compile, sync, mend and evict on the same caches while a killer ends some at random."""
 
 from __future__ import annotations
 

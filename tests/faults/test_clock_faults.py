@@ -1,9 +1,4 @@
-"""A clock that jumps, or a machine in another time zone, changes neither a run nor how it goes on.
-
-Limits and speeds are taken from the clock that never jumps, and checkpoints are ordered by step. What jumps here is the
-time of day as Python tells it; files keep the time of the real clock, which is what a clock that was set back looks
-like.
-"""
+"""A clock that jumps, or a machine in another time zone, changes neither a run nor how it goes on."""
 
 from __future__ import annotations
 

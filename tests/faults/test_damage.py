@@ -1,7 +1,4 @@
-"""A checkpoint that is no longer what was written is found before it is used, and the one before it taken.
-
-A disk that cannot be read for a while has damaged nothing.
-"""
+"""A checkpoint that is no longer what was written is found before it is used, and the one before it taken."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A disk that is full when a bad step is rolled back: nothing is decided that the next start would not know.
-
-The disk is a tmpfs of its own under the logs, filled to its last page. The reference is the run that skips the step.
-"""
+"""A disk that is full when a bad step is rolled back: nothing is decided that the next start would not know."""
 
 from __future__ import annotations
 

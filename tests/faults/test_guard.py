@@ -1,7 +1,4 @@
-"""Numbers that go wrong in a run of several ranks: nothing of them reaches a weight, and the right rank is blamed.
-
-The reference is the run itself: its checkpoints before and after a bad step, and the run without a fault.
-"""
+"""Numbers that go wrong in a run of several ranks: nothing of them reaches a weight, and the right rank is blamed."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ from tests.support.runs import GLOBAL_BATCH, assert_equal_bits, course, run_plan
 
 @contextmanager
 def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
-    """Arm faults, and take them back."""
     undo: list[Callable[[], None]] = []
     replace = faults._replace
 

@@ -1,7 +1,4 @@
-"""Faults on purpose do what they say, where they say it, once.
-
-What ends a process does so in a fork of this one; what a run goes through is a run of the command.
-"""
+"""Faults on purpose do what they say, where they say it, once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A conversion that is killed anywhere leaves nothing that looks finished, and does its work when it is started again.
-
-So does a run that is killed while it loads a checkpoint. Preparation of data is in tests/faults/test_data_faults.py.
-The reference is the output of the same command that nobody killed, byte for byte.
-"""
+"""A conversion that is killed anywhere leaves nothing that looks finished, and does its work at the next start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`nxtrain data prepare` that is killed by SIGKILL at any moment goes on, and its files are those of one never killed.
-
-The moments are drawn: a number of lines of the journal, and a delay that ends inside of a batch.
-"""
+"""`nxtrain data prepare` that is killed at any moment goes on, and its files are those of one never killed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whatever is killed or hangs, and wherever: the run that is started again is the one that nothing befell, bit for bit.
-
-What that means stands in `tests.support.recovery.assert_recovered`.
-"""
+"""A run that is killed or hangs anywhere, and is started again, is the undisturbed run, bit for bit."""
 
 from __future__ import annotations
 

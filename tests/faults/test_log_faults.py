@@ -1,7 +1,4 @@
-"""Logs that cannot be written or are destroyed cost training nothing, are told once, and are mended by the next start.
-
-The reference is the run without a fault.
-"""
+"""Logs that cannot be written or are destroyed cost training nothing, and the next start repairs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files of checkpoints that a copy cut short or a cleaner removed: a run goes on from what is whole, or ends with 4.
-
-No damage of this kind lets a run start from scratch by itself, or write over a tensor file that is left.
-"""
+"""Files of checkpoints that a copy cut short or a cleaner removed: a run goes on from what is whole, or ends with 4."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A pipeline stage that fails, is killed or hangs ends the run within seconds, and every rank says which stage it was.
-
-Four ranks run the command `nxtrain train` over gloo. What befalls a stage befalls it in the middle of the second step.
-"""
+"""A pipeline stage that fails, is killed or hangs ends the run within seconds, and every rank names the stage."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A checkpoint that comes slowly from S3 is no hang, for whoever reads and whoever waits; one that stops coming is.
-
-A mirror that takes nothing any more costs neither a checkpoint nor a step, and hides no hang.
-
-S3 is moto's server, behind one that gives large answers in pieces. The reference is the run that was never interrupted.
-"""
+"""A checkpoint that comes slowly from S3 is no hang, for whoever reads and whoever waits; one that stops coming is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Job scripts under a real Slurm: what is preempted, out of time, or dead goes on by itself, bit for bit.
-
-The reference is the uninterrupted run on as many ranks.
-"""
+"""Job scripts under a real Slurm: what is preempted, out of time, or dead goes on by itself, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 @pytest.fixture(scope="module")
 def golden_of_one(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    """The same run on one rank."""
     folder = tmp_path_factory.mktemp("golden-of-one")
     configure(folder)
     return Golden.of(History(folder, [start(started_by, folder, overrides=ONE_RANK[1:], world=1)]))

@@ -1,7 +1,4 @@
-"""A signal stops all ranks after the same step, which is saved, and no step is lost.
-
-What the next start goes on with is the run that was never stopped, bit for bit.
-"""
+"""A signal stops all ranks after the same step, which is saved, and no step is lost."""
 
 from __future__ import annotations
 

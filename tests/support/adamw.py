@@ -53,7 +53,6 @@ def first(dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def host(x: Tensor) -> Tensor:
-    """Put a tensor where it is."""
     return x
 
 

@@ -64,14 +64,7 @@ def key(number: int, flags: str = "abc") -> CacheKey:
 
 
 def compiling(root: Path, of: CacheKey, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:
-    """Start to compile, in a process of its own that leads a session.
-
-    Args:
-        root: The cache.
-        of: What.
-        pause_s: Seconds for which each file stays half written.
-        keep: A file descriptor that it and its compiler hold open until they end.
-    """
+    """Start to compile, in a process of its own that leads a session."""
     folder = str(root / of.compiler / of.module)
     env = {"FOLDER": folder, "COMPILER": _COMPILE, "PAUSE": str(pause_s)}
     argv, fds = [sys.executable, "-S", "-c", _RANK], () if keep is None else (keep,)

@@ -20,6 +20,7 @@ from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.launch.local import AGENT, render
 from tests.support import commands, runs
+from tests.support.processes import AGENT_STORE, prepared, rank_variables
 
 WORLD = 2
 
@@ -36,17 +37,7 @@ def write_config(folder: Path, *, steps: int = 100_000, every: int = 0, **sectio
 
 
 class Ranks:
-    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind.
-
-    Args:
-        started_by: Starts them.
-        folder: Has their configuration, what they print, and the run.
-        faults: For `NXTRAIN_FAULTS`.
-        overrides: Of the configuration, as on the command line.
-        world: How many there are.
-        first: Is called in each before the command, and must be known by a module's name.
-        config: Configuration; None: that of the folder.
-    """
+    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind."""
 
     def __init__(
         self,
@@ -62,18 +53,12 @@ class Ranks:
         self.folder, self.world = folder, world
         for rank in range(world):
             self._log(rank).unlink(missing_ok=True)
-        place: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        place |= {VARIABLE: ",".join(faults)}
         argv = ("train", str(config or folder / runs.FILE), *overrides)
-        environs = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
-        self.processes: list[BaseProcess] = [
-            started_by.Process(
-                target=commands.play,
-                args=(self._log(rank), argv, {name: str(value) for name, value in environ.items()}, first),
-            )
-            for rank, environ in enumerate(environs)
-        ]
+        shared = {**AGENT_STORE, VARIABLE: ",".join(faults)}
+        self.processes: list[BaseProcess] = []
+        for rank in range(world):
+            environ = {**shared, **rank_variables(rank, world, self._store.port)}
+            self.processes.append(prepared(started_by, self._log(rank), commands.play, argv, environ, first))
 
     def __enter__(self) -> Ranks:
         for process in self.processes:
@@ -98,7 +83,6 @@ class Ranks:
         return {rank: self.processes[rank].exitcode for rank in wanted}
 
     def said(self) -> Mapping[int, str]:
-        """Output of each rank."""
         return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(self.world)}
 
     def await_steps(self, number: int) -> None:
@@ -113,15 +97,7 @@ class Ranks:
 def train_as_launched(
     started_by: ForkServerContext, folder: Path, config: Path, overrides: Sequence[str], *, within_s: float = 100.0
 ) -> str:
-    """Train by the command and the environment that `nxtrain launch` renders, without the agent's and ranks' imports.
-
-    Returns:
-        Output of rank 0.
-
-    Raises:
-        ConfigError: `nxtrain launch` refuses the run.
-        AssertionError: A rank fails.
-    """
+    """Train by the command and the environment that `nxtrain launch` renders, without their imports."""
     rendered = render(config, overrides, None, os.environ)
     train = ("-m", "nxtrain", "train", str(config), *overrides)
     before = rendered.argv[: -len(train)]
@@ -136,11 +112,6 @@ def train_as_launched(
 
 
 def until(condition: Callable[[], object], within_s: float, said: Callable[[], object]) -> None:
-    """Wait for a condition.
-
-    Raises:
-        AssertionError: It does not come true in time.
-    """
     limit = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < limit, said()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,7 +25,8 @@ from nxtrain.common.testing import faults  # noqa: F401
 from nxtrain.common.testing.fault_points import VARIABLE
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.train.command import train_on  # noqa: F401
-from tests.support import forked_python, runs
+from tests.support import forked_python, processes, runs
+from tests.support.processes import Ended, Started, rank_variables
 
 TOLD, ERRORS = "told.txt", "errors.txt"
 
@@ -39,27 +39,15 @@ def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int
 
 
 def context() -> ForkServerContext:
-    """Starts processes that have imported everything."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.support.command_preload"])
-    return found
+    """Starts processes that have imported what commands need."""
+    return processes.context("tests.support.command_preload")
 
 
-def play(log: Path, argv: Sequence[str], environ: Mapping[str, str], first: Callable[[], object] | None = None) -> None:
-    """A command in this process, which ends with it.
-
-    Args:
-        log: Takes what it prints.
-        argv: Its arguments.
-        environ: What its environment has besides.
-        first: Is called before it, and must be known by a module's name.
-    """
+def play(argv: Sequence[str], environ: Mapping[str, str], first: Callable[[], object] | None = None) -> None:
+    """Be a command in this process, which ends with the command; `first` is called before."""
     os.setsid()  # so that whatever it may start is known by its session
     heed_signals()
     os.environ.update(environ)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     sys.argv = ["nxtrain", *argv]
     if first is not None:
@@ -76,17 +64,9 @@ def heed_signals() -> None:
 def start(
     folder: Path, *argv: object, environ: Mapping[str, str] | None = None, first: Callable[[], object] | None = None
 ) -> ForkServerProcess:
-    """Start a command.
-
-    Args:
-        folder: Holds what it tells, in `told.txt`.
-        argv: Its arguments.
-        environ: What its environment has besides.
-        first: Is called there before it, and must be known by a module's name.
-    """
-    process = context().Process(target=play, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
-    process.start()
-    return process
+    """Start a command, whose output is in a folder."""
+    words = [*map(str, argv)]
+    return processes.start(context(), folder / TOLD, play, words, dict(environ or {}), first).process
 
 
 def command(
@@ -95,30 +75,15 @@ def command(
     environ: Mapping[str, str] | None = None,
     first: Callable[[], object] | None = None,
     within_s: float = 60.0,
-) -> tuple[int, str]:
+) -> Ended:
     """The exit code of a command, and what it told."""
-    process = start(folder, *argv, environ=environ, first=first)
-    process.join(within_s)
-    hangs = process.is_alive()
-    process.kill()
-    process.join()
-    told = (folder / TOLD).read_text(encoding="utf-8", errors="replace")
-    assert not hangs, told
-    assert process.exitcode is not None
-    return process.exitcode, told
+    return Started(start(folder, *argv, environ=environ, first=first), folder / TOLD).ended(within_s)
 
 
 def forked(
     folder: Path, *argv: object, environ: Mapping[str, str] | None = None, within_s: float = 250.0
 ) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command whose processes are forks, too.
-
-    Args:
-        folder: Its working directory, which gets both outputs.
-        argv: Its arguments.
-        environ: Additions to its environment.
-        within_s: Limit of its time.
-    """
+    """Exit code, standard output and standard error of a command whose processes are forks, too."""
     errors = folder / ERRORS
     code, out = command(folder, *argv, environ=environ, first=partial(_as_program, errors), within_s=within_s)
     return code, out, errors.read_text(encoding="utf-8", errors="replace")
@@ -173,33 +138,30 @@ def start_rank(
     first: Callable[[], object] | None = None,
 ) -> ForkServerProcess:
     """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
-    place: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    place |= {"MASTER_ADDR": host, "MASTER_PORT": port, **({VARIABLE: armed} if armed else {})}
     (folder / str(number)).mkdir(exist_ok=True)
-    (folder / str(number) / TOLD).write_text("")
     cut = (f"parallel.dp={world}", f"train.global_batch={2 * world if world > 2 else 2}")
-    place_of_rank = {name: str(value) for name, value in place.items()}
+    variables = {**rank_variables(number, world, port, host), **({VARIABLE: armed} if armed else {})}
     return start(
         folder / str(number),
         "train",
         folder / runs.FILE,
         *cut,
         *overrides,
-        environ={**place_of_rank, **(environ or {})},
+        environ={**variables, **(environ or {})},
         first=first,
     )
 
 
-def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -> dict[int, str]:
+def ended(folder: Path, ranks: Mapping[int, BaseProcess], within_s: float) -> dict[int, str]:
     """Reports of the ranks, all of which end in time."""
     limit = time.monotonic() + within_s
     try:
-        for process in processes.values():
+        for process in ranks.values():
             process.join(max(0.0, limit - time.monotonic()))
-        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in processes}
-        assert not any(process.is_alive() for process in processes.values()), told
+        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in ranks}
+        assert not any(process.is_alive() for process in ranks.values()), told
     finally:
-        for process in processes.values():
+        for process in ranks.values():
             process.kill()
             process.join()
     return told

@@ -19,14 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a tensor in memory.
-
-    Args:
-        name: In messages.
-        fits: Whether a tensor of this shape may have it.
-        base: Shape of what is stored.
-        view: The tensor, seen in that.
-    """
+    """Form of a tensor in memory."""
 
     name: str
     fits: Callable[[Shape], bool]
@@ -80,13 +73,7 @@ def draw_form(rng: Random, shape: Shape, among: tuple[Form, ...] = FORMS) -> For
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor and what it is a view of.
-
-    Args:
-        x: What an operation is given.
-        base: What is stored: as `x`, or more; a leaf.
-        form: How the one lies in the other.
-    """
+    """A tensor and what it is a view of."""
 
     x: Tensor
     base: Tensor
@@ -105,15 +92,7 @@ def place(
     requires_grad: bool = False,
     device: torch.device | str = "cpu",
 ) -> Placed:
-    """A tensor of a shape in a form.
-
-    Args:
-        form: How it lies in memory.
-        shape: Of the tensor.
-        values: A tensor of the shape of the base.
-        requires_grad: Of the base, and so of the view.
-        device: Where it lies; the view is taken there.
-    """
+    """A tensor of a shape in a form."""
     base = values(form.base(shape)).to(device).requires_grad_(requires_grad)
     x = form.view(base, shape)
     assert x.shape == shape, (form.name, x.shape, shape)
@@ -173,17 +152,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation is given.
-
-    Args:
-        shape: Of the tensor.
-        values: Makes those of its base from a generator and a shape; None: normal numbers.
-        dtype: None: what is drawn for the whole call.
-        forms: How it may lie in memory.
-        has_gradient: Whether the operation is differentiable in it.
-        always: Whether its gradient is asked for in every call.
-        written: The operation may write it, as its docstring says.
-    """
+    """A tensor that an operation is given."""
 
     shape: Shape
     values: Callable[[torch.Generator, Shape], Tensor] | None = None
@@ -196,18 +165,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Work:
-    """A call of an operation whose result is a tensor.
-
-    Args:
-        label: The operation with its drawn sizes.
-        operands: By name, in the order of the call.
-        call: The operation.
-        exact: The same by its formula, for operands in float64.
-        later: Gradients that are computed after the backward pass, by operand.
-        once: A second backward pass is refused, as the docstring says.
-        in_float64: The operation computes in the type of its operands, float64 among them.
-        leaves_only: Its gradients may be asked for by `backward()` alone, as torch-xla's recomputation has it.
-    """
+    """A call of an operation whose result is a tensor."""
 
     label: str
     operands: Mapping[str, Operand]
@@ -221,13 +179,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Update:
-    """A call of an operation that changes some of its operands and returns nothing.
-
-    Args:
-        label, operands: As of `Work`.
-        call: The operation.
-        check: Is given the values of all operands before and after.
-    """
+    """A call of an operation that changes some of its operands and returns nothing."""
 
     label: str
     operands: Mapping[str, Operand]
@@ -237,13 +189,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Setting:
-    """Draws beside the operation and its sizes.
-
-    Args:
-        rng: Draws.
-        dtype: Of the operands.
-        device: Where they lie.
-    """
+    """Draws beside the operation and its sizes."""
 
     rng: Random
     dtype: torch.dtype = torch.float32

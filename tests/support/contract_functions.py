@@ -83,11 +83,7 @@ class Echo(Collectives):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank among some that all have the same tensors.
-
-    Args:
-        comm, axis: How it reaches them.
-    """
+    """A rank among some that all have the same tensors."""
 
     comm: Collectives
     axis: Axis
@@ -386,16 +382,6 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
 }
 """By function."""
 
-PARALLEL = (
-    _ColumnProduct,
-    _SplitProduct,
-    _GatherSequence,
-    _ScatterSequence,
-    _ReduceGradient,
-    _ReduceSum,
-    _VocabCrossEntropy,
-)
-"""Functions that communicate."""
 
 NOT_ECHOED = (_VocabCrossEntropy,)
 """Functions whose ranks have different inputs: several ranks need a process group."""

@@ -21,14 +21,7 @@ Talk = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Family:
-    """Chat template of a family, after the one that its models are released with.
-
-    Args:
-        template: The template.
-        bos, eos: Special tokens; the eos ends a turn.
-        others: Other special tokens.
-        ends_outside: The eos is behind the `{% generation %}` block, so that transformers' mask leaves the token out.
-    """
+    """Chat template of a family, after the one that its models are released with."""
 
     template: str
     bos: str
@@ -38,7 +31,6 @@ class Family:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """All special tokens."""
         return tuple(dict.fromkeys((self.bos, self.eos, *self.others)))
 
     @property
@@ -108,12 +100,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Answered:
-    """Tokens of a conversation up to the end of an answer.
-
-    Attributes:
-        ids: Tokens from the begin of the conversation on.
-        begin: Number of tokens before the answer.
-    """
+    """Tokens of a conversation up to the end of an answer."""
 
     ids: tuple[int, ...]
     begin: int
@@ -175,7 +162,6 @@ def answers_of(tokenizer: PreTrainedTokenizerFast, family: Family, talk: Talk) -
 
 
 def write_talks(path: Path, talks: Sequence[Talk]) -> Path:
-    """Write conversations as JSON Lines."""
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
     return path
 

@@ -39,7 +39,6 @@ class NumberedLane:
 
     @property
     def place(self) -> Place:
-        """Place of the next row."""
         return self._row, 0
 
     def row(self) -> NDArray[np.int32]:
@@ -54,34 +53,27 @@ class NumberedLane:
 
 @dataclass(frozen=True)
 class NumberedLanes:
-    """Source of lanes of numbers.
-
-    Args:
-        poison: Row of each lane that ends the process; -1: none.
-    """
-
     poison: int = -1
 
     def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
-        """Function that opens a lane."""
         return lambda order, lane, place: NumberedLane(lane, place, mark, self.poison)
 
 
 SEQ_LEN, END = 64, 0
 
 
-def drawn_row(rng: Random, vocab_size: int) -> list[int]:
+def drawn_row(rng: Random, vocab_size: int, seq_len: int = SEQ_LEN) -> list[int]:
     """S + 1 marked ids: documents of drawn lengths, each with its end; the last may be cut, or padding may follow.
 
     The id of the end is also a word of the documents.
     """
     row: list[int] = []
-    while len(row) <= SEQ_LEN:
+    while len(row) <= seq_len:
         words = [rng.choice((END, rng.randrange(vocab_size))) for _ in range(rng.choice((0, 1, 3, 10, 30)))]
         row += [*words, END | END_BIT]
         if rng.random() < 0.1:
-            row += [IGNORE_INDEX] * (SEQ_LEN + 1)
-    return row[: SEQ_LEN + 1]
+            row += [IGNORE_INDEX] * (seq_len + 1)
+    return row[: seq_len + 1]
 
 
 def spans(row: list[int]) -> list[tuple[int, int]]:
@@ -208,7 +200,6 @@ def drop_checksums(path: Path) -> None:
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:
-    """A folder with a byte-level BPE."""
     folder.mkdir()
     train_bpe(documents(50), vocab_size, folder / "tokenizer.json")
     return folder

@@ -15,26 +15,18 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import batch_of
 from nxtrain.train.step import DeviceBatch, eval_step
+from tests.support.corpora import END, drawn_row
 from tests.support.models import hf_model
 from tests.support.parity import Gradient, gradient, start
 
-END = 0
 Rows = NDArray[np.int64]
 
 
 def drawn_rows(random: Random, number: int, seq_len: int, vocab_size: int) -> Rows:
-    """Documents of drawn lengths, each with its marked end; the last one of a row is cut, or padding follows.
-
-    The id of the end is also a word of the documents, which ends none.
-    """
+    """Rows of packed documents, of which some have targets."""
     rows = np.full((number, seq_len + 1), IGNORE_INDEX, np.int64)
-    for row in rows:
-        filled = 0
-        while filled < len(row) and not (filled and random.random() < 0.1):
-            length = min(random.choice((0, 1, 4, 9, 20)), len(row) - filled - 1)
-            row[filled : filled + length] = [random.choice((END, random.randrange(vocab_size))) for _ in range(length)]
-            row[filled + length] = END | END_BIT
-            filled += length + 1
+    while not (rows[:, 1:] != IGNORE_INDEX).any() or (rows & END_BIT).all():
+        rows = np.array([drawn_row(random, vocab_size, seq_len) for _ in range(number)])
     return rows
 
 

@@ -96,15 +96,7 @@ ONE = Degrees()
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run drawn from a seed.
-
-    Args:
-        lane, seed, index: The draw.
-        degrees: Layout.
-        overrides: `key=value` each, of `CONFIG`.
-        steps: Updates.
-        mask: Share of the targets that do not count; the command line has no such targets.
-    """
+    """A run drawn from a seed."""
 
     lane: str
     seed: int
@@ -164,16 +156,7 @@ def draw(
     xla: bool = False,
     family: str = "",
 ) -> Drawn:
-    """One run of a layout.
-
-    Args:
-        lane: Name of the series; each has draws of its own.
-        seed, index: The draw.
-        degrees: Layout.
-        bf16: Parameters in bf16 under any update rule; otherwise everything is float32.
-        xla: Small enough to be compiled quickly, under the rules of XLA devices.
-        family: Family of the model; empty: the next one.
-    """
+    """One run of a layout."""
     family = family or FAMILIES[(seed + index) % len(FAMILIES)]
     for attempt in range(TRIES):
         rng = Random(f"{lane}/{seed}/{index}/{attempt}")
@@ -375,9 +358,6 @@ def covering_array(
     """Layouts in which every two values of two factors that can meet do so, and drawn ones up to a number.
 
     Args:
-        seed: Draws which of the equally good ones.
-        number: Least length.
-        fits: Rules of a lane beside those of layouts, such as the largest world.
         cp: Layouts with context parallelism, in place of those without.
     """
     rng = Random(f"layouts/{seed}")

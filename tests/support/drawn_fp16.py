@@ -29,12 +29,7 @@ WORSE = 1.5
 
 @dataclass(frozen=True)
 class Distance:
-    """Distances from float32 transformers, which starts from the same bf16 weights.
-
-    Args:
-        gradient: Of the first step's gradient, |found - exact| / |exact| over the whole model.
-        losses: Of each step, times the root of the tokens, since the roundings of many tokens cancel in their mean.
-    """
+    """Distances from float32 transformers, which starts from the same bf16 weights."""
 
     gradient: float
     losses: tuple[float, ...]
@@ -131,15 +126,7 @@ decides the sign of a gradient, two right runs move apart. The loss is therefore
 
 @dataclass(frozen=True)
 class Scaled:
-    """A run in fp16.
-
-    Args:
-        losses, norms: Of each step; a norm that is not finite is infinite.
-        scales: After each step.
-        updates: Updates that were not skipped, after each step.
-        change: Largest change of a float32 weight, of each step.
-        masters: Float32 weights by name: before each step, and after the last one.
-    """
+    """A run in fp16."""
 
     losses: list[float]
     norms: list[float]
@@ -155,11 +142,7 @@ def empty_run() -> Scaled:
 
 
 class Reference:
-    """transformers' model in fp16 with float32 masters, on the micro-batches of all ranks, one after the other.
-
-    Args:
-        resolved: Configuration in fp16.
-    """
+    """transformers' model in fp16 with float32 masters, on the micro-batches of all ranks, one after the other."""
 
     def __init__(self, resolved: Resolved) -> None:
         config = self._config = resolved.config
@@ -182,15 +165,7 @@ class Reference:
         self._scaler.scale(torch.zeros(()))  # its state begins with the first use
 
     def run(self, skipped: Sequence[bool] = ()) -> Scaled:
-        """Train.
-
-        Args:
-            skipped: Steps that another run skipped, which this run skips as well; empty: its own decisions. A step near
-                the largest scale may overflow in one order of summation and not in another.
-
-        Raises:
-            AssertionError: A skipped step is far from an overflow, or another step overflows far below its scale.
-        """
+        """Train."""
         run = empty_run()
         updates = 0
         for step, batch in enumerate(batches(self._resolved, STEPS)):
@@ -321,16 +296,7 @@ def draw_fp16(lane: str, seed: int, index: int, degrees: Degrees) -> Resolved:
 
 
 def differences(courses: Sequence[Scaled], resolved: Resolved, want: Scaled | None = None) -> str:
-    """Hold all ranks against the reference; the largest differences in words.
-
-    Args:
-        courses: Of each rank.
-        resolved: Their configuration.
-        want: The reference; None: one that follows the decisions of the ranks.
-
-    Raises:
-        AssertionError: Ranks decide differently, or a difference is beyond the tolerances.
-    """
+    """Hold all ranks against the reference; the largest differences in words."""
     first = courses[0]
     assert all((course.scales, course.updates) == (first.scales, first.updates) for course in courses), "ranks differ"
     skipped = [after == before for before, after in zip([0.0, *first.updates], first.updates, strict=False)]

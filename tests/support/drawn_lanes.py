@@ -49,12 +49,7 @@ NOT_BY_COMMAND = {
 
 
 class Lanes:
-    """Draws and checks runs; a context that ends the processes.
-
-    Args:
-        seed: Draws everything.
-        folder: For the files of runs.
-    """
+    """Draws and checks runs; a context that ends the processes."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -86,11 +81,7 @@ class Lanes:
         return on_torchneuron(drawn) if lane == "native" else drawn
 
     def check(self, drawn: Drawn, *, by_command: bool) -> str:
-        """Run a draw; the differences from the reference in words.
-
-        Raises:
-            AssertionError: They are beyond the tolerances, or the run fails.
-        """
+        """Run a draw; the differences from the reference in words."""
         if by_command or drawn.lane == "command":
             assert drawn.lane not in NOT_BY_COMMAND, NOT_BY_COMMAND[drawn.lane]
             return self._by_command(drawn)

@@ -120,11 +120,7 @@ def unmasked(drawn: Drawn) -> Drawn:
 
 
 def run_command(argv: list[str]) -> None:
-    """Run a command of `prepare`.
-
-    Raises:
-        AssertionError: The command fails.
-    """
+    """Run a command of `prepare`."""
     program = [sys.executable, "-m", *argv]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)

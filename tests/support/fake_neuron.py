@@ -37,8 +37,6 @@ MADE: list[NeuronConfig] = []
 
 
 class ProfileMode(Enum):
-    """Kinds of files."""
-
     DEVICE = 0
     RUNTIME = 1
     CPU_UTIL = 2
@@ -64,7 +62,6 @@ class NeuronConfig(_ExperimentalConfig):
 
 
 def modules() -> dict[str, ModuleType]:
-    """Packages with the stand-in, for `sys.modules`."""
     package, profiling = ModuleType("torch_neuronx"), ModuleType("torch_neuronx.profiling")
     profiling.__dict__.update(NeuronConfig=NeuronConfig, ProfileMode=ProfileMode)
     return {"torch_neuronx": package, "torch_neuronx.profiling": profiling}
@@ -83,18 +80,6 @@ FREE = {
 
 @dataclass
 class Counts:
-    """Work of the device.
-
-    Args:
-        dispatches: Operations and graphs that the host handed over.
-        collectives: Collectives among these.
-        wide: 64-bit integers among what collectives carried.
-        compilations: Operations and graphs that were new, by shapes and types.
-        graphs: Graphs among these.
-        fallbacks: Operations that ran on the host instead.
-        names: Dispatches by name.
-    """
-
     dispatches: int = 0
     collectives: int = 0
     wide: int = 0
@@ -105,18 +90,6 @@ class Counts:
 
 
 class StandInDevice(TorchDispatchMode):
-    """The device of this process.
-
-    Args:
-        bitcasts: Views of another type are supported.
-        on_host: Operations, such as `aten::cumsum`, that the device lacks and the host computes.
-        compile_s: Seconds for which a first compilation delays its caller.
-
-    Attributes:
-        compiles_only: Graphs are compiled and do not run; what they return is no number.
-        digests: Hashes of all graphs, as names of their files.
-    """
-
     def __init__(self, *, bitcasts: bool = True, on_host: Sequence[str] = (), compile_s: float = 0.0) -> None:
         super().__init__()
         self.bitcasts, self.on_host, self.compile_s = bitcasts, set(on_host), compile_s
@@ -141,7 +114,6 @@ class StandInDevice(TorchDispatchMode):
         self._places.clear()
 
     def forget_fallbacks(self) -> None:
-        """Start the list of fallbacks anew."""
         self.counts.fallbacks.clear()
 
     @property

@@ -35,7 +35,6 @@ ABBREVIATION = re.compile(r"\b(et al|e\.g|i\.e)\.")
 
 
 def markdown_pages() -> list[Path]:
-    """Every Markdown page that people read."""
     folders = ("configs", "models", "tests/faults", "tests/golden", "compile_cache")
     own = [path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))]
     return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *own]
@@ -73,7 +72,6 @@ def sentences(text: str) -> list[str]:
 
 
 def cell_sentences(text: str) -> list[str]:
-    """Sentences of the cells of tables."""
     rows = (line for line in _paragraphs(text) if line.startswith("|") and not re.fullmatch(r"[|\-: ]+", line))
     return [sentence for row in rows for cell in re.split(r"(?<!\\)\|", row) for sentence in _split(cell)]
 
@@ -177,7 +175,6 @@ def constants() -> str:
 
 
 def published() -> str:
-    """Table of published throughput beside predictions."""
     lines = ["", "| run | devices | layout | published | predicted | error | use | source |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] != "outlier"), ""])
@@ -327,7 +324,6 @@ def _is_room(folder: Path) -> bool:
 
 
 def _sentence(folder: Path) -> str:
-    """First line of a package's docstring."""
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0]
 

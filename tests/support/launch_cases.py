@@ -22,14 +22,7 @@ GOLDEN = ROOT / "tests/golden/launch"
 
 @dataclass(frozen=True)
 class Case:
-    """A launch.
-
-    Args:
-        target: Kind of cluster.
-        config: Configuration file.
-        overrides: `dotted.key=value` each.
-        options: Choices beyond the configuration.
-    """
+    """A launch."""
 
     target: str
     config: str

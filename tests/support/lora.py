@@ -27,11 +27,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass(frozen=True)
 class DrawnAdapters(Drawn):
-    """A drawn run that trains adapters of some layers.
-
-    Args:
-        finetune: Values of [finetune], in the order of their names.
-    """
+    """A drawn run that trains adapters of some layers."""
 
     finetune: tuple[tuple[str, Any], ...] = ()
 
@@ -116,7 +112,6 @@ def restored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def targets_of(resolved: Resolved) -> tuple[str, ...]:
-    """Layers with an adapter."""
     return resolved.config.finetune.targets or LAYERS
 
 
@@ -129,7 +124,6 @@ def _peft() -> Any:
 
 
 def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
-    """PEFT's model around transformers'."""
     peft = _peft()
     config = resolved.config.finetune
     lora = peft.LoraConfig(

@@ -30,13 +30,7 @@ Formula = Callable[[Job, int], Bytes]
 
 @dataclass(frozen=True)
 class Measured:
-    """A training step of real ranks, whose tensors were counted.
-
-    Args:
-        name: Name of the run.
-        resolved: Configuration with all degrees.
-        ranks: First rank of each pipeline stage, which holds the most rows of its stage.
-    """
+    """A training step of real ranks, whose tensors were counted."""
 
     name: str
     resolved: Resolved

@@ -64,12 +64,7 @@ max_recompiles = 0
 
 @dataclass(frozen=True)
 class Machine:
-    """A pretended machine with one model, its data and a configuration.
-
-    Args:
-        folder: What is on it.
-        env: The variables of a shell.
-    """
+    """A pretended machine with one model, its data and a configuration."""
 
     folder: Path
     env: Mapping[str, str]
@@ -102,7 +97,6 @@ class Machine:
 
     @property
     def config(self) -> Path:
-        """The configuration."""
         return self.folder / "config.toml"
 
     def nxtrain(self, command: str, *overrides: str, **variables: str) -> str:
@@ -141,5 +135,4 @@ class Machine:
         return [{key: json.loads(line)[key] for key in kept} for line in lines]
 
     def column(self, key: str) -> list[float]:
-        """One number of each record."""
         return [record[key] for record in self.records()]

@@ -28,8 +28,6 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """Options of the forward kernel."""
-
     seq_tile_size: int = TILE
     attn_core_tile_size: int = 256
     training: bool = True
@@ -39,12 +37,7 @@ class FlashConfig:
 
 @dataclass(frozen=True)
 class Cores:
-    """Physical cores of a launch grid, times the programs of each.
-
-    Args:
-        number: Of cores.
-        programs: Of each.
-    """
+    """Physical cores of a launch grid, times the programs of each."""
 
     number: int
     programs: int = 1
@@ -54,19 +47,11 @@ class Cores:
 
     @property
     def total(self) -> int:
-        """Programs of all."""
         return self.number * self.programs
 
 
 @dataclass
 class Launches:
-    """A kernel, launched as `kernel[grid](...)`.
-
-    Args:
-        compute: What it computes.
-        grids: Of its launches: batch, programs over heads, cores.
-    """
-
     compute: Callable[..., Any]
     grids: list[tuple[int, int, int]] = field(default_factory=list)
 

@@ -24,14 +24,7 @@ TAG = "step_1"
 
 
 class Seen(NamedTuple):
-    """Scores and weights of a rank.
-
-    Args:
-        logits: Its part of the scores of `rows`, cut over the vocabulary; None in a pipeline.
-        weights: By NxD's names.
-        means: The optimizer's `exp_avg`, by the same.
-        user_content: What was loaded beside.
-    """
+    """Scores and weights of a rank."""
 
     logits: Tensor | None
     weights: Mapping[str, Tensor]

@@ -77,9 +77,6 @@ class Entry:
 
     Args:
         kind: `static` is a method without self.
-        parameters: Of a function or method, as written but for their types: `x`, `dim=0`, `*`, `**options`.
-        bases: Of a class, in full where they are NeuronX Distributed's.
-        target: Of an alias, the name in full.
     """
 
     kind: str

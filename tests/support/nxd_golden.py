@@ -79,23 +79,7 @@ RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Case of NeuronX Distributed: the settings of its run.
-
-    Args:
-        tp, pp, dp: Degrees.
-        virtual_pp: Stages per rank; the interleaved schedule where there are several.
-        stages: What cuts the model at `pp` > 1: its trace of the forward pass, or its list of layers.
-        tied: The embedding is the head's matrix too.
-        sequence_parallel: Between the matrix products the sequence is cut over tp.
-        accumulation: Micro-batches per step.
-        zero1: Through its ZeRO-1 optimizer, which updates float32 copies of the weights.
-        params: Type of parameters and activations.
-        clip: Largest gradient norm that it was told; 1.0 is what its ZeRO-1 takes whatever it is told.
-        qkv: Separate projections, or its own module for grouped queries, with a matrix each or one for all.
-        kv_size_multiplier: Copies of each K/V head.
-        defect: The fault of NeuronX Distributed that the course shows; empty: none, it is exact.
-        right: With a defect, the exact case whose course this one should have.
-    """
+    """Case of NeuronX Distributed: the settings of its run."""
 
     tp: int = 1
     pp: int = 1
@@ -200,12 +184,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Course:
-    """Losses and norms of a run.
-
-    Args:
-        losses: Mean over the tokens of each step's global batch.
-        grad_norms: Of each step's whole gradient, before clipping.
-    """
+    """Losses and norms of a run."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -213,11 +192,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of two courses, relative to the second.
-
-    Args:
-        loss, norm: Largest of all steps.
-    """
+    """Distance of two courses, relative to the second."""
 
     loss: float
     norm: float
@@ -241,10 +216,6 @@ def bound(case: Case, nxd: Mapping[str, Course]) -> Distance:
 
     In bfloat16 two runs round in different places, and are at most twice as far from each other as from float32. How
     far that is, NeuronX Distributed's own courses tell.
-
-    Args:
-        case: Whose type counts.
-        nxd: All courses.
     """
     if case.params == "fp32":
         return FP32_BOUND
@@ -336,12 +307,7 @@ def our_course(folder: Path, steps: int = STEPS) -> Course:
 
 
 def content(courses: Mapping[str, Course], packages: Mapping[str, str]) -> dict[str, Any]:
-    """Content of the file.
-
-    Args:
-        courses: Of each of `CASES`.
-        packages: Versions of what they were recorded with.
-    """
+    """Content of the file."""
     cases = {}
     for name, case in CASES.items():
         how = asdict(case)
@@ -358,11 +324,7 @@ def content(courses: Mapping[str, Course], packages: Mapping[str, str]) -> dict[
 
 @cache
 def recorded() -> dict[str, Course]:
-    """The recorded courses, by the name of their case.
-
-    Raises:
-        AssertionError: They were recorded from another start, or of other cases.
-    """
+    """The recorded courses, by the name of their case."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
     again = "; record the courses again (tests/golden/README.md says how)"
     assert found["sha256"] == fingerprints(), "the golden recipe now makes other weights or tokens" + again

@@ -28,13 +28,7 @@ from tests.support.nxd_stages import layer_list, micro_rows, pipeline_batch, pip
 
 
 def train(backend: Backend, case: Case, example: Path) -> Course:
-    """Train NeuronX Distributed's Llama as its scripts do, on this rank of a gloo world.
-
-    Args:
-        backend: Of this rank; opened the process group.
-        case: What to run.
-        example: `modeling_llama_nxd.py` of the version that is imported.
-    """
+    """Train NeuronX Distributed's Llama as its scripts do, on this rank of a gloo world."""
     if backend.world == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _prepare()

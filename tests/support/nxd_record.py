@@ -40,13 +40,7 @@ PACKAGES = ("torch", "torch-xla", "transformers")
 
 
 def record(pool: RankPool, case: Case, example: Path) -> Course:
-    """Course of NeuronX Distributed, which all ranks must report alike.
-
-    Args:
-        pool: Ranks on gloo.
-        case: How it runs.
-        example: The example's model.
-    """
+    """Course of NeuronX Distributed, which all ranks must report alike."""
     first, *others = pool.run(case.world, nxd_oracle.train, case, example)
     assert all(other == first for other in others), f"the ranks report different courses: {[first, *others]}"
     course: Course = first
@@ -54,12 +48,7 @@ def record(pool: RankPool, case: Case, example: Path) -> Course:
 
 
 def contradictions(nxd: Mapping[str, Course], ours: Mapping[str, Course]) -> Iterator[str]:
-    """Contradictions to calling a case exact, or defective.
-
-    Args:
-        nxd: NeuronX Distributed's courses, by case.
-        ours: Ours of the same mathematics on one rank.
-    """
+    """Contradictions to calling a case exact, or defective."""
     for name, case in CASES.items():
         distance = Distance.between(nxd[name], ours[name])
         exact = distance.within(bound(case, nxd))

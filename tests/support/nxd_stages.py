@@ -22,12 +22,7 @@ def micro_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pipeline_config(case: Case, example: Any) -> dict[str, Any]:
-    """Settings of NeuronX Distributed, as in the example's script for pipelines.
-
-    Args:
-        case: What runs.
-        example: Its model's module.
-    """
+    """Settings of NeuronX Distributed, as in the example's script for pipelines."""
     common: dict[str, Any] = {
         "num_microbatches": case.accumulation,
         "virtual_pipeline_size": case.virtual_pp,

@@ -73,12 +73,7 @@ def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tenso
 
 
 def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Values that a pair of devices gathers, and NxD's choice on rank 0 for the values sent by rank 1, its previous.
-
-    Args:
-        backend: Of rank 0, which offers zeros, or of rank 1, which offers ones.
-        pair: Both ranks, in the order in which NxD names them.
-    """
+    """Values that a pair of devices gathers, and NxD's choice on rank 0 for the values sent by rank 1, its previous."""
     import torch
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -106,15 +101,7 @@ def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[f
 
 
 def traced(backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], instance: str) -> list[Any]:
-    """The report of `nxtrain graphs` on each plan, with NxD's layers on ranks of a pretended world.
-
-    Args:
-        backend: Of the one true device.
-        plans: To trace, one after the other.
-        world: Ranks of the pretended world.
-        ranks: Those to play.
-        instance: Pretended machine, by name.
-    """
+    """The report of `nxtrain graphs` on each plan, with NxD's layers on ranks of a pretended world."""
     nxd_cpu.prepare(cpu_mode=False)
     bind_pretended = pretended_nxd(INSTANCES[instance])
     return [trace(plan, world, ranks, 2, None, bind_pretended) for plan in plans]

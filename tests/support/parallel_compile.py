@@ -38,13 +38,6 @@ _LOGS = {
 
 
 class Pool:
-    """The workers, and what they report.
-
-    Args:
-        graphs: HLO files.
-        num_workers: Threads that compile.
-    """
-
     def __init__(self, graphs: list[Path], num_workers: int) -> None:
         self._graphs, self._broken = sorted(graphs), False
         retries = "--retry_failed_compilation" in os.environ.get("NEURON_CC_FLAGS", "")
@@ -90,7 +83,6 @@ class Pool:
 
 
 def main() -> int | None:
-    """Run, and return the exit status."""
     parser = argparse.ArgumentParser(prog="neuron_parallel_compile")
     parser.add_argument("--command", choices=["collect-and-compile"], default="collect-and-compile")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -30,12 +30,7 @@ GLOBAL_BATCH = 4
 
 @dataclass(frozen=True)
 class Course:
-    """Losses, norms and weights of a run.
-
-    Args:
-        losses, norms: Of each step.
-        weights: At the end, whole tensors by global name.
-    """
+    """Losses, norms and weights of a run."""
 
     losses: list[float]
     norms: list[float]
@@ -200,13 +195,7 @@ def check_scalars(losses: Sequence[float], norms: Sequence[float], want: Course)
 
 @dataclass(frozen=True)
 class Gradient:
-    """Values of one step before its update.
-
-    Args:
-        loss, norm, num_tokens: As in `StepResult`.
-        scale: Factor of clipping.
-        shards: This rank's gradients, reduced, by parameter name.
-    """
+    """Values of one step before its update."""
 
     loss: float
     norm: float

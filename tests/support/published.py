@@ -125,7 +125,6 @@ def compared() -> tuple[Compared, ...]:
 
 @cache
 def held_out() -> tuple[Compared, ...]:
-    """All rows that chose no constant."""
     return _compared(HELD_OUT)
 
 
@@ -134,7 +133,6 @@ def _compared(path: Path) -> tuple[Compared, ...]:
 
 
 def compare(row: dict[str, Any]) -> Compared:
-    """A row with its prediction."""
     job, seq_len = job_of(row), row["seq_len"]
     time = step_time(job, hides_tp=row.get("hides_tp", True))
     if "sequences_per_s" in row:

@@ -13,16 +13,18 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from tests.support import processes
 from tests.support.ports import patient_s
+from tests.support.processes import AGENT_STORE, rank_variables
 
 
 class _Pickler(ForkingPickler):
@@ -43,11 +45,7 @@ def _tensor(elements: bytearray, dtype: torch.dtype, shape: torch.Size, requires
 
 
 def dumps(message: object) -> bytes:
-    """Bytes of a message, for `pickle.loads` of another process.
-
-    Args:
-        message: Anything that pickles; on the other side no two of its tensors share memory.
-    """
+    """Bytes of a message, for `pickle.loads` of another process."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(message)
     return file.getvalue()
@@ -72,13 +70,6 @@ PRELOADED = (
 
 
 class RankPool:
-    """Processes that play ranks.
-
-    Args:
-        backend, layers: What each opens.
-        prepare: What each calls first; importable from a fresh process.
-    """
-
     def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None, layers: str = "native") -> None:
         self.layers = layers
         self._job = (backend, layers, prepare)
@@ -106,7 +97,6 @@ class RankPool:
         return [value for _, value in outcomes]
 
     def close(self) -> None:
-        """End the processes."""
         for process, pipe in self._workers:
             process.kill()
             process.join()
@@ -122,11 +112,9 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def context() -> Any:
-    """Starts forks of a process that has imported everything; a test process has one such process."""
-    found = mp.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOADED])
-    return found
+def context() -> ForkServerContext:
+    """Starts processes that have imported what bodies use."""
+    return processes.context(*PRELOADED)
 
 
 def _open_store() -> TCPStore:
@@ -166,9 +154,7 @@ def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None]
     while True:
         rank = pipe.recv()
         world, port, body, args = pickle.loads(pipe.recv_bytes())
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place.update({"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True})
-        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update({**rank_variables(rank, world, port), **AGENT_STORE})
         from nxtrain.backends import open_backend
 
         try:

@@ -26,20 +26,11 @@ from nxtrain.config.check import Resolved
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.launch.torchrun import STOPPED, blame
 from tests.support.command_ranks import WORLD, Ranks, write_config
-from tests.support.models import changed
 from tests.support.runs import course, run_plan
 
 SAVED, RESHARDED_STEPS = 3, 8
 """The step of the checkpoint, and the last; five follow it."""
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp": 2, "dp": 1, "sequence_parallel": True},
-    "pp2": {"tp": 1, "pp": 2, "dp": 1},
-    "dp2-zero1": {"tp": 1, "dp": 2, "shard": "zero1"},
-    "full": {"tp": 1, "dp": 2, "shard": "full"},
-    "cp2": {"tp": 1, "dp": 1, "cp": 2, "shard": "zero1"},
-    "tp2-dp2": {"tp": 2, "dp": 2},
-}
 KEPT = ("step", "loss", "grad_norm", "param_norm", "lr", "tokens")
 
 
@@ -55,18 +46,7 @@ def plan(folder: Path, layout: dict[str, Any], rows: Path, **checkpoint: Any) ->
     )
 
 
-def world_of(layout: dict[str, Any]) -> int:
-    """Ranks that a layout takes."""
-    return int(layout["tp"] * layout.get("cp", 1) * layout.get("pp", 1) * layout["dp"])
-
-
-def continued(folder: Path, layout: dict[str, Any], rows: Path, saved: Path) -> Resolved:
-    """The same run from another's checkpoint on; another number of ranks is another sum order and nothing else."""
-    return changed(plan(folder, layout, rows), checkpoint={"resume": str(saved)})
-
-
 def after(folder: Path) -> list[dict[str, Any]]:
-    """The records after the checkpoint."""
     return [{key: record[key] for key in KEPT} for record in course(folder) if record["step"] > SAVED]
 
 
@@ -93,18 +73,6 @@ RESTART_S = 10.0
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the ranks.
-
-    Args:
-        codes: With which they ended; None: they were killed because another had failed.
-        said: What each printed.
-        began_after: The step from which the first rank went on; None: it ended before it knew.
-        reached: The last step in the record at the end.
-        saved: The steps of the whole checkpoints at the end.
-        recovery_s: From the first end of a rank to the next start; 0 if all went well.
-        span_s: Uptime of the machine before the ranks began, and after all had ended.
-    """
-
     codes: Mapping[int, int | None]
     said: Mapping[int, str]
     began_after: int | None
@@ -115,33 +83,22 @@ class Start:
 
     @property
     def code(self) -> int:
-        """The one of an agent."""
         known = [code for code in self.codes.values() if code is not None]
         return blame([code for code in known if code] or [0])
 
 
 @dataclass
 class History:
-    """All starts of a run.
-
-    Args:
-        folder: With its configuration.
-        starts: In their order.
-        wall_s: All of them together.
-    """
-
     folder: Path
     starts: list[Start] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
         return self.folder / "run"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
         return self.run / CHECKPOINTS_DIR
 
     @property
@@ -171,19 +128,11 @@ class History:
 
 @dataclass(frozen=True)
 class Golden:
-    """Reference of a run without failures.
-
-    Args:
-        course: Its records without timings.
-        tensors: Of its last checkpoint, all parts in order.
-    """
-
     course: list[dict[str, Any]]
     tensors: Mapping[str, bytes]
 
     @staticmethod
     def of(history: History) -> Golden:
-        """Result of an uninterrupted run."""
         assert [start.code for start in history.starts] == [0], history.said
         found = course(history.run)
         return Golden(found, tensors(directory.step_path(history.checkpoints, found[-1]["step"])))
@@ -205,18 +154,7 @@ def start(
     meanwhile: Callable[[Ranks], object] = lambda ranks: None,
     first: Callable[[], object] | None = None,
 ) -> Start:
-    """Start the ranks once, and see them all end.
-
-    Args:
-        started_by: Starts processes that have imported everything.
-        folder: With the configuration.
-        faults: For `NXTRAIN_FAULTS`.
-        overrides: Of the configuration.
-        world: How many ranks.
-        within_s: All must have ended.
-        meanwhile: Is called again and again while they run.
-        first: Is called in each rank before the command.
-    """
+    """Start the ranks once, and see them all end."""
     ended_at, from_s = 0.0, now().up
     with Ranks(started_by, folder, *faults, overrides=overrides, world=world, first=first) as ranks:
         begin = time.monotonic()
@@ -265,14 +203,7 @@ def supervise(
 
 
 def assert_recovered(history: History, golden: Golden, *, restarts: int | None = 1, within_s: float = 40.0) -> None:
-    """The oracle: nothing is lost, and no one can tell from the run that something befell it.
-
-    Args:
-        history: The run.
-        golden: The same one, uninterrupted.
-        restarts: So many it took; None: any number.
-        within_s: That all of it may take.
-    """
+    """The oracle: nothing is lost, and no one can tell from the run that something befell it."""
     said = history.said
     assert history.starts[-1].code == 0, said
     assert restarts is None or len(history.starts) == restarts + 1, said

@@ -156,7 +156,6 @@ def table(shape: str, mesh: Mesh, **changes: Any) -> ParamTable:
 
 
 def meta(step: int = 10, **changes: Any) -> Meta:
-    """The rest of a state."""
     values = {"step": step, "samples": 80, "tokens": 2560, "seed": 1, "family": "llama", "config": {}}
     return Meta(**{**values, "dtype": "bfloat16", **changes})
 

@@ -52,12 +52,10 @@ def run_plan(run_dir: Path, data: Mapping[str, Any], *, steps: int, **sections: 
 
 
 def train_rank(backend: Backend, resolved: Resolved) -> None:
-    """One rank of a run."""
     train_on(RunContext.open(backend, resolved))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of the metrics file."""
     return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
 
 
@@ -84,7 +82,6 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
 
 
 def assert_equal_bits(a: Shards, b: Shards) -> None:
-    """Hold two states against each other."""
     assert {(kind, name) for kind in a for name in a[kind]} == {(kind, name) for kind in b for name in b[kind]}
     for kind, tensors in a.items():
         for name, tensor in tensors.items():
@@ -104,13 +101,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def write_toml(folder: Path, *, num_rows: int = 18, **sections: Mapping[str, Any]) -> Path:
-    """Write the configuration of a run in `folder/run`, and its random rows.
-
-    Args:
-        folder: For both; made where it is absent.
-        num_rows: Of the data.
-        sections: Override the tables of `TINY`.
-    """
+    """Write the configuration of a run in `folder/run`, and its random rows."""
     folder.mkdir(exist_ok=True)
     tables = {"run": {"dir": folder / "run"}, **{name: dict(table) for name, table in TINY.items()}}
     tables["data"]["path"] = folder / "rows.npy"

@@ -106,14 +106,7 @@ def _send_head(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse
 
 @contextmanager
 def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int = 40) -> Iterator[dict[str, str]]:
-    """The same server behind one that gives large answers in pieces: what leads AWS's tools there.
-
-    Args:
-        variables: Lead to the server itself.
-        seconds: That a large answer takes; 0: its first half comes, and nothing more.
-        number: So many of them are slow, the first.
-        pieces: Of each.
-    """
+    """The same server behind one that gives large answers in pieces: what leads AWS's tools there."""
     ended, left, lock = threading.Event(), [number], threading.Lock()
 
     def deliver(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, content: bytes) -> None:
@@ -141,12 +134,7 @@ Fault = Literal["", "torn", "error"]
 
 @contextmanager
 def failing_s3(variables: dict[str, str], fault: Callable[[], Fault]) -> Iterator[dict[str, str]]:
-    """The same server behind one that fails at requests for ranges: what leads AWS's tools there.
-
-    Args:
-        variables: Lead to the server itself.
-        fault: Fault of the next request for a range.
-    """
+    """The same server behind one that fails at requests for ranges: what leads AWS's tools there."""
     lock = threading.Lock()
 
     def deliver(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, content: bytes) -> None:

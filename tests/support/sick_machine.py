@@ -49,12 +49,6 @@ def fi_info(devices: int = 8) -> str:
 
 
 class Machine:
-    """Files and programs of a machine.
-
-    Args:
-        folder: Place for them.
-    """
-
     def __init__(self, folder: Path) -> None:
         self.root, self.bin = folder / "root", folder / "bin"
         self.bin.mkdir(parents=True)
@@ -64,11 +58,9 @@ class Machine:
 
     @property
     def host(self) -> Host:
-        """The machine as checks see it."""
         return Host(self.root, str(self.bin))
 
     def file(self, path: str, text: str) -> None:
-        """Write a file."""
         file = self.root / path.lstrip("/")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="ascii")
@@ -82,7 +74,6 @@ class Machine:
         program.chmod(0o755)
 
     def process(self, pid: int, parent: int) -> None:
-        """Show a process."""
         self.file(f"/proc/{pid}/stat", f"{pid} (python (x) y) S {parent} 1 1 0 -1")
 
 
@@ -121,7 +112,6 @@ def gpus(
     processes: str = "",
     capabilities: str = "NVIDIA H100 80GB HBM3, 9.0",
 ) -> Machine:
-    """A p5.48xlarge."""
     machine = Machine(folder)
     machine.file("/sys/devices/virtual/dmi/id/product_name", "p5.48xlarge\n")
     machine.program("nvidia-smi", "")

@@ -90,12 +90,7 @@ def _path() -> str:
 
 
 class Cluster:
-    """The daemons, as a context which leaves none behind.
-
-    Args:
-        folder: For all their files; its path is short, since a socket lies in it.
-        nodes: Names.
-    """
+    """The daemons, as a context which leaves none behind."""
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         self.folder, self.nodes = folder, tuple(nodes)
@@ -136,7 +131,6 @@ class Cluster:
         self._stop()
 
     def start_node(self, node: str) -> None:
-        """Start a machine."""
         begin = 'mount --bind "$2" /etc/hosts && hostname "$1" && exec slurmd -D -N "$1"'
         self._start(node, *NAMESPACES, "sh", "-c", begin, "sh", node, str(self.folder / "hosts"))
 
@@ -162,7 +156,6 @@ class Cluster:
         return done.stdout.strip()
 
     def said(self) -> dict[str, str]:
-        """The logs of all daemons."""
         return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in self.folder.glob("*.log")}
 
     def _start(self, name: str, *argv: str) -> None:
@@ -195,14 +188,11 @@ needs_slurm = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
 
 
 class Job:
-    """A run that was submitted."""
-
     def __init__(self, cluster: Cluster, folder: Path, number: int) -> None:
         self.cluster, self.folder, self.number = cluster, folder, number
 
     @staticmethod
     def submitted(cluster: Cluster, folder: Path, *argv: str, nodes: int = 1) -> Job:
-        """One that `scripts/train.sbatch` runs."""
         options = (f"--nodes={nodes}", f"--output={folder / 'job.log'}", "--time=10")
         environ = {"NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
         return Job(cluster, folder, cluster.submit(*options, SCRIPT, folder / "config.toml", *argv, environ=environ))

@@ -38,21 +38,6 @@ PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """Costs of a soak.
-
-    Args:
-        seed: Of its faults.
-        steps: Of the run.
-        faults: That befell it, damaged checkpoints among them.
-        restarts: That it took.
-        repeated: Steps that were computed again.
-        productive_s: Time of the steps that stand in the record.
-        wall_s: Time from the first start to the end of the run.
-        costs: What its failures and checkpoints cost, as the run itself told.
-        expected: The goodput that the model gives for a run of these costs.
-        history: Its starts, as the one who started them saw them.
-    """
-
     seed: int
     steps: int
     faults: int
@@ -80,13 +65,7 @@ class Report:
 
 
 def drawn(seed: int, steps: int, mean_steps: float) -> list[str]:
-    """Faults of all kinds at all points of a run.
-
-    Args:
-        seed: Of the draw.
-        steps: Of the run.
-        mean_steps: Between one and the next.
-    """
+    """Faults of all kinds at all points of a run."""
     random = Random(seed)
     found = [f"{random.choice(DEADLY)}@{random.randrange(WORLD)}:0:load"]
     at = 0
@@ -122,21 +101,7 @@ def soak(
     pace_s: float,
     say: Callable[[str], object] = lambda line: None,
 ) -> Report:
-    """Break a run again and again, start it again each time, and hold it against the uninterrupted one.
-
-    Args:
-        started_by: Starts processes that have imported everything.
-        folder: For the two runs.
-        seed: Of what befalls it.
-        steps: Of the run.
-        mean_steps: Between one fault and the next.
-        pace_s: What a step takes longer than it needs.
-        say: Takes a line for each start.
-
-    Raises:
-        AssertionError: The run is another one than if nothing had happened, does not come to its end, or loses more
-            time than the model explains.
-    """
+    """Break a run again and again, start it again each time, and hold it against the uninterrupted one."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("golden", "soaked"):
         configure(folder / name, steps=steps, patience_s=PATIENCE_S)

@@ -29,14 +29,7 @@ from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters of torch-xla over all threads of the process.
-
-    Args:
-        compiled: Graphs that were new.
-        launched: Graphs that were run, new or known. The runtime counts an execution some time after its results are
-            there; this is counted when it is asked for.
-        fallbacks: Operations that left the graph to run on the host.
-    """
+    """Counters of torch-xla over all threads of the process."""
 
     compiled: int
     launched: int
@@ -74,13 +67,7 @@ def drawn_courses(backend: Backend, cases: Sequence[tuple[Drawn, dict[str, Tenso
 
 @dataclass(frozen=True)
 class Steps:
-    """Counts of torch-xla's work in a series of steps.
-
-    Args:
-        compiled, launched: Graphs, since before the first step, after each.
-        fallbacks: Operations that had left a graph by the end.
-        refusal: Why the first step that wanted to run something by itself was stopped; empty if none did.
-    """
+    """Counts of torch-xla's work in a series of steps."""
 
     compiled: list[int]
     launched: list[int]
@@ -101,10 +88,6 @@ def steps(
     """Take one step per learning rate, with execution forbidden inside the step.
 
     Args:
-        backend: Of this rank.
-        resolved: The run.
-        weights: Whole weights.
-        rates: Learning rates.
         mutant: `""`; `lr` uploads the rate as a number by itself, `read` looks at the gradient norm inside the step.
     """
     import torch_xla
@@ -137,12 +120,7 @@ def steps(
 
 
 class Forbidding:
-    """A backend between whose boundaries nothing may run.
-
-    Args:
-        backend: What it stands for.
-        folds_numbers: Upload numbers one by one, which torch-xla folds into the graph by their value.
-    """
+    """A backend between whose boundaries nothing may run."""
 
     def __init__(self, backend: Backend, *, folds_numbers: bool) -> None:
         self._backend, self._folds_numbers = backend, folds_numbers
@@ -211,13 +189,7 @@ def _mutated(start: Callable[..., Any], mutant: str, world: int) -> Any:
 
 
 def rounded(backend: Backend, numbers: Mapping[str, Tensor], steps: int) -> tuple[list[dict[str, Tensor]], int]:
-    """Parameters rounded at random in each of some steps, on the device; and how many graphs that took.
-
-    Args:
-        backend: Of the device.
-        numbers: float32, by the name of the parameter that they are the whole of.
-        steps: From 1.
-    """
+    """Parameters rounded at random in each of some steps, on the device; and how many graphs that took."""
     layout = Layout(ParamTable({name: ShardSpec(tuple(x.shape)) for name, x in numbers.items()}), Mesh.build(1, 0))
     keys = rounding_keys(layout, numbers, "param", 0, backend.put)
     exact = {name: backend.put(x) for name, x in numbers.items()}
@@ -236,12 +208,7 @@ def rounded(backend: Backend, numbers: Mapping[str, Tensor], steps: int) -> tupl
 def document_logits(
     backend: Backend, jobs: Sequence[tuple[Resolved, Mapping[str, Tensor], Tensor, Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Logits of packed rows with masks between documents and without, and of each document alone.
-
-    Args:
-        backend: Of the device.
-        jobs: Run, whole weights, inputs and starts of the rows, and a row for each document.
-    """
+    """Logits of packed rows with masks between documents and without, and of each document alone."""
     found = []
     for resolved, weights, inputs, starts, alone in jobs:
         model: Any = our_model(resolved, backend, Mesh(1, 0), weights)
@@ -256,12 +223,7 @@ def document_logits(
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step that was recorded and never run.
-
-    Args:
-        hash: Of the graph.
-        text: Its HLO, as the compiler gets it.
-    """
+    """A step that was recorded and never run."""
 
     hash: str
     text: str
@@ -279,14 +241,8 @@ def recorded(
     """Record the graphs of the first two steps of each of some ranks of a pretended world, executing nothing.
 
     Args:
-        backend: Of the one true device.
-        resolved: The run; micro-batches of one sequence.
-        weights: Whole weights.
-        world: Ranks of the pretended world.
-        ranks: Those to play, one after the other.
         mutant: `""`; `number` keeps the first vocabulary row of a rank as a number, `nxd number` NxD's rank,
             `position number` the first position of a rank.
-        layers: `native` or `nxd`.
     """
     return [_record_rank(backend, resolved, weights, world, rank, mutant, layers) for rank in ranks]
 

@@ -28,7 +28,8 @@ from torch.distributed import TCPStore
 
 from nxtrain.common.process.placement import Placement
 from tests.support.ports import patient_s
-from tests.support.xla_processes import FAST, Ended, nxtrain, start
+from tests.support.processes import AGENT_STORE, Ended, rank_variables
+from tests.support.xla_processes import FAST, nxtrain, start
 
 RANKS_TIMEOUT_S = patient_s(200)
 ONE_DEVICE = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
@@ -38,12 +39,6 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
     """Call `body(place, *args)` in each process and return what each returned, by rank, as JSON carries it.
 
     This process holds the store of the ranks, as torchrun's agent does, and sets the variables that the agent sets.
-
-    Args:
-        world: Processes.
-        body: Importable by name, like what it is given.
-        args: Its arguments.
-        folder: For the files that carry arguments and results.
     """
     job = folder / "job.pickle"
     job.write_bytes(pickle.dumps((body, args)))
@@ -56,13 +51,7 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
 
 
 def command_ranks(world: int, *argv: object, folder: Path) -> list[Ended]:
-    """Run a command of nxtrain on some ranks, each with a CPU device of its own; the end of each.
-
-    Args:
-        world: Processes.
-        argv: Arguments of the command.
-        folder: For what the ranks print.
-    """
+    """Run a command of nxtrain on some ranks, each with a CPU device of its own; the end of each."""
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     environments = enumerate(_environments(world, store.port))
     ranks = [nxtrain(*argv, env=env, log=folder / f"log-{rank}.txt") for rank, env in environments]
@@ -71,12 +60,9 @@ def command_ranks(world: int, *argv: object, folder: Path) -> list[Ended]:
 
 def _environments(world: int, port: int) -> list[dict[str, str]]:
     """Variables of each rank: those of torchrun's agent, and one CPU device."""
-    shared: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
-    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True", **ONE_DEVICE}
-    places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
-    return [{**os.environ, **{name: str(value) for name, value in place.items()}} for place in places]
+    node = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "test"}
+    shared = {**os.environ, **node, "TORCHELASTIC_RESTART_COUNT": "0", **AGENT_STORE, **ONE_DEVICE}
+    return [{**shared, **rank_variables(rank, world, port)} for rank in range(world)]
 
 
 def pretend(place: Placement) -> None:
@@ -87,7 +73,6 @@ def pretend(place: Placement) -> None:
 
 
 def _play(job: Path) -> None:
-    """Run a job file."""
     body, args = pickle.loads(job.read_bytes())
     place = Placement.read()
     pretend(place)
@@ -110,17 +95,7 @@ def run_devices(
     neuron: Mapping[str, str] | None = None,
     instance: str = INSTANCE,
 ) -> list[Any]:
-    """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank.
-
-    Args:
-        world: Devices.
-        body: Importable by name, like what it is given.
-        args: Its arguments.
-        folder: For the files that carry arguments and results.
-        flags: `XLA_FLAGS`.
-        neuron: The backend is the one of Trainium, with these variables beside; None: that of PyTorch/XLA.
-        instance: The machine that has it.
-    """
+    """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank."""
     done = start_devices(world, body, *args, folder=folder, flags=flags, neuron=neuron, instance=instance)
     assert done.code == 0, done.printed[-6000:]
     return pickle.loads(_result(folder, world).read_bytes())  # type: ignore[no-any-return]
@@ -164,10 +139,6 @@ class Devices:
     """The threads of one process.
 
     They meet on the host, since torch-xla's own rendezvous is a collective that each of them would compile.
-
-    Args:
-        world: How many.
-        machine: Folder of the Trainium machine that they are pretended to be of; None: of none.
     """
 
     def __init__(self, world: int, machine: Path | None = None) -> None:
@@ -176,7 +147,6 @@ class Devices:
         self._machine = machine
 
     def meet(self) -> None:
-        """Wait for all threads."""
         self._meeting.wait(TIMEOUT_S)
 
     def sync(self) -> None:
@@ -191,7 +161,6 @@ class Devices:
             torch_xla.sync()
 
     def run(self, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """Call `body(backend, *args)` in every thread."""
         import torch_xla
         import torch_xla.core.xla_model as xm
         from torch_xla._internal import pjrt
@@ -230,7 +199,6 @@ class Devices:
 
 
 def _main(job: Path, result: Path) -> None:
-    """Run a job file."""
     body, args, machine = pickle.loads(job.read_bytes())
     devices = Devices(int(os.environ["CPU_NUM_DEVICES"]), machine)
     result.write_bytes(pickle.dumps(devices.run(body, args)))

@@ -32,7 +32,6 @@ MODULES = (
     "tests.support.xla_processes",
     "tests.xla.test_pipeline",
     "tests.xla.test_ranks",
-    "tests.xla.test_resharding",
     "tests.xla.test_stages",
 )
 

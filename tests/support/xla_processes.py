@@ -6,7 +6,6 @@ variables when a process makes its first device, so that each fork has its own d
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import sys
@@ -14,16 +13,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.common.process.placement import Placement
+from tests.support import processes
 from tests.support.forked_python import play
+from tests.support.processes import Started
 
 FAST = " ".join(
     (
@@ -41,65 +42,13 @@ OPTIMIZED = ""
 
 
 def context() -> ForkServerContext:
-    """Starts processes that have imported everything; a process that asks for one has no forkserver of another kind."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["tests.support.xla_preload"])
-    return found
-
-
-class Ended(NamedTuple):
-    """A process that has ended.
-
-    Args:
-        code: Its exit code; negative: the signal that killed the process.
-        printed: Standard output and error.
-    """
-
-    code: int
-    printed: str
-
-
-class Started(NamedTuple):
-    """A process that may be under way.
-
-    Args:
-        process: As multiprocessing knows the process.
-        log: File for what the process prints.
-    """
-
-    process: ForkServerProcess
-    log: Path
-
-    def ended(self, within_s: float) -> Ended:
-        """Wait for the end.
-
-        Raises:
-            AssertionError: It does not come in time.
-        """
-        self.process.join(within_s)
-        is_late = self.process.is_alive()
-        if is_late:
-            self.process.kill()
-            self.process.join()
-        printed = self.log.read_text(encoding="utf-8", errors="replace")
-        assert not is_late, f"not done in {within_s:g} s:\n{printed[-6000:]}"
-        assert self.process.exitcode is not None
-        return Ended(self.process.exitcode, printed)
+    """Starts processes that have imported torch-xla; a process that asks for one has no forkserver of another kind."""
+    return processes.context("tests.support.xla_preload")
 
 
 def start(target: Callable[..., object], *args: Any, env: Mapping[str, str], log: Path) -> Started:
-    """Call a function in a process of its own.
-
-    Args:
-        target: Importable by name, like what it is given; small, since a pipe carries them.
-        args: Its arguments.
-        env: All variables of the process.
-        log: File for what the process prints.
-    """
-    log.write_bytes(b"")
-    process = context().Process(target=_begin, args=(log, dict(env), target, args))
-    process.start()
-    return Started(process, log)
+    """Call a function in a process of its own, which has these variables and no others."""
+    return processes.start(context(), log, _adopted, dict(env), target, args)
 
 
 def nxtrain(*argv: object, env: Mapping[str, str], log: Path) -> Started:
@@ -117,10 +66,7 @@ def adopt(env: Mapping[str, str]) -> None:
     torch_xla._setup_xla_flags()
 
 
-def _begin(log: Path, env: Mapping[str, str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
-    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+def _adopted(env: Mapping[str, str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
     adopt(env)
     target(*args)
 
@@ -131,11 +77,7 @@ Groups = list[list[int]]
 
 
 def link(report: Path | None = None) -> None:
-    """Give this process a device, and join it to those that torchrun's variables tell of; before a command.
-
-    Args:
-        report: File for the counters of rank 0, as of its last boundary.
-    """
+    """Give this process a device, and join it to those that torchrun's variables tell of; before a command."""
     adopt({**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": FAST})
     place = Placement.read()
     if report is not None and place.rank == 0:
@@ -166,8 +108,6 @@ def compiled(report: Path) -> int:
 
 
 class _Carrier:
-    """Collectives of `torch_xla.core.xla_model` that nxtrain uses."""
-
     def __init__(self, place: Placement) -> None:
         self._place = place
 

@@ -35,14 +35,6 @@ def train_without(
     return said
 
 
-def test_a_checkpoint_in_s3_without_boto3(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    resume = "checkpoint.resume=s3://bucket/run"
-    said = train_without(("boto3", "botocore"), write_config(tmp_path), resume, patch=monkeypatch, capture=capsys)
-    assert "needs boto3, which is not installed: pip install 'nxtrain[s3]'" in said
-
-
 def test_event_files_without_tensorboard(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

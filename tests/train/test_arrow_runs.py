@@ -50,8 +50,6 @@ def train_eagerly(backend: Backend, resolved: Resolved) -> None:
 
 
 class Runs:
-    """Runs on one prepared corpus."""
-
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
         self.corpus = folder / "corpus.arrow"

@@ -44,38 +44,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return Command(tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "messages"),
-    [
-        (
-            ["parallel.tp=3"],
-            ["parallel.tp", "tp=3 does not divide model.config.num_attention_heads=8", "use 1, 2, 4, 8"],
-        ),
-        (
-            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=18"],
-            ["train.seq_len", "tp=4 does not divide seq_len=18", "use train.seq_len=16 or 20"],
-        ),
-        (
-            ["train.global_batch=6", "train.micro_batch=4"],
-            [
-                "train.global_batch",
-                "6 is not a multiple of micro_batch=4 x dp=1 = 4",
-                "use train.global_batch=4 or 8, or train.micro_batch among 1, 2, 3, 6",
-            ],
-        ),
-    ],
-    ids=["heads", "sequence", "batch"],
-)
-def test_a_configuration_that_cannot_run_is_refused_with_the_values_that_work(
-    command: Command, overrides: list[str], messages: list[str]
-) -> None:
-    code, said = command.train(*overrides)
-    assert code == ConfigError.exit_code
-    assert all(message in said for message in messages), said
-    assert "override" in said
-    assert not command.run_dir.exists()
-
-
 SHAPE = "gqa2"
 
 
@@ -83,11 +51,6 @@ SHAPE = "gqa2"
 def hf_folder(tmp_path: Path) -> Path:
     hf_model(plan(SHAPE)).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
-
-
-def test_a_run_starts_from_a_hugging_face_folder_that_fits(command: Command, hf_folder: Path) -> None:
-    code, said = command.train(f"model.hf={hf_folder}", "model.init=hf", "train.steps=1")
-    assert (code, len(course(command.run_dir))) == (0, 1), said
 
 
 @pytest.mark.parametrize(

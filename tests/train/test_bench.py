@@ -1,7 +1,4 @@
-"""The benchmark commands measure the same work on both sides, and what they print follows from it.
-
-Speeds are for people: on a machine that others use no speed is a test. What is held here is counted.
-"""
+"""The benchmark commands measure the same work on both sides, and what they print follows from it."""
 
 from __future__ import annotations
 

@@ -88,12 +88,6 @@ def test_an_inspection_of_damaged_or_empty_files_ends_with_its_exit_code(tmp_pat
     assert (not_prepared.returncode, "is no Arrow file" in not_prepared.stderr) == (3, True)
 
 
-def test_help_needs_neither_pyarrow_nor_torch() -> None:
-    code = "import sys, nxtrain.cli.main; print({'pyarrow', 'torch', 'tokenizers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "set()\n"
-
-
 def test_skipped_rows_are_shown_and_listed(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(json_lines(["one", *range(9), "two"]))

@@ -51,7 +51,6 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(hf: Path, tmp_path: Path) -> Path:
-    """A run folder with one checkpoint."""
     hf_to_nxtrain(hf, tmp_path / "run" / "checkpoints" / "step-00000000")
     (tmp_path / "run" / "config.toml").touch()
     return tmp_path / "run"
@@ -138,7 +137,6 @@ def test_ranks_share_the_work_and_get_the_same_bits(hf: Path, ranks: RankPool) -
 
 
 def test_ranks_that_share_a_model_score_as_one_does(hf: Path, ranks: RankPool) -> None:
-    """Two models, each on two ranks."""
     alone = scored_by_rank(CpuBackend(), hf)
     of_ranks = ranks.run(4, scored_by_rank, hf, 2)
     for scores, texts, _ in of_ranks:

@@ -18,15 +18,6 @@ from tests.support.run_folders import as_nobody
 
 @dataclass(frozen=True)
 class Inputs:
-    """Files that commands read.
-
-    Args:
-        config: Configuration of a finished run.
-        run: Folder of the run.
-        hf: The run's model in Hugging Face's format.
-        text: A text.
-    """
-
     config: Path
     run: Path
     hf: Path
@@ -35,7 +26,6 @@ class Inputs:
 
 @pytest.fixture(scope="module")
 def inputs() -> Iterator[Inputs]:
-    """Inputs that another user may read."""
     folder = Path(tempfile.mkdtemp(prefix="nxtrain-inputs-"))
     folder.chmod(0o755)
     made = Inputs(write_config(folder, steps=1, every=1), folder / "run", folder / "hf", folder / "text.txt")

@@ -97,7 +97,6 @@ def of_pypi(python: str) -> list[str]:
 
 
 def minor(version: str) -> tuple[int, ...]:
-    """First two numbers of a version."""
     return tuple(map(int, version.split(".")[:2]))
 
 
@@ -149,20 +148,6 @@ def test_extras_of_pypi_resolve_together_on_a_python(python: str) -> None:
 
 
 @needs_uv
-def test_the_newest_torch_is_in_the_range_of_the_project() -> None:
-    """A lower bound that no torch meets, and none at all, are both seen."""
-    found = resolve_or_skip(["cuda"], HERE)
-    assert (2, 9) <= minor(found["torch"]) <= minor(torchneuron.TORCH[-1])
-
-
-@needs_uv
-@pytest.mark.slow
-def test_xla_is_refused_on_a_python_without_wheels_of_torch_xla() -> None:
-    with pytest.raises(UnresolvedError, match=r"torch-xla==2\.9\.0 has no wheels"):
-        resolve_or_skip(["xla"], "3.14")
-
-
-@needs_uv
 @pytest.mark.parametrize(
     ("extra", "python"), [("neuron", HERE), pytest.param("neuron-native", "3.12", marks=pytest.mark.slow)]
 )
@@ -177,26 +162,6 @@ def test_extras_of_aws_refuse_the_placeholders_of_pypi(extra: str, python: str) 
         return
     assert re.search(r"only (torch-neuronx|neuronx-cc|neuronx-distributed|libneuronxla|nki)==[01]\.", words)
     assert "unsatisfiable" in words
-
-
-@needs_uv
-@pytest.mark.parametrize(
-    ("pin", "wrong"), [("torch-xla==2.9.0", "torch-xla==2.99.0"), ("torch==2.9.0", "torch==2.8.0")]
-)
-def test_a_wrong_pin_is_noticed(pin: str, wrong: str, tmp_path: Path) -> None:
-    """No such release; and a release that other requirements of the project exclude."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert pin in text
-    (tmp_path / "pyproject.toml").write_text(text.replace(f'"{pin}"', f'"{wrong}"'), encoding="utf-8")
-    with pytest.raises(UnresolvedError, match="unsatisfiable"):
-        resolve_or_skip(["xla"], "3.11", project=tmp_path)
-
-
-@needs_uv
-def test_an_index_that_does_not_answer_is_no_refusal(tmp_path: Path) -> None:
-    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(tmp_path)}
-    with pytest.raises(UnreachableError, match="Failed to fetch"):
-        resolve([], "3.11", environ=nowhere)
 
 
 SUBSET = (

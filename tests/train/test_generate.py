@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -24,7 +23,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.cli.main import app
-from nxtrain.common.errors import CheckpointError, ConfigError, InputError
+from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.progress import Progress
@@ -176,25 +175,6 @@ def test_a_checkpoint_that_is_not_the_newest_is_named(checkpoint: Path, tmp_path
     assert (code, err) == (0, warning)
     code, _, err = in_process("eval", run, "--tasks", "copying", "--limit", 2)
     assert (code, warning in err) == (0, True), err
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000])
-def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
-    (checkpoint / directory.TOKENIZER).write_bytes(content)
-    for argv in (("generate", checkpoint, "--prompt", "x"), ("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out")):
-        code, _, err = in_process(*argv)
-        assert (code, f"{checkpoint}/tokenizer.json" in err) == (CheckpointError.exit_code, True), err
-
-
-def test_weights_that_are_not_finite_are_refused(hf: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "hf"
-    shutil.copytree(hf, folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, file, {"format": "pt"})
-    code, _, err = in_process("generate", folder, "--prompt", "x")
-    assert (code, "model.norm.weight" in err) == (InputError.exit_code, True), err
 
 
 def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None:

@@ -105,50 +105,6 @@ def likelihood(hf: Path, ids: list[int], num_scored: int) -> float:
     return float(sum(scores[at - 1, ids[at]] for at in range(len(ids) - num_scored, len(ids))))
 
 
-@pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
-def test_the_harness_gets_our_scores_which_are_those_of_transformers(
-    hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scorer = open_scorer(hf)
-    answered: dict[tuple[str, str], float] = {}
-    make = harness.adapter
-
-    def spied(scorer: Scorer, seed: int) -> object:
-        model = make(scorer, seed)
-        ask = model.loglikelihood
-
-        def loglikelihood(requests: list[object]) -> list[tuple[float, bool]]:
-            found: list[tuple[float, bool]] = ask(requests)
-            pairs = [request.args for request in requests]  # type: ignore[attr-defined]
-            answered.update({pair: nats for pair, (nats, _) in zip(pairs, found, strict=True)})
-            return found
-
-        model.loglikelihood = loglikelihood
-        return model
-
-    monkeypatch.setattr(harness, "adapter", spied)
-    registry = harness.open_registry(["own_choice"], tasks)
-    found = harness.HarnessTask("own_choice", None, 0, 0, registry).run(scorer, None)
-    pairs = [(each["question"], choice) for each in QUESTIONS for choice in each["choices"]]  # type: ignore[attr-defined]
-    assert answered.keys() == set(pairs)
-    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
-    right = 0
-    for each in QUESTIONS:
-        nats = []
-        for choice in each["choices"]:  # type: ignore[attr-defined]
-            pair = (str(each["question"]), choice)
-            assert answered[pair] == pytest.approx(scorer.likelihoods([pair])[0].nats, abs=1e-4), pair
-            known = tokenizer.encode(pair[0].rstrip()).ids
-            ids = tokenizer.encode(pair[0] + choice).ids
-            expected = likelihood(hf, ids[-(LENGTH + 1) :], len(ids) - len(known))
-            assert answered[pair] == pytest.approx(expected, abs=1e-3), pair
-            nats.append(expected)
-        right += nats.index(max(nats)) == each["gold"]
-    assert found["acc"] == pytest.approx(right / len(QUESTIONS))
-    assert found["n"] == len(QUESTIONS)
-    assert found["stderr"] == pytest.approx(found["acc_stderr"])
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_whole_texts_are_cut_into_the_windows_of_the_harness(hf: Path) -> None:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -355,9 +311,3 @@ FOLDERS = (
     *("humaneval", "mbpp"),
 )
 """Folders of the harness's tasks; to read all of them takes seconds."""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_registry_of_the_harness_has_the_tasks_of_the_recipe() -> None:
-    assert set(harness.open_registry([], None).all_tasks) >= NAMES

@@ -93,7 +93,6 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(hf: Path, tasks: Path) -> dict[str, Metrics]:
-    """Results of one process."""
     code, out, err = in_process("eval", hf, "--tasks", ",".join(NAMES), "--task-dir", tasks, "--json")
     assert code == 0, err
     found: dict[str, Metrics] = json.loads(out)["tasks"]

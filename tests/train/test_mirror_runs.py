@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import mirror, rewinds
+from nxtrain.checkpoint import mirror
 from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.mesh import Mesh
@@ -47,12 +47,6 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
 
 
 class Nodes:
-    """Two nodes and a mirror.
-
-    Args:
-        mirror: Its address.
-    """
-
     def __init__(self, ranks: RankPool, folder: Path, mirror: str, variables: dict[str, str]) -> None:
         self.ranks, self.folder, self.mirror, self.variables = ranks, folder, mirror, variables
         self.data = {"source": "tokens", "path": str(token_file(folder / "rows.npy", num_rows=18))}
@@ -98,12 +92,6 @@ def nodes(request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, s3_va
 @pytest.fixture
 def on_folder(ranks: RankPool, tmp_path: Path) -> Nodes:
     return Nodes(ranks, tmp_path, str(tmp_path / "mirror"), {})
-
-
-def restarted_rank(backend: Backend, plans: list[Resolved], restarts: dict[int, str]) -> str:
-    """As `node_rank`, where the agents of some nodes tell that they start again."""
-    with patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": restarts.get(backend.rank, "0")}):
-        return node_rank(backend, plans, {})
 
 
 def flip(file: Path) -> None:
@@ -183,36 +171,6 @@ def test_a_damaged_list_on_one_disk_costs_no_step(on_folder: Nodes, name: str) -
     assert f"{on_folder.checkpoint(0, 2) / name} is damaged" in told
     assert "continues after step 2" in told
     assert on_folder.course() == on_folder.straight()
-
-
-def test_where_all_that_is_left_is_damaged_nothing_starts_from_scratch(on_folder: Nodes) -> None:
-    on_folder.run(1)
-    flip(Path(on_folder.mirror) / "step-00000001" / FILES[1])
-    on_folder.lose(1)
-    with pytest.raises(AssertionError, match=r"every checkpoint of .* is damaged: .*mirror/step-00000001.*never"):
-        on_folder.run(STEPS)
-
-
-@pytest.mark.parametrize("lost", [(0,), (0, 1)], ids=["first node", "both"])
-def test_a_run_that_was_told_to_start_from_scratch_goes_on_when_nodes_are_replaced(
-    on_folder: Nodes, lost: tuple[int, ...]
-) -> None:
-    """The agent of the node that took the first one's place has started nothing before; the other one's has."""
-    on_folder.run(1)
-    on_folder.run(2, resume="never")
-    for node in lost:
-        on_folder.lose(node)
-    plans = [on_folder.plan(f"node-{n}", STEPS, mirror=on_folder.mirror, resume="never") for n in range(2)]
-    told = str(on_folder.ranks.run(2, restarted_rank, plans, {1: "1"})[0])
-    assert "continues after step 2" in told
-    assert on_folder.course() == on_folder.straight()[2:]
-    records = [
-        rewinds.read(folder)
-        for folder in (Path(on_folder.mirror), *(on_folder.checkpoint(n, 2).parent for n in range(2)))
-    ]
-    assert records[0] is not None
-    assert [each.told for each in records[0].returns] == ["never"]
-    assert records[1:] == records[:1] * 2
 
 
 def test_a_disk_that_was_away_while_the_run_went_back_loses_what_was_left(on_folder: Nodes) -> None:

@@ -1,7 +1,4 @@
-"""The published recipes train from the command line, as they stand but for size, ranks, data and device.
-
-What is changed is listed here, and the run's own record of its configuration is held to the list.
-"""
+"""The published recipes train from the command line, as they stand but for size, ranks, data and device."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def changes(name: str, folder: Path) -> dict[str, Any]:
 
 
 def overrides(changed: dict[str, Any]) -> list[str]:
-    """The same as arguments."""
     return [f"{key}={json.dumps(value)}" for key, value in changed.items()]
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.common.errors import CheckpointError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from tests.support.models import changed
@@ -41,13 +40,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "full": {"params": "fp16", "update": "fp32_master", "loss_scale": 2.0**22, "loss_scale_every": 2},
 }
 
-EACH = {"every": 1, "keep": 5, "async": False}
-"""A checkpoint of every step, each waited for."""
-
 
 class Runs:
-    """Runs on one file of tokens."""
-
     def __init__(self, ranks: RankPool, folder: Path) -> None:
         self.ranks, self.folder = ranks, folder
         self.data = {"source": "tokens", "path": str(token_file(folder / "rows.npy", num_rows=18))}
@@ -114,69 +108,6 @@ def test_a_seed_draws_other_weights_and_another_order(runs: Runs) -> None:
     config = resolved.config.model_copy(update={"run": resolved.config.run.model_copy(update={"seed": 1})})
     other = runs.run(Resolved(config, resolved.family, resolved.model))
     assert course(other)[0]["param_norm"] != course(straight)[0]["param_norm"]
-
-
-def test_a_run_with_other_data_is_not_continued(runs: Runs) -> None:
-    folder = runs.run(runs.plan("drifted", "alone", 2))
-    before = (folder / "metrics.jsonl").read_bytes()
-    token_file(runs.folder / "other.npy", num_rows=18, seed=1)
-    resolved = runs.plan("drifted", "alone", STEPS)
-    data = resolved.config.data.model_copy(update={"path": str(runs.folder / "other.npy")})
-    moved = Resolved(resolved.config.model_copy(update={"data": data}), resolved.family, resolved.model)
-    with pytest.raises(
-        AssertionError,
-        match=rf"{CheckpointError.__name__}: .*belongs to another run: the data.s fingerprint is .*allow_drift=",
-    ):
-        runs.run(moved)
-    assert (folder / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (
-            {"update": "bf16_stochastic"},
-            "its optimizer kept exp_avg, exp_avg_sq, master, and precision.update=bf16_stochastic keeps exp_avg, "
-            "exp_avg_sq here",
-        ),
-        ({"state": "bf16"}, "state_dtype is 'float32' there and 'bfloat16' here"),
-    ],
-    ids=["update", "state"],
-)
-def test_a_run_under_another_rule_is_not_continued(runs: Runs, other: dict[str, str], reason: str) -> None:
-    rule = {"params": "bf16", "update": "fp32_master"}
-    name = "-".join(["ruled", *other])
-    runs.run(changed(runs.plan(name, "alone", 2), precision=rule))
-    with pytest.raises(AssertionError, match=rf"{CheckpointError.__name__}: .*belongs to another run: {reason}"):
-        runs.run(changed(runs.plan(name, "alone", STEPS), precision={**rule, **other}))
-
-
-def tear(folder: Path, step: int, name: str = "rank-00000.safetensors") -> None:
-    file = folder / "checkpoints" / f"step-{step:08d}" / name
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_taken(runs: Runs) -> None:
-    straight, name = runs.straight("alone"), "damaged"
-    folder = runs.run(runs.plan(name, "alone", 4, **EACH))
-    tear(folder, 4)
-    tear(folder, 3, "manifest.json")
-    tear(folder, 2, "meta.json")
-    runs.run(runs.plan(name, "alone", STEPS))
-    assert course(folder) == course(straight)
-    aside = sorted(path.name for path in (folder / "checkpoints").glob("*.corrupt"))
-    assert aside == [f"step-{step:08d}.corrupt" for step in (2, 3, 4)]
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(runs: Runs) -> None:
-    folder = runs.run(runs.plan("ruined", "alone", 2, **EACH))
-    tear(folder, 1)
-    tear(folder, 2)
-    before = (folder / "metrics.jsonl").read_bytes()
-    for _ in range(2):
-        with pytest.raises(AssertionError, match=r"every checkpoint of .* is damaged: step-00000001\.corrupt, .*never"):
-            runs.run(runs.plan("ruined", "alone", STEPS))
-    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_another_batch_is_refused_unless_allowed_and_then_goes_on_where_the_data_stood(runs: Runs) -> None:

@@ -1,8 +1,4 @@
-"""Every line that a run, an export and a sample show is nxtrain's own, and the progress of a run is one moving line.
-
-Libraries write beside us: gloo greets, transformers shows bars, torch warns. A person must not have to tell their lines
-from ours. The commands run as people start them, on a terminal; the demo's run goes through a pipe, in `test_demo.py`.
-"""
+"""Every line that a run, an export and a sample show is nxtrain's own, and the progress of a run is one moving line."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n]
 
 @dataclass(frozen=True)
 class Shown:
-    """Output of a command on a terminal.
-
-    Args:
-        code: Exit code.
-        raw: Everything written, with the terminal's control sequences.
-    """
+    """Output of a command on a terminal."""
 
     code: int
     raw: str
@@ -55,11 +46,7 @@ class Shown:
 def on_terminal(
     argv: Sequence[str], *, cwd: Path, columns: int = 100, limit_s: float = 120.0, environ: Mapping[str, str] = {}
 ) -> Shown:
-    """Run a command whose standard streams are a terminal.
-
-    Raises:
-        TimeoutError: The command takes longer than `limit_s`; it is killed.
-    """
+    """Run a command whose standard streams are a terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     # torch-xla, which other tests import, sets PJRT_DEVICE, and then says nothing about its choice.

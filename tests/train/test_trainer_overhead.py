@@ -1,7 +1,4 @@
-"""Python calls of the trainer outside of its steps: the same for each step, and few beside those of the step.
-
-Calls are counted, not timed, so that the figures are those of any machine.
-"""
+"""Python calls of the trainer outside of its steps: the same for each step, and few beside those of the step."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 import re
@@ -329,39 +328,6 @@ def test_any_file_ends_in_a_result_or_in_a_message(tmp_path: Path, lines: list[s
     file = tmp_path / "run.toml"
     file.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape") + noise)
     survives("config", "show", str(file))
-
-
-def test_json_that_people_can_touch_may_be_nested_deeply() -> None:
-    # What ranks send to each other, and what a run writes for itself a moment before.
-    own = {
-        "tools/trace/trace.py",
-        "tools/trace/command.py",
-        "common/distributed/heartbeats.py",
-        "tools/compile/tool.py",
-        "tools/doctor/collectives.py",
-    }
-    unheld = []
-    for path in sorted((ROOT / "nxtrain").rglob("*.py")):
-        name = path.relative_to(ROOT / "nxtrain").as_posix()
-        if name in own or name.startswith("tools/bench/"):
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        held = {
-            call
-            for part in ast.walk(tree)
-            if isinstance(part, ast.Try)
-            and any("RecursionError" in ast.dump(handler.type) for handler in part.handlers if handler.type)
-            for statement in part.body
-            for call in ast.walk(statement)
-        }
-        for call in ast.walk(tree):
-            if (
-                isinstance(call, ast.Call)
-                and ast.unparse(call.func) in {"json.loads", "json.load"}
-                and call not in held
-            ):
-                unheld.append(f"{name}:{call.lineno}")
-    assert unheld == []
 
 
 def test_every_kind_of_error_has_a_code_of_the_table() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -134,36 +133,6 @@ def test_a_long_sentence_a_long_page_and_an_old_word_are_noticed() -> None:
     assert wide_lines(f"{'x' * 121}\n|{'x' * 121}\n```\n{'x' * 121}\n```\n") == ["x" * 121]
     assert mean_words(["word " * 17 + ". " + "word " * 17 + "."]) > MAX_MEAN_WORDS
     assert OLD_WORDS.findall("It is told, and whoever SAYS so leaves.") == ["told", "whoever", "SAYS", "leaves"]
-
-
-BITS = re.compile(r"bit for bit|bitwise|bit-exact", re.IGNORECASE)
-DEVICE = re.compile(r"\bCPUs?\b|\bgloo\b|\bhost\b|\bXLA devices\b|\bCUDA\b|\bPyTorch/XLA\b")
-"""Places for which equal bits are promised or denied."""
-
-ROW_OF_A_DEVICE = re.compile(r"^\| [^|]*(CPU|XLA|CUDA|Trainium)[^|]*\|", re.MULTILINE)
-
-
-def boundless(text: str) -> list[str]:
-    """Promises of equal bits without a device, in prose, cells and rows of tables that name no device first."""
-    rows = "\n".join(line for line in text.splitlines() if not ROW_OF_A_DEVICE.match(line))
-    found = [*sentences(rows), *cell_sentences(rows)]
-    return [sentence for sentence in found if BITS.search(sentence) and not DEVICE.search(sentence)]
-
-
-@parametrize_pages([page for page in PAGES if page.name != "CHANGELOG.md"])
-def test_equal_bits_are_promised_for_a_named_device(page: Path) -> None:
-    assert boundless(TEXTS[page]) == []
-
-
-def test_equal_bits_are_promised_for_a_named_device_in_modules_too() -> None:
-    paths = [path for folder in ("nxtrain", "models", "scripts") for path in (ROOT / folder).rglob("*.py")]
-    docstrings = {path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in paths}
-    assert {name(path): boundless(text) for path, text in docstrings.items() if boundless(text)} == {}
-
-
-def test_a_promise_without_a_device_is_noticed() -> None:
-    text = "Runs resume bit for bit. On CPUs, they do\nso bit for bit.\n\n| CPUs | bit for bit |\n| runs | bitwise |\n"
-    assert boundless(text) == ["Runs resume bit for bit.", "bitwise"]
 
 
 # Links, paths and names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import typer
 
-import nxtrain
 from nxtrain.cli.main import app
 from nxtrain.cli.options import AsJson
 
@@ -71,17 +69,3 @@ def test_every_json_option_reserves_standard_output() -> None:
     shared = AsJson.__metadata__[0]  # type: ignore[attr-defined]
     for command, option in found.items():
         assert getattr(option, "callback", None) is shared.callback, command
-
-
-def test_every_document_goes_through_one_function() -> None:
-    """A command that prints JSON otherwise would print it to standard error."""
-    root = Path(nxtrain.__file__).parent
-    for file in sorted(root.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        if '__name__ == "__main__"' in text:  # a program of its own, whose reader is a command
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.Call) or any(each.arg == "file" for each in node.keywords):
-                continue
-            is_print = ast.unparse(node.func) in ("print", "typer.echo")
-            assert not (is_print and "json.dumps" in ast.unparse(node)), f"{file}: {ast.unparse(node)}"

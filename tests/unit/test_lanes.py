@@ -1,7 +1,4 @@
-"""`scripts/test.sh` on a stand-in for pytest: the order of lanes and their parts, their verdicts, and an interrupt.
-
-The choices among tests, which pytest makes, are held on pytest itself.
-"""
+"""`scripts/test.sh` on a stand-in for pytest: the order of lanes and their parts, their verdicts, and an interrupt."""
 
 from __future__ import annotations
 
@@ -120,17 +117,6 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     assert len(found) == len(expected) + 1
 
 
-def test_a_lane_by_itself_has_all_cores_and_a_debugger_takes_one_test_at_a_time(house: Path) -> None:
-    assert run(house, "faults", "--slow").returncode == 0
-    assert run(house, "train", "--", "--pdb").returncode == 0
-    assert calls(house) == [
-        "1 -n 4 --dist loadfile --no-loadscope-reorder tests/faults --alone=without --slow",
-        "tests/faults --alone=only --slow",
-        "1 -n 0 --dist loadfile --no-loadscope-reorder tests/train --alone=without --pdb",
-        "tests/train --alone=only --pdb",
-    ]
-
-
 @pytest.mark.parametrize(
     ("codes", "verdict", "code"),
     [
@@ -197,14 +183,6 @@ def test_an_interrupt_ends_everything(house: Path) -> None:
             subprocess.run(["kill", "-KILL", str(pid)], check=False, capture_output=True)
 
 
-def test_help_is_the_usage(house: Path) -> None:
-    done = run(house, "--help")
-    assert done.returncode == 0
-    assert "bash scripts/test.sh [lane ... | all | quick]" in done.stdout
-    assert "#" not in done.stdout
-    assert done.stdout.splitlines()[-1].endswith("as --pdb and -s do.")
-
-
 def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
     assert verdicts(run(house, "quick")) == dict.fromkeys(("lint", "unit", "smokes"), "passed")
     unit, smokes, measured = calls(house)
@@ -229,12 +207,6 @@ def test_without_a_lane_units_are_whole_and_other_lanes_run_their_covering_set(h
     assert "1 tests/xla/test_a.py" in called
     assert "tests/train --alone=only" in called  # a lane that the file does not name is whole
     assert run(house, "all", "unit").returncode == 2
-
-
-@pytest.mark.parametrize("words", [("dist",), ("all",), ("--slow",)])
-def test_lanes_that_are_asked_for_are_whole(house: Path, words: Sequence[str]) -> None:
-    assert run(house, *words).returncode == 0
-    assert any("tests/dist --alone=without" in call for call in calls(house))
 
 
 def test_the_covering_set_has_tests_that_exist_of_every_lane_that_starts_ranks() -> None:
@@ -287,27 +259,3 @@ def test_choices_among_tests_and_one_summary_of_skips(
     lines = (tmp_path / "skips").read_text(encoding="utf-8").splitlines()
     assert [line.split(" skipped: ")[1][: len(reason)] for line, reason in zip(lines, skipped, strict=True)] == skipped
     assert [int(line.split()[0]) for line in lines] == [1] * len(skipped)
-
-
-def test_what_a_lane_skips_is_appended_with_its_reason(tmp_path: Path) -> None:
-    file = tmp_path / "skips"
-    file.write_text("of another lane\n", encoding="utf-8")
-    argv = [sys.executable, "-m", "pytest", "tests/device/test_nxd_signatures.py", "-q", "-p", "no:cacheprovider"]
-    env = {**os.environ, SKIPS_FILE: str(file)}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
-    first, *lines = file.read_text(encoding="utf-8").splitlines()
-    assert first == "of another lane"
-    skipped = sum(int(line.split()[1]) for line in lines)
-    assert f"{skipped} skipped" in done.stdout or not skipped
-    for line in lines:
-        lane, number, verdict, reason = line.split(maxsplit=3)
-        assert (lane, verdict) == ("device", "skipped:")
-        assert int(number) > 0
-        assert "scripts/test.sh nxd --source" in reason
-    assert len({line.split(maxsplit=3)[3] for line in lines}) == len(lines)
-
-
-def test_the_script_of_the_lanes_prints_what_they_skipped() -> None:
-    text = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
-    assert f"{SKIPS_FILE}=" in text
-    assert f'cat "${SKIPS_FILE}"' in text

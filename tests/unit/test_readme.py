@@ -56,12 +56,7 @@ def commands(text: str) -> Iterator[str]:
 
 
 def check(command: str) -> None:
-    """Hold a command to the parsers and the rules of the product.
-
-    Raises:
-        AssertionError: It has an option that is none, or is none itself.
-        ConfigError: A configuration that cannot run.
-    """
+    """Hold a command to the parsers and the rules of the product."""
     if command.startswith(MENTIONED):
         _check_synopsis(command.removeprefix(MENTIONED), is_table=False)
         return

@@ -20,13 +20,6 @@ esac
 
 
 def chosen(folder: Path, pythons: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """The choice among stand-ins.
-
-    Args:
-        folder: Takes a folder for each.
-        pythons: Version and microseconds of each, by its path in the folder; those of PATH in their order.
-        variables: Of the environment.
-    """
     for name, text in pythons.items():
         version, _, took_us = text.partition(" ")
         file = folder / name

@@ -18,7 +18,6 @@ from nxtrain.train.health.step_history import BadSteps, PastStep, StepHistory, n
 
 
 def fetched(history: StepHistory) -> dict[str, float]:
-    """Numbers that a backend reads."""
     numbers = [number for value in history.values().values() for number in value.reshape(-1).tolist()]
     return dict(zip(fetched_names(history.values()), numbers, strict=True))
 

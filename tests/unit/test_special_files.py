@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 from collections.abc import Callable
@@ -33,8 +32,6 @@ from nxtrain.data.storage import open_file as open_data_file
 from nxtrain.data.tokenization import declared_end, load_tokenizer
 from nxtrain.tools.compile.manifest import read_manifest as read_graphs
 from tests.support.run_folders import SPECIAL_KINDS, in_time, put
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)
@@ -171,36 +168,6 @@ def test_a_folder_with_what_is_no_file_is_refused(
     assert f"{folder}/{name}: it is {kind}, not a regular file" in str(refused.value)
     (folder / name).unlink()
     assert in_time(lambda: read(folder))
-
-
-READ_BY = {"read_bytes", "read_text"}
-
-OWN = {
-    "nxtrain/checkpoint/async_writer.py": 2,  # of the kernel
-    "nxtrain/config/cache_dir.py": 1,  # of the kernel
-    "nxtrain/common/io/regular.py": 1,
-    "nxtrain/common/io/object_store.py": 2,  # of S3, and of what was written there a moment ago
-}
-"""Reads past `nxtrain.common.io.regular`, by file."""
-
-
-def _reads(path: Path) -> int:
-    found = 0
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and node.attr in READ_BY:
-            found += 1
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.open" and "O_RDONLY" in ast.unparse(node):
-            found += "sync_folder" not in path.read_text(encoding="utf-8")
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"np.load", "safe_open", "torch.load"}:
-            found += "require_regular(" not in path.read_text(encoding="utf-8")
-    return found
-
-
-def test_configuration_data_and_checkpoints_are_read_by_what_knows_regular_files() -> None:
-    rooms = ("config", "data", "checkpoint", "common/io")
-    files = [path for room in rooms for path in (ROOT / "nxtrain" / room).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)): count for path in files if (count := _reads(path))}
-    assert found == OWN
 
 
 def test_a_refusal_is_an_error_for_people() -> None:

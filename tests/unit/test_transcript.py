@@ -63,7 +63,6 @@ def words(text: str) -> str:
 
 
 def transcript(app: typer.Typer) -> dict[str, Any]:
-    """The answers to all calls."""
     return {" ".join(argv): answer(app, argv) for argv in (*helps(typer.main.get_command(app)), *CALLS)}
 
 

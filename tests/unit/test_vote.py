@@ -20,8 +20,6 @@ FACTORS = factors(64)
 
 
 class Narrow(CpuKernels):
-    """Cuts every tensor after two rows."""
-
     def tiles(self, shapes: Any) -> Any:
         from nxtrain.backends.torch_kernels import row_tiles
 

@@ -1,7 +1,4 @@
-"""The benchmark of what PyTorch/XLA costs the host: what a step records, counted, on a small model.
-
-A host's speed is no test on a machine that others use; the number of tensors, operations and graphs is.
-"""
+"""The benchmark of what PyTorch/XLA costs the host: what a step records, counted, on a small model."""
 
 from __future__ import annotations
 

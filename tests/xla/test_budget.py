@@ -1,9 +1,4 @@
-"""Python calls and recorded operations of a traced step: flat in steps and in the world, linear in blocks and batches.
-
-Both are counted, not timed, so that the figures are those of any machine. Calls inside torch and torch-xla do not
-count: `xm.all_gather` looks at every group of the world. `tests/xla/test_graphs.py` counts the collectives of a block,
-and shows that graphs change neither with steps nor with ranks.
-"""
+"""Python calls and operations of a traced step: flat in steps and in the world, linear in blocks and batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass or ends.
-
-Two ranks under torchrun trace the product's own step on the product's own backend; the tool, Neuron's plugin and its
-compiler are stand-ins (see `tests.support.neuron_machine`). What one rank computes is in `test_neuron_train.py`.
-"""
+"""`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass."""
 
 from __future__ import annotations
 
@@ -24,20 +20,15 @@ from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from nxtrain.tools.compile.module_folders import naming
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import PAUSE, ROOT, assert_real, command, install
-from tests.support.xla_processes import Started, start
+from tests.support.processes import Started
+from tests.support.xla_processes import start
 
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A pretended Trainium machine, with the graphs of one configuration compiled.
-
-    Args:
-        folder: What is on it.
-        env: The variables of a shell.
-        said: What `nxtrain compile` printed.
-    """
+    """A pretended Trainium machine, with the graphs of one configuration compiled."""
 
     folder: Path
     env: Mapping[str, str]

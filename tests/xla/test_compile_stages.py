@@ -1,9 +1,4 @@
-"""Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own.
-
-They share the folder of the manifests, and neither the cache nor anything else. Those that compile meet under torchrun
-as machines do, which chooses the first of them. The ranks that run get the variables that torchrun would set; the test
-chooses the first. All are forks of a process that has imported torch-xla; `test_compile.py` starts each Python itself.
-"""
+"""Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own."""
 
 from __future__ import annotations
 
@@ -20,7 +15,8 @@ from nxtrain.tools.compile.entries import CacheKey
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support.neuron_machine import ROOT, assert_real, command, install, rank_variables
 from tests.support.ports import free_port
-from tests.support.xla_processes import Started, start
+from tests.support.processes import Started
+from tests.support.xla_processes import start
 
 CONFIG = ROOT / "configs/tiny_cpu.toml"
 
@@ -49,7 +45,6 @@ class Machine(NamedTuple):
         ]
 
     def compile(self, first_node: str) -> Started:
-        """Start `nxtrain compile`."""
         argv = ("compile", str(CONFIG), *self.values, "--nproc=1", f"--first-node={first_node}")
         return start(command, self.env, *argv, env=self.env, log=self.folder / "compile.log")
 
@@ -61,13 +56,7 @@ class Machine(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Two machines with everything compiled, the one of the first stage before the other.
-
-    Args:
-        machines: They.
-        manifests: Theirs.
-        said: What `nxtrain compile` printed on each.
-    """
+    """Two machines with everything compiled, the one of the first stage before the other."""
 
     machines: list[Machine]
     manifests: list[GraphManifest]

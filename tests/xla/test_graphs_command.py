@@ -61,7 +61,6 @@ def run_graphs(world: int, ranks: list[int], *options: str, **shell: str) -> str
 
 
 def command(world: int, ranks: list[int], *options: str) -> list[str]:
-    """The command line of the recipe."""
     argv = ["graphs", str(ROOT / "configs/llama2_7b_trn1.toml"), "--world", str(world)]
     argv += ["train.eval_every=1000", "data.validation_fraction=1e-5"]  # a run that evaluates has one graph more
     return [*argv, *(option for rank in ranks for option in ("--rank", str(rank))), *options]

@@ -41,14 +41,7 @@ from tests.support.xla_engine import run_devices, start_devices
 
 @dataclass(frozen=True)
 class Skipping:
-    """A run whose third and fourth steps are bad.
-
-    Args:
-        changed: By step, which tensors the update changed a bit of.
-        history: Losses and norms of the last steps.
-        compiled: Graphs that were new, by step.
-        fallbacks: Operations that left a graph.
-    """
+    """A run whose third and fourth steps are bad."""
 
     changed: list[list[str]]
     history: list[list[float]]
@@ -84,7 +77,6 @@ def skipping(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
 
 
 def skippings(backend: Backend, cases: list[tuple[Resolved, Mapping[str, Tensor]]]) -> list[Skipping]:
-    """`skipping` of each case."""
     return [skipping(backend, *case) for case in cases]
 
 
@@ -101,7 +93,6 @@ def _held(state: TrainState) -> dict[str, Tensor]:
 
 
 def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
-    """Their checksums on the device."""
     there = {name: backend.put(x) for name, x in tensors.items()}
     found = checksums(there, backend.kernels, backend.put(factors(64)))
     backend.step_boundary()
@@ -111,13 +102,6 @@ def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
 
 @dataclass(frozen=True)
 class Voted:
-    """A run whose replicas vote.
-
-    Args:
-        told: How it ended; empty: well.
-        compiled, launched, read: Graphs that were new or run, and transfers to the host, on all devices together.
-    """
-
     told: str
     compiled: int
     launched: int
@@ -156,12 +140,10 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
 
 
 def votes(backend: Backend, cases: Sequence[tuple[Resolved, tuple[int, int] | None]]) -> list[Voted]:
-    """`voted` of each case."""
     return [voted(backend, *case) for case in cases]
 
 
 def _read() -> int:
-    """Transfers to the host so far."""
     import torch_xla.debug.metrics as met
 
     found = met.metric_data("TransferFromDeviceTime")
@@ -184,17 +166,7 @@ def hung(backend: Backend, logs: Path) -> None:
 def compared(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], flips: Sequence[tuple[int, str]]
 ) -> tuple[list[list[str]], list[int]]:
-    """Findings of the vote on sound copies after a step, and with a bit turned over in each of some parameters.
-
-    Args:
-        backend: Of the device.
-        resolved: The run.
-        weights: Whole, at the start.
-        flips: A rank and a parameter of that rank each.
-
-    Returns:
-        The words of each vote, and the graphs that were new in each, on all devices together.
-    """
+    """Findings of the vote on sound copies after a step, and with a bit turned over in each of some parameters."""
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)

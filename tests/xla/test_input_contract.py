@@ -1,7 +1,4 @@
-"""Kernels and autograd functions leave their inputs as they are on an XLA device, as on every other.
-
-`tests/unit/test_input_contract.py` has the contract; there every draw is held on the host.
-"""
+"""Kernels and autograd functions leave their inputs as they are on an XLA device, as on every other."""
 
 from __future__ import annotations
 

@@ -36,13 +36,7 @@ from tests.support.xla_engine import run_devices
 
 @dataclass(frozen=True)
 class Update:
-    """The first update of a run with accumulation.
-
-    Args:
-        text: Its HLO, as the compiler gets it: norm, clipping and update, and nothing of the model.
-        before, after: Parameters by name, in their own type.
-        state: The optimizer's after it, by kind and name.
-    """
+    """The first update of a run with accumulation."""
 
     text: str
     before: dict[str, Tensor]
@@ -99,15 +93,6 @@ MOVES = {
 
 
 class Instruction(NamedTuple):
-    """One of a graph.
-
-    Args:
-        type: Of its result, such as `bf16[64]`.
-        op: What it does.
-        operands: Names.
-        is_root: It is the graph's result.
-    """
-
     type: str
     op: str
     operands: list[str]
@@ -115,7 +100,6 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Type of its numbers."""
         return self.type.partition("[")[0]
 
 

@@ -75,7 +75,6 @@ def test_a_rank_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
 
 
 def steady(report: dict[str, Any]) -> dict[str, str]:
-    """The graphs of training, by name."""
     assert (report["problems"], report["host_reads"]) == ([], [])
     return {graph["name"]: graph["hash"] for graph in report["graphs"] if graph["name"].startswith("steady")}
 

@@ -28,14 +28,7 @@ from tests.support.xla_engine import run_devices
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of attention.
-
-    Args:
-        target: The chip, as NxD names it.
-        batch, length, heads, kv_heads, size: Shapes.
-        dtype: Of queries, keys, values and of the gradient.
-        seed: Of their values.
-    """
+    """Inputs of attention."""
 
     target: str
     batch: int
@@ -56,13 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Results of attention.
-
-    Args:
-        note: Of the backend.
-        results: Output and the gradients of queries, keys and values.
-        grids: Of each kernel launch, forward and backward.
-    """
+    """Results of attention."""
 
     note: str
     results: list[Tensor]

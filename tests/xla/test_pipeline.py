@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -22,14 +21,7 @@ from tests.support.xla_engine import run_devices
 
 @dataclass(frozen=True)
 class Piped:
-    """Training of one rank of a pipeline.
-
-    Args:
-        course: Its training.
-        compiled: Graphs that were new in it, on all devices together; what is known is so to the whole process.
-        evaluated: Loss and number of tokens of each micro-batch of the first batch, with the first weights; twice.
-        evaluation_compiled: Graphs that were new in the second of these evaluations.
-    """
+    """Training of one rank of a pipeline."""
 
     course: Course
     compiled: int
@@ -96,17 +88,3 @@ def test_all_graphs_are_there_after_two_steps_of_two_micro_batches(tmp_path: Pat
         assert (longer.compiled, larger.compiled) == (0, 0)
         assert (longer.evaluation_compiled, larger.evaluation_compiled) == (0, 0)
         assert larger.evaluated[0] == larger.evaluated[1] == pytest.approx(want, rel=1e-6)
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp, sequence parallelism, remat": ("odd", {"tp": 2, "sp": True, "remat": "full"}),
-    "tp, chunks": ("odd", {"tp": 2, "sp": True, "virtual_pp": 2, "remat": "selective"}),
-    "zero1, tied": ("tied", {"tp": 1, "dp": 2, "shard": "zero1"}),
-    "zero1, tied, chunks": ("tied", {"tp": 1, "dp": 2, "shard": "zero1", "virtual_pp": 2}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_steps_equal_transformers(name: str, tmp_path: Path) -> None:
-    shape, options = CASES[name]
-    play(shape, [(layout(shape, pp=2, batch=8, micro=2, config=LAYERS, **options), STEPS)], tmp_path)

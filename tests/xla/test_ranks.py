@@ -1,8 +1,4 @@
-"""Several processes of PyTorch/XLA as under torchrun: one world or a clear refusal, and the same graphs or none.
-
-XLA:CPU joins no processes. They pretend the world (see `tests.support.xla_engine`), so that groups, hosts and graphs
-are those of a cluster, and nothing can be executed.
-"""
+"""Several processes of PyTorch/XLA as under torchrun: one world or a clear refusal, and the same graphs or none."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Ranks on XLA devices that are killed, stopped, hang or find numbers that go wrong: whole commands, started again.
-
-The reference is the run that nothing befell, bit for bit (`tests.support.recovery.assert_recovered`). No run may
-compile anything twice (`compile.max_recompiles=0`), and one with bad numbers compiles as many graphs as one without.
-Several ranks have a link that is a fake (see `tests.support.xla_processes`).
-"""
+"""Ranks on XLA devices that are killed, stopped, hang or find numbers that go wrong: whole commands, started again."""
 
 from __future__ import annotations
 
@@ -31,13 +26,6 @@ EVERY_STEP = ("checkpoint.every=1", "checkpoint.async=false")
 
 
 class Runs:
-    """Runs on XLA devices.
-
-    Args:
-        started_by: Starts processes.
-        folder: For the uninterrupted ones.
-    """
-
     def __init__(self, started_by: ForkServerContext, folder: Path) -> None:
         self._started_by, self._folder = started_by, folder
 
@@ -140,5 +128,4 @@ def test_a_bad_step_is_rolled_back_and_fine_when_it_was_the_machine(runs: Runs, 
 
 
 def weights(history: History, step: int) -> dict[str, bytes]:
-    """The tensors of a checkpoint."""
     return tensors(directory.step_path(history.checkpoints, step))

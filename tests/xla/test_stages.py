@@ -1,11 +1,7 @@
-"""Stages that run programs of their own and meet in between, on several XLA devices with real collectives.
-
-The reference is the same chain of blocks on whole tensors in one process.
-"""
+"""Transfers and sums between stages on several XLA devices with real collectives, and on paper."""
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +17,8 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.graphs import hash_of, pending
 from nxtrain.backends.xla.tracing import Tape, TracingBackend
 from nxtrain.common.mesh import Mesh
-from nxtrain.parallel.regions import TensorParallel
 from tests.support.models import random
-from tests.support.xla_bodies import Counts
 from tests.support.xla_engine import run_devices
-
-TOKENS, WIDTH, INNER, MICRO_BATCHES, LR = 8, 6, 4, 3, 0.1
 
 _SEARCH = threading.Lock()
 """Held from a search for a graph's tensors until that graph runs.
@@ -40,43 +32,10 @@ def seen_by(mesh: Mesh, rank: int) -> Mesh:
     return replace(mesh, rank=rank)
 
 
-def weights(stage: int) -> tuple[Tensor, Tensor]:
-    """Of a stage, whole."""
-    return random(WIDTH, INNER, seed=stage, scale=0.25), random(INNER, WIDTH, seed=100 + stage, scale=0.25)
-
-
-def inputs(micro_batch: int) -> Tensor:
-    """Of the first stage, whole."""
-    return random(TOKENS, WIDTH, seed=1000 + micro_batch)
-
-
 @dataclass(frozen=True)
 class Graph:
-    """Graph that a rank submitted.
-
-    Args:
-        hash: Of the graph.
-        text: Its HLO, where it has a graph of its own because ranks of several stages take part; else empty.
-    """
-
     hash: str
     text: str
-
-
-@dataclass(frozen=True)
-class Played:
-    """Results of some steps of a pipeline on one rank.
-
-    Args:
-        losses, norms: Of each step.
-        compiled: Graphs that were new, on all devices together, by the end of each step.
-        graphs: What this rank handed over in each step.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    compiled: list[int]
-    graphs: list[list[Graph]]
 
 
 class _Log:
@@ -104,68 +63,9 @@ class _Log:
             self.sync()
 
 
-def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
-    """Train a chain of blocks, each stage with one more than the one before it, so that no two run the same program."""
-    log = _Log(backend)
-    comm, mesh = backend.collectives, seen_by(layout, backend.rank)
-    backend.lay_out(mesh)
-    pp, tp = mesh.pp, mesh.tp
-    regions = TensorParallel(tp, comm, backend.kernels, torch.float32, sequence_parallel=True)
-    whole_up, whole_down = weights(pp.rank)
-    up = backend.put(whole_up.chunk(tp.size, 1)[tp.rank].clone()).requires_grad_()
-    down = backend.put(whole_down.chunk(tp.size, 0)[tp.rank].clone()).requires_grad_()
-    zeros = backend.put(torch.zeros(TOKENS // tp.size, WIDTH))
-    given = [backend.put(inputs(i).chunk(tp.size)[tp.rank].clone()) for i in range(MICRO_BATCHES)]
-    played = Played([], [], [], [])
-    for _ in range(steps):
-        up.grad = down.grad = None
-        loss = backend.put(torch.zeros(1))
-        under_way = []
-        for micro_batch in range(MICRO_BATCHES):
-            x = given[micro_batch] if pp.rank == 0 else comm.start_receive(zeros, pp, pp.rank - 1).wait()
-            x = x.detach().requires_grad_()
-            y = x
-            for _ in range(pp.rank + 1):
-                y = y + regions.exit(torch.tanh(regions.enter(y) @ up) @ down)
-            under_way.append((x, y))
-            if pp.rank < pp.size - 1:
-                comm.start_send(y.detach(), pp, pp.rank + 1).wait()
-        for x, y in under_way:
-            if pp.rank == pp.size - 1:
-                part = y.square().mean() / (MICRO_BATCHES * tp.size)
-                part.backward()
-                loss = loss + part.detach()
-            else:
-                y.backward(comm.start_receive(zeros, pp, pp.rank + 1).wait())
-            if pp.rank:
-                assert x.grad is not None
-                comm.start_send(x.grad, pp, pp.rank - 1).wait()
-        grads = [param.grad for param in (up, down) if param.grad is not None]
-        squares = torch.stack([grad.square().sum() for grad in grads]).sum().reshape(1)
-        total, square = comm.start_all_reduce_bucket([loss, squares], mesh.model, torch.float32).wait()
-        ones = comm.all_reduce(backend.put(torch.ones(2)), pp)
-        with torch.no_grad():
-            norm = square.sqrt()
-            for param, grad in zip((up, down), grads, strict=True):
-                param.sub_(LR * grad / (1.0 + norm) * (ones[:1] / pp.size))
-        found = backend.fetch({"loss": total[0], "norm": norm[0]})
-        played.losses.append(found["loss"])
-        played.norms.append(found["norm"])
-        played.compiled.append(Counts.now().compiled)
-        played.graphs.append(log.graphs)
-        log.graphs = []
-    return played
-
-
 @dataclass(frozen=True)
 class Handed:
-    """Transfers seen by one of two stages.
-
-    Args:
-        received: What came; empty on the stage that sends.
-        sums: Of a number of each stage, in two ways.
-        graphs: Hashes of the graphs of transfers, and then of sums.
-    """
+    """Transfers seen by one of two stages."""
 
     received: list[Tensor]
     sums: list[float]
@@ -225,66 +125,9 @@ def _traced_rank(layout: Mesh, rank: int) -> list[str]:
 
 
 def sent_by_the_first(dtype: torch.dtype) -> list[Tensor]:
-    """Tensors that `handed` sends."""
     whole, changed = (random(6, 3, seed=seed).to(dtype) for seed in (0, 1))
     old = changed[1:5] * 2.0
     return [random(4, 3, seed=2).to(dtype), whole[:4] + 1.0, whole[1:5], old, old]
-
-
-def expected(num_stages: int, steps: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of the same steps in float64, on whole tensors in one process."""
-    params = [x.double().requires_grad_() for stage in range(num_stages) for x in weights(stage)]
-    losses, norms = [], []
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for micro_batch in range(MICRO_BATCHES):
-            y = inputs(micro_batch).double()
-            for stage in range(num_stages):
-                for _ in range(stage + 1):
-                    y = y + torch.tanh(y @ params[2 * stage]) @ params[2 * stage + 1]
-            loss = loss + y.square().mean() / MICRO_BATCHES
-        grads = torch.autograd.grad(loss, params)
-        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-        with torch.no_grad():
-            for param, grad in zip(params, grads, strict=True):
-                param.sub_(LR * grad / (1.0 + norm))
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms
-
-
-STEPS = 3
-LAYOUTS = {
-    "pp2 x tp2": Mesh(4, 0, pp_size=2, tp_size=2),
-    "pp2 x tp2, permuted": Mesh(4, 0, pp_size=2, tp_size=2, order=(1, 2, 3, 0)),
-    "pp4": Mesh(4, 0, pp_size=4),
-}
-COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute)\(")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_stages_of_different_programs_train_as_one_process_does(name: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
-    played = run_devices(4, stages, layout, STEPS, folder=tmp_path)
-    losses, norms = expected(layout.pp_size, STEPS)
-    own: dict[int, set[str]] = {}
-    for rank, found in enumerate(played):
-        assert found.losses == pytest.approx(losses, rel=2e-6)
-        assert found.norms == pytest.approx(norms, rel=2e-6)
-        assert found.compiled == [found.compiled[0]] * STEPS, "the first step has compiled all"
-        assert found.graphs == [found.graphs[0]] * STEPS
-        stage = seen_by(layout, rank).pp.rank
-        graphs = {graph.hash for graph in found.graphs[0][:-3] if not graph.text}  # the last: two sums, and the update
-        assert own.setdefault(stage, graphs) == graphs, "ranks of a stage run the same"
-        edges = 1 if stage in (0, layout.pp_size - 1) else 2
-        assert sum(bool(graph.text) for graph in found.graphs[0]) == 2 * MICRO_BATCHES * edges + 2
-    assert not set.intersection(*own.values()), "the stages differ, else this shows nothing"
-
-    apart = {graph.hash: graph.text for found in played for graph in found.graphs[0] if graph.text}
-    kinds = sorted(COLLECTIVES.findall(text) for text in apart.values())
-    transfers = [["all-gather"]] * (1 if layout.pp_size == 2 else 2)
-    assert [kind for kind in kinds if kind == ["all-gather"]] == transfers, "one program for all stages and both ways"
-    assert len(kinds) == len(transfers) + 2, "and one for each kind of sum"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -25,7 +25,6 @@ SCHEDULE = ("optim.schedule=cosine", "optim.warmup_steps=2", f"optim.decay_steps
 
 @pytest.fixture
 def native() -> Iterator[RankPool]:
-    """Ranks on the stand-in of TorchNeuron."""
     pool = RankPool("neuron-native", fake_neuron.install)
     yield pool
     pool.close()

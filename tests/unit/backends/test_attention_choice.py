@@ -52,8 +52,6 @@ DRAWS = 24
 
 
 class Recorder(TorchFunctionMode):
-    """Recorder of torch's attentions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kinds: set[str] = set()

@@ -279,7 +279,6 @@ def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: S
 
 @pytest.fixture
 def profiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """TorchNeuron's package for profiles."""
     found = fake_neuron.modules()
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)

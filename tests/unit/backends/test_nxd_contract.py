@@ -18,10 +18,6 @@ def violations(source: str, table: Table) -> list[str]:
 
     Calls are those of a name, of an attribute of a module or class, and of `super()` in a subclass. What a call returns
     and what an object carries is not followed.
-
-    Args:
-        source: Python.
-        table: Of one release.
     """
     reader = _Reader(table)
     reader.visit(ast.parse(source))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from nxtrain.backends import choose_layers
 from nxtrain.backends.attention_choice import AttentionShape
-from nxtrain.backends.base import BackendSettings, Binding
+from nxtrain.backends.base import Binding
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import backend as neuron
 from nxtrain.backends.neuron import sdk
@@ -144,42 +143,3 @@ def test_a_run_with_it_prints_the_warning_once(
     command.train_on(RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed)))
     said = capsys.readouterr().err
     assert " ".join(said.split()).count(WARNING) == count
-
-
-@pytest.mark.parametrize(
-    ("overrides", "layers", "reason"),
-    [
-        (["backend.layers=auto"], "native", WHY),
-        (["backend.layers=native"], "native", "backend.layers=native"),
-        (["backend.allow_unverified=true"], "nxd", "neuronx-distributed 0.19.1 is installed"),
-        (["backend.layers=nxd", "backend.allow_unverified=true"], "nxd", "neuronx-distributed 0.19.1 is installed"),
-        (["backend.layers=nxd"], "", f"backend.layers=nxd cannot run here: {WHY}"),
-    ],
-)
-def test_a_run_takes_what_the_key_allows_and_says_why(
-    overrides: list[str], layers: str, reason: str, use: Use, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(UNREAD)
-    monkeypatch.setitem(sys.modules, UNREAD.name, None)
-    opened: list[str] = []
-    told: list[str] = []
-
-    def open_backend(name: str, settings: BackendSettings, layers: str) -> CpuBackend:
-        assert settings.allow_unverified is ("backend.allow_unverified=true" in overrides)
-        opened.append(layers)
-        return CpuBackend()
-
-    monkeypatch.setattr(command, "choose", lambda name, **_: ("neuron", "a Trainium"))
-    monkeypatch.setattr(command, "open_backend", open_backend)
-    monkeypatch.setattr(command, "train_on", lambda opened: told.append(opened.reason))
-    loaded = load(CONFIG, [f"run.dir={tmp_path}", "backend.name=auto", *overrides])
-    if layers:
-        command.train(loaded)
-        assert opened == [layers]
-        assert told[0].startswith(f"a Trainium; layers {layers}: {reason}")
-    else:
-        with pytest.raises(BackendError, match=reason) as refused:
-            command.train(loaded)
-        assert (opened, refused.value.exit_code) == ([], 5)
-        for way_out in ("pip install ", "backend.allow_unverified=true", "backend.layers=native"):
-            assert way_out in str(refused.value)

@@ -9,7 +9,7 @@ import pytest
 
 from nxtrain.checkpoint.convert.hf_folder import read_object
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.config.check import Resolved, resolve_config, resolve_model
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 
@@ -28,6 +28,11 @@ HF_CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+
+
+ARROW = "data.source=arrow"
+MIXED = f'{ARROW} data.mixture=["a.arrow","b.arrow"]'
+TOKENS = "data.source=tokens data.path=x.npy train.eval_every=0"
 
 
 @pytest.fixture
@@ -51,6 +56,102 @@ def problems(tmp_path: Path, *overrides: str, world: int | None = None) -> list[
 def only(tmp_path: Path, *overrides: str, world: int | None = None) -> Problem:
     (problem,) = problems(tmp_path, *overrides, world=world)
     return problem
+
+
+REFUSED = [
+    ("parallel.tp=3", "parallel.tp", "tp=3 does not divide model.config.num_attention_heads=4"),
+    (
+        "model.config.num_key_value_heads=3",
+        "model.config",
+        "num_key_value_heads=3 does not divide num_attention_heads=4",
+    ),
+    ("model.preset=llama9", "model.preset", ""),
+    ("model.family=mamba", "model.family", ""),
+    ("model.init=hf", "model.init", ""),
+    ("precision.accumulate=bf16", "precision.accumulate", "use precision.accumulate=fp32"),
+    (
+        "parallel.shard=full parallel.shard_size=2",
+        "parallel.shard_size",
+        "shard_size=0, or parallel.shard=hybrid",
+    ),
+    ("parallel.shard=hybrid parallel.shard_size=3 parallel.dp=4", "parallel.shard_size", "3 does not divide dp=4"),
+    ("parallel.shard=hybrid parallel.shard_size=3 parallel.dp=4", "parallel.shard_size", "use one of 1, 2, 4"),
+    ("parallel.shard=zero1 parallel.offload=true", "parallel.offload", ""),
+    ("parallel.shard=full parallel.offload=true parallel.dp=1", "parallel.offload", ""),
+    ("parallel.shard=zero1 parallel.prefetch=2", "parallel.prefetch", ""),
+    (
+        "parallel.shard=full backend.name=xla",
+        "parallel.shard",
+        "cpu, cuda and neuron-native, not on xla",
+    ),
+    (
+        "parallel.shard=full parallel.offload=true parallel.dp=4 backend.name=neuron-native",
+        "parallel.offload",
+        "reduces tensors of host memory",
+    ),
+    ("compile.torch_compile=true backend.name=xla", "compile.torch_compile", "backend.name=xla records whole steps"),
+    ("compile.torch_compile=true backend.name=neuron", "compile.torch_compile", "neuron records whole steps"),
+    ("backend.rounding=hardware backend.name=cpu", "backend.rounding", "rounds at random on Trainium alone"),
+    ("backend.rounding=hardware backend.name=cuda", "backend.rounding", "rounds at random on Trainium alone"),
+    ("backend.layers=nxd backend.name=xla", "backend.layers", "nxd runs on the backend neuron, not on xla"),
+    ("backend.layers=nxd backend.name=cuda", "backend.layers", "nxd runs on the backend neuron, not on cuda"),
+    ("backend.layers=nxd parallel.shard=full", "backend.layers", "parallel.shard=full cuts them further"),
+    ("backend.layers=nxd parallel.shard=full", "backend.layers", "use backend.layers=native"),
+    ("data.path=x", "data.source", ""),
+    ("train.eval_every=5", "train.eval_every", ""),
+    (f"{ARROW} data.path=x data.validation_path=y data.validation_fraction=0.1", "data.validation_fraction", ""),
+    ("data.source=text data.path=x data.validation_path=y train.eval_every=5", "data.validation_path", ""),
+    ('data.mixture=["a"] data.source=text', "data.mixture", ""),
+    (f"{MIXED} data.path=c.arrow", "data.path", ""),
+    (f'{ARROW} data.mixture=["a","a"]', "data.mixture", "twice"),
+    (f"{MIXED} data.weights=[1,2,3]", "data.weights", "3 numbers for the 2 corpora"),
+    (f"{ARROW} data.path=a data.weights=[1]", "data.weights", "0 corpora"),
+    (f"{MIXED} data.weights=[1,1000002]", "data.weights", "repeat after 1000003,"),
+    (f"{MIXED} data.weights=[1,0]", "data.weights", "greater than 0"),
+    ("data.packing=best_fit", "data.packing", "source=stdlib is one stream of tokens"),
+    (f"{TOKENS} data.doc_mask=true", "data.doc_mask", "no tokenizer that names it"),
+    ("run.dir=runs/a checkpoint.mirror=s3://", "checkpoint.mirror", "names no bucket"),
+    ("run.dir=runs/a checkpoint.mirror=s3:/bucket/run", "checkpoint.mirror", "names no bucket"),
+    ("run.dir=runs/a checkpoint.mirror=s3:///run", "checkpoint.mirror", "names no bucket"),
+    ("run.dir=runs/a checkpoint.mirror=runs/a/copies", "checkpoint.mirror", "lies in run.dir=runs/a"),
+    ("run.dir=runs/a checkpoint.mirror=runs/a", "checkpoint.mirror", "lies in run.dir=runs/a"),
+]
+"""Overrides, the key of the one problem, and words of its reason or of its way out."""
+
+ACCEPTED = [
+    "precision.params=bf16 precision.update=bf16_kahan precision.accumulate=bf16",
+    "precision.reduce=bf16",
+    "parallel.shard=hybrid parallel.shard_size=2 parallel.dp=4 parallel.offload=true",
+    "parallel.shard=full parallel.offload=true parallel.dp=4 backend.name=cuda",
+    "parallel.shard=zero1 backend.name=xla",
+    "parallel.shard=full backend.name=neuron-native",
+    "compile.torch_compile=true backend.name=neuron-native",
+    *(f"backend.rounding=hardware backend.name={name}" for name in ("neuron", "auto")),
+    *(f"backend.layers=nxd parallel.shard=zero1 backend.name={name}" for name in ("auto", "neuron", "cpu")),
+    "data.path=x data.source=stdlib",
+    "train.eval_every=5 data.validation_fraction=0.1",
+    f"{ARROW} data.path=x data.validation_path=y data.validation_fraction=0 train.eval_every=5",
+    MIXED,
+    f"{MIXED} data.weights=[0.123,0.877]",
+    'data.source=tokens data.mixture=["a.npy","b.npy"] train.eval_every=0',
+    f"{ARROW} data.path=x data.packing=best_fit",
+    "data.doc_mask=true",
+    "data.doc_mask=true parallel.pp=2",
+    f"{TOKENS} data.doc_mask=true data.tokenizer=t",
+    *(f"run.dir=runs/a checkpoint.mirror={mirror}" for mirror in ("s3://bucket/run", "s3://bucket", "runs/b")),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), REFUSED)
+def test_values_that_cannot_run_together_are_refused(tmp_path: Path, overrides: str, key: str, words: str) -> None:
+    found = only(tmp_path, *overrides.split())
+    assert found.key == key
+    assert words in found.reason or words in found.hint
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED)
+def test_values_that_can_run_together_are_accepted(tmp_path: Path, overrides: str) -> None:
+    checked(tmp_path, *overrides.split())
 
 
 def test_the_defaults_run(tmp_path: Path) -> None:
@@ -97,12 +198,6 @@ def test_sequence_parallelism_cuts_whole_tokens(tmp_path: Path) -> None:
     assert found.key == "train.seq_len"
     assert found.reason == "tp=4 does not divide seq_len=130, as sequence_parallel asks"
     assert found.hint == "use train.seq_len=128 or 132, or parallel.sequence_parallel=false"
-
-
-def test_heads_that_tp_does_not_divide_are_refused_by_the_family(tmp_path: Path) -> None:
-    found = only(tmp_path, "parallel.tp=3")
-    assert (found.key, found.origin) == ("parallel.tp", "override")
-    assert found.reason == "tp=3 does not divide model.config.num_attention_heads=4"
 
 
 def test_the_degrees_multiply_to_the_world(tmp_path: Path) -> None:
@@ -170,12 +265,6 @@ def test_a_running_mean_that_rounding_to_nearest_would_freeze_is_refused(tmp_pat
     checked(tmp_path, *rounded_at_random, "optim.betas=[0.9, 0.999]")
 
 
-def test_sums_are_no_narrower_than_the_gradients(tmp_path: Path) -> None:
-    assert only(tmp_path, "precision.accumulate=bf16").hint == "use precision.accumulate=fp32"
-    checked(tmp_path, *BF16, "precision.accumulate=bf16")
-    checked(tmp_path, "precision.reduce=bf16")
-
-
 @pytest.mark.parametrize("shard", ["grad_op", "full", "hybrid"])
 def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: Path, shard: str) -> None:
     found = only(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16")
@@ -188,107 +277,12 @@ def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: 
         checked(tmp_path, f"parallel.shard={shard}", "precision.reduce=bf16")  # fp32 gradients are summed in fp32
 
 
-def test_options_of_sharding_belong_to_the_modes_that_have_them(tmp_path: Path) -> None:
-    found = only(tmp_path, "parallel.shard=full", "parallel.shard_size=2")
-    assert (found.key, found.hint) == ("parallel.shard_size", "use parallel.shard_size=0, or parallel.shard=hybrid")
-    assert only(tmp_path, "parallel.shard=zero1", "parallel.offload=true").key == "parallel.offload"
-    assert only(tmp_path, "parallel.shard=zero1", "parallel.prefetch=2").key == "parallel.prefetch"
-    assert only(tmp_path, "parallel.shard=full", "parallel.offload=true", "parallel.dp=1").key == "parallel.offload"
-    found = only(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=3", "parallel.dp=4")
-    assert (found.key, found.reason, found.hint) == (
-        "parallel.shard_size",
-        "3 does not divide dp=4",
-        "use one of 1, 2, 4",
-    )
-    checked(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=2", "parallel.offload=true", world=4)
-    found = only(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=3", world=4)
-    assert (found.key, found.reason) == ("parallel.shard_size", "3 does not divide dp=4")
-
-
-def test_fully_sharded_parameters_need_process_groups(tmp_path: Path) -> None:
-    found = only(tmp_path, "parallel.shard=full", "backend.name=xla")
-    assert found.reason == "full runs on the backends cpu, cuda and neuron-native, not on xla"
-    checked(tmp_path, "parallel.shard=zero1", "backend.name=xla")
-    checked(tmp_path, "parallel.shard=full", "backend.name=neuron-native")
-
-
-@pytest.mark.parametrize("name", ["xla", "neuron"])
-def test_a_device_that_compiles_whole_steps_has_no_blocks_to_compile(tmp_path: Path, name: str) -> None:
-    found = only(tmp_path, "compile.torch_compile=true", f"backend.name={name}")
-    assert found.key == "compile.torch_compile"
-    assert found.reason == f"backend.name={name} records whole steps, and its own compiler gets them"
-    checked(tmp_path, "compile.torch_compile=true", "backend.name=neuron-native")
-
-
-def test_a_path_without_a_source_is_not_ignored(tmp_path: Path) -> None:
-    assert only(tmp_path, "data.path=x").key == "data.source"
-    checked(tmp_path, "data.path=x", "data.source=stdlib")
-
-
-def test_evaluation_needs_held_out_data(tmp_path: Path) -> None:
-    assert only(tmp_path, "train.eval_every=5").key == "train.eval_every"
-    checked(tmp_path, "train.eval_every=5", "data.validation_fraction=0.1")
-
-
 def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
     overrides = ("data.source=tokens", "data.path=x.npy")
     checked(tmp_path, *overrides)
     found = problems(tmp_path, *overrides, "train.eval_every=5", "data.validation_fraction=0.1")
     assert [problem.key for problem in found] == ["data.validation_fraction", "train.eval_every"]
     checked(tmp_path, *overrides, "train.eval_every=0", "data.validation_fraction=0")
-
-
-def test_a_corpus_for_evaluation_is_that_of_arrow_and_instead_of_a_fraction(tmp_path: Path) -> None:
-    arrow = ("data.source=arrow", "data.path=x", "data.validation_path=y", "data.validation_fraction=0")
-    checked(tmp_path, *arrow, "train.eval_every=5")
-    assert only(tmp_path, *arrow[:3], "data.validation_fraction=0.1").key == "data.validation_fraction"
-    text = ("data.source=text", "data.path=x", "data.validation_path=y", "data.validation_fraction=0")
-    assert only(tmp_path, *text, "train.eval_every=5").key == "data.validation_path"
-
-
-def test_a_mixture_has_corpora_of_a_source_of_rows_and_a_weight_for_each(tmp_path: Path) -> None:
-    mixed = ("data.source=arrow", 'data.mixture=["a.arrow", "b.arrow"]')
-    checked(tmp_path, *mixed)
-    checked(tmp_path, *mixed, "data.weights=[0.123, 0.877]")
-    checked(tmp_path, "data.source=tokens", 'data.mixture=["a.npy", "b.npy"]', "train.eval_every=0")
-    assert only(tmp_path, 'data.mixture=["a"]', "data.source=text").key == "data.mixture"
-    assert only(tmp_path, *mixed, "data.path=c.arrow").key == "data.path"
-    assert "twice" in only(tmp_path, "data.source=arrow", 'data.mixture=["a", "a"]').reason
-    assert "3 numbers for the 2 corpora" in only(tmp_path, *mixed, "data.weights=[1, 2, 3]").reason
-    assert "0 corpora" in only(tmp_path, "data.source=arrow", "data.path=a", "data.weights=[1]").reason
-    assert "repeat after 1000003," in only(tmp_path, *mixed, "data.weights=[1, 1000002]").reason
-    assert "greater than 0" in only(tmp_path, *mixed, "data.weights=[1, 0]").reason
-
-
-def test_best_fit_needs_documents(tmp_path: Path) -> None:
-    checked(tmp_path, "data.source=arrow", "data.path=x", "data.packing=best_fit")
-    found = only(tmp_path, "data.packing=best_fit")
-    assert found.key == "data.packing"
-    assert "source=stdlib is one stream of tokens" in found.reason
-
-
-def test_masks_need_the_end_of_a_document(tmp_path: Path) -> None:
-    checked(tmp_path, "data.doc_mask=true")
-    tokens = ("data.source=tokens", "data.path=x.npy", "train.eval_every=0", "data.doc_mask=true")
-    assert "no tokenizer that names it" in only(tmp_path, *tokens).reason
-    checked(tmp_path, *tokens, "data.tokenizer=t")
-    checked(tmp_path, "data.doc_mask=true", "parallel.pp=2", world=2)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["backend.name=xla"], "nxd runs on the backend neuron, not on xla"),
-        (["backend.name=cuda"], "nxd runs on the backend neuron, not on cuda"),
-        (["parallel.shard=full"], "nxd has layers of whole parameters, but parallel.shard=full cuts them further"),
-    ],
-)
-def test_layers_of_nxd_are_refused_where_they_cannot_run(tmp_path: Path, overrides: list[str], reason: str) -> None:
-    found = only(tmp_path, "backend.layers=nxd", *overrides)
-    assert (found.key, found.reason) == ("backend.layers", reason)
-    assert "use backend.layers=native" in found.hint
-    for name in ("auto", "neuron", "cpu"):
-        checked(tmp_path, "backend.layers=nxd", f"backend.name={name}", "parallel.shard=zero1")
 
 
 def test_model_config_changes_the_preset(tmp_path: Path) -> None:
@@ -310,17 +304,6 @@ def test_mistakes_in_model_config_have_full_keys_and_nearest_names(tmp_path: Pat
     assert found["model.config.vocab_size"].reason == '"many" is a string, but an integer is needed'
     assert found["model.config.num_hidden_layers"].reason == "0: must be greater than 0"
     assert {problem.origin for problem in found.values()} == {"override"}
-
-
-def test_a_shape_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    found = only(tmp_path, "model.config.num_key_value_heads=3")
-    assert (found.key, found.origin) == ("model.config", "override")
-    assert "num_key_value_heads=3 does not divide num_attention_heads=4" in found.reason
-
-
-def test_an_unknown_preset_or_family_is_refused(tmp_path: Path) -> None:
-    assert only(tmp_path, "model.preset=llama9").key == "model.preset"
-    assert only(tmp_path, "model.family=mamba").key == "model.family"
 
 
 def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
@@ -353,10 +336,6 @@ def test_two_sources_of_the_shape_are_refused(hf: Path) -> None:
     assert "both give the shape" in found.reason
 
 
-def test_weights_of_hugging_face_need_their_folder(tmp_path: Path) -> None:
-    assert only(tmp_path, "model.init=hf").key == "model.init"
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [(None, "cannot read"), ("{", "is not valid JSON"), ("[]", "holds no JSON object")],
@@ -368,48 +347,6 @@ def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | No
     assert found.key == "model.hf"
     assert reason in found.reason
     assert str(tmp_path / "config.json") in found.reason
-
-
-def test_resolve_model_works_on_a_plain_config() -> None:
-    assert resolve_model(RunConfig()).vocab_size > 0
-
-
-@pytest.mark.parametrize(
-    ("mirror", "reason"),
-    [
-        ("s3://", "names no bucket"),
-        ("s3:/bucket/run", "names no bucket"),
-        ("s3:///run", "names no bucket"),
-        ("runs/a/copies", "lies in run.dir=runs/a"),
-        ("runs/a", "lies in run.dir=runs/a"),
-    ],
-)
-def test_a_mirror_is_a_bucket_or_a_folder_outside_of_the_run(tmp_path: Path, mirror: str, reason: str) -> None:
-    problem = only(tmp_path, "run.dir=runs/a", f"checkpoint.mirror={mirror}", world=1)
-    assert problem.key == "checkpoint.mirror"
-    assert reason in problem.reason
-
-
-def test_a_mirror_may_lie_beside_the_run(tmp_path: Path) -> None:
-    for mirror in ("s3://bucket/run", "s3://bucket", "runs/b"):
-        checked(tmp_path, "run.dir=runs/a", f"checkpoint.mirror={mirror}", world=1)
-
-
-@pytest.mark.parametrize(("backend", "refused"), [("cpu", True), ("cuda", True), ("neuron", False), ("auto", False)])
-def test_only_trainium_rounds_by_hardware(tmp_path: Path, backend: str, refused: bool) -> None:
-    overrides = ("backend.rounding=hardware", f"backend.name={backend}")
-    if not refused:
-        checked(tmp_path, *overrides)
-        return
-    with pytest.raises(ConfigError, match=r"backend\.rounding .*: hardware rounds at random on Trainium alone"):
-        checked(tmp_path, *overrides)
-
-
-def test_torchneuron_has_no_collectives_of_host_memory(tmp_path: Path) -> None:
-    overrides = ("parallel.shard=full", "parallel.offload=true", "parallel.dp=4")
-    checked(tmp_path, "backend.name=cuda", *overrides)
-    with pytest.raises(ConfigError, match=r"parallel\.offload .*: reduces tensors of host memory.*\n.*use false"):
-        checked(tmp_path, "backend.name=neuron-native", *overrides)
 
 
 def test_adapters_need_given_weights_and_our_layers_and_above_nf4_an_eager_device(tmp_path: Path, hf: Path) -> None:

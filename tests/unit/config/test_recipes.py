@@ -214,7 +214,6 @@ def test_the_first_weights_have_the_norm_that_was_logged(
 
 
 def kind(global_name: str) -> str:
-    """A tensor's name without its block."""
     return re.sub(r"\.\d+\.", ".N.", global_name)
 
 

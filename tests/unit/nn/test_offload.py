@@ -104,15 +104,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """One block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
 
     @property
     def blocks(self) -> list[Block]:
-        """In order of use."""
         return [self.block]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,17 +21,14 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_model
-from tests.support.memory import forget_peak, returns_pages
 from tests.support.models import our_model, plan, tokens, weights_of
 from tests.support.parity import Gradient, layout, rank_gradient
-from tests.support.ranks import RankPool
 
 POLICIES = ("none", "selective", "full")
 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
-    """One rank alone."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return CpuBackend()
@@ -51,14 +47,11 @@ class Drifting(CpuKernels):
 
 
 class Keeping(CpuKernels):
-    """Recomputes nothing."""
-
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return function(*inputs)
 
 
 def gradients(backend: Backend, params: str, accumulation: int) -> dict[str, Gradient]:
-    """Of one global batch, by policy."""
     plans = {p: layout("gqa2", tp=1, micro=4 // accumulation, params=params, remat=p) for p in POLICIES}
     return {policy: rank_gradient(backend, resolved, weights_of(resolved)) for policy, resolved in plans.items()}
 
@@ -198,31 +191,3 @@ def test_policies_leave_names_and_evaluation_alone(backend: CpuBackend) -> None:
     for (names, logits), (next_names, next_logits) in pairwise(found):
         assert names == next_names
         assert torch.equal(logits, next_logits)
-
-
-def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
-    """Most memory that the process has held by the end of a backward pass of each, one after the other."""
-    returns_pages()
-    forget_peak()
-    found = []
-    for resolved in plans:
-        model = build_model(resolved, backend, Mesh.build(1, 0), init="zeros")
-        rows = tokens(resolved, 1)
-        model.loss(rows[:, :-1], rows[:, 1:]).backward()  # type: ignore[operator]
-        del model
-        gc.collect()
-        found.append(backend.diagnostics.peak_memory_bytes())
-    return found
-
-
-def test_the_peak_of_the_process_falls_by_what_is_no_longer_kept() -> None:
-    plans = [
-        resolve("fp32", remat, 512, num_hidden_layers=40, hidden_size=128, intermediate_size=256)
-        for remat in ("full", "selective", "none")
-    ]
-    pool = RankPool()
-    (found,) = pool.run(1, peaks, plans)
-    pool.close()
-    for (less, more), (stricter, looser) in zip(pairwise(found), pairwise(plans), strict=True):
-        # Of one block everything exists at the peak, whatever the policy.
-        assert more - less > 0.75 * (expected_bytes(looser, 1) - expected_bytes(stricter, 1))

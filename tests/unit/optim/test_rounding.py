@@ -1,7 +1,4 @@
-"""Stochastic rounding: unbiased, exact where it must be, the same bits on every path, and other bits each step.
-
-Each statistical bound is a number of standard deviations of the right algorithm, and fails for rounding to nearest.
-"""
+"""Stochastic rounding: unbiased, exact where it must be, the same bits on every path, and other bits each step."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ BF16 = torch.bfloat16
 
 
 def of_bits(*patterns: int) -> Tensor:
-    """Float32 numbers of given bits."""
     return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 

@@ -22,7 +22,6 @@ ADAM = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 
 def optimizer(param: Tensor, update: Update, state: torch.dtype = FP32, seed: int = 0, **changes: Any) -> AdamW:
-    """AdamW of one parameter `w`."""
     layout = Layout(ParamTable({"w": ShardSpec(tuple(param.shape))}), Mesh.build(1, 0))
     types = precision(param.dtype, update, state)
     optim = ADAM.model_copy(update=changes)

@@ -37,8 +37,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, and something outside them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
@@ -46,20 +44,10 @@ class Model(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """In order of use."""
         return list(self.layers)
 
 
 class Asked:
-    """Calls of FSDP, in order.
-
-    Attributes:
-        events: `fill` or `shard` and the module.
-        options: Of each module that was sharded.
-        methods: Of the model, that gather like its forward pass.
-        units: Modules that are sharded together.
-    """
-
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
         self.events: list[tuple[str, nn.Module]] = []
         self.options: dict[nn.Module, Mapping[str, Any]] = {}
@@ -124,21 +112,6 @@ def test_blocks_are_filled_and_cut_one_by_one_and_what_is_outside_them_stays_who
     drops = [options["reshard_after_forward"] for options in asked.options.values()]
     assert drops == [not keep] * BLOCKS + [False]
     assert asked.methods == ["run", "loss", "logits"]
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
-def test_each_block_gathers_those_behind_it_forward_and_those_before_it_backward_nearest_first(
-    monkeypatch: pytest.MonkeyPatch, prefetch: int
-) -> None:
-    model = Model()
-    Asked(model, monkeypatch, prefetch=Prefetch(prefetch), precision=precision())
-    position = {block: index for index, block in enumerate(model.blocks)}
-    for index, block in enumerate(model.blocks):
-        ahead = {way: [position[other] for other in others] for way, others in cast(Block, block).ahead.items()}
-        assert ahead == {
-            "forward": [other for other in range(BLOCKS) if 0 < other - index <= prefetch],
-            "backward": [other for other in reversed(range(BLOCKS)) if 0 < index - other <= prefetch],
-        }
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), fewest=st.integers(0, 40))

@@ -263,36 +263,6 @@ def test_equal_stages_and_free_transfers_leave_the_ideal_bubble(p: int) -> None:
             assert max(span.end_s for span in simulate(evaluation_schedule(p, v, m), *costs, blocking=blocking)) == step
 
 
-def test_two_ranks_and_three_micro_batches_by_hand() -> None:
-    first, second = schedule(2, 1, 3)
-    # Rank 0 warms up with one forward. Both ranks are free when B0 and F1 end, and again after F2 and B1.
-    assert written(first) == "F0 F0> F1 F1> >B0 B0 F2 >B1 F2> B1 >B2 B2"
-    assert written(second) == ">F0 F0 >F1 B0 B0> F1 B1 B1> >F2 F2 B2 B2>"
-
-
-def test_two_chunks_by_hand() -> None:
-    first, second = schedule(2, 2, 2)
-    assert written([a for a in first if "_" not in a.kind]) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
-    assert written([a for a in second if "_" not in a.kind]) == "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"
-    # From the last rank to the first and from its chunk 0 to their chunk 1, and back.
-    assert written([a for a in second if a.micro == 0]) == ">F0 F0 F0> >F0.1 F0.1 B0.1 B0.1> >B0 B0 B0>"
-    assert written([a for a in first if a.micro == 0]) == "F0 F0> >F0.1 F0.1 F0.1> >B0.1 B0.1 B0.1> >B0 B0"
-
-
-def test_split_backwards_by_hand() -> None:
-    # Rank 1 ends B0 at 3 and B1 at 5, when rank 0 has waited since 2 and ends W0. Both end W2 at 10, a forward late.
-    first, second = zero_bubble(2, 1, 3)
-    assert written(first) == "F0 F0> F1 F1> >B0 B0 W0 >B1 F2 F2> B1 W1 >B2 B2 W2"
-    assert written(second) == ">F0 F0 >F1 B0 B0> F1 B1 B1> W0 >F2 F2 B2 B2> W1 W2"
-
-
-def test_one_rank_transfers_nothing() -> None:
-    assert written(schedule(1, 1, 2)[0]) == "F0 B0 F1 B1"
-    assert written(evaluation_schedule(1, 1, 2)[0]) == "F0 F1"
-    with pytest.raises(AssertionError, match="2 chunks of one rank: there is nothing to interleave"):
-        schedule(1, 2, 2)
-
-
 def test_a_transfer_keeps_both_ranks_or_none() -> None:
     once = (
         (Action("forward", 0, 0), Action("send_forward", 0, 0), Action("forward", 0, 1)),

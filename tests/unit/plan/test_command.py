@@ -15,7 +15,7 @@ from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
-from nxtrain.plan.presets import DATASETS, SHAPES
+from nxtrain.plan.presets import DATASETS
 from tests.support.generated_docs import shapes
 
 SEVEN = "configs/llama2_7b_trn1.toml"
@@ -191,21 +191,6 @@ def test_a_table_for_people_has_the_same_numbers() -> None:
     assert "more rejected" in searched
 
 
-def test_published_sizes_of_models() -> None:
-    """Named sizes, and the parameters of Pythia's model cards."""
-    found = {name: shape.dimensions.num_params / 1e9 for name, shape in SHAPES.items()}
-    expected = {"gpt3-175b": 174.6, "gpt-1t": 1008, "bloom-176b": 176.2, "pythia-12b": 11.846, "pythia-6.9b": 6.857}
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-    assert all(s.dimensions.flops_per_token(s.seq_len) > 6e9 * 0.9 * found[name] for name, s in SHAPES.items())
-
-
-def test_sizes_of_checkpoints_and_state_of_a_70b() -> None:
-    """14 bytes per parameter: 2 of parameters, 4 of the master copies, 8 of the running means."""
-    found = answer(SEVENTY, "model.preset=llama3-70b")
-    assert found["checkpoint_bytes"] == 14 * 70_553_706_496
-    assert found["checkpoint_bytes"] / 1e9 == pytest.approx(987.8, abs=0.1)
-
-
 def test_failures_of_16384_devices_come_as_published() -> None:
     assert pytest.approx(2.78, abs=0.005) == 1 / (INTERRUPTIONS_PER_DEVICE_S * 16_384) / 3600
     assert answer(SEVENTY)["checkpoint"]["mtbf_s"] == pytest.approx(2.781 * 3600 * 2, rel=1e-3)
@@ -249,20 +234,6 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
         answer(SEVEN, "--device-hours", "5", "--tokens", "5")
 
 
-def test_the_whole_model_takes_the_bytes_of_the_classic_split() -> None:
-    """Mixed precision: 6 bytes of weights, 4 of gradients and 8 of moments for each of 70.6e9 parameters."""
-    types = ("precision.params=bf16", "precision.update=fp32_master", "precision.state=fp32")
-    found = answer(SEVENTY, "--model", "llama3.1-70b", *types, "precision.accumulate=fp32")["model_bytes"]
-    number = 70_553_706_496
-    assert (found["params"] + found["masters"], found["grads"], found["moments"]) == (
-        6 * number,
-        4 * number,
-        8 * number,
-    )
-    weights, grads, moments = (round(size / 1e9) for size in (6 * number, found["grads"], found["moments"]))
-    assert (weights, grads, moments, round(found["total"] / 1e12, 2)) == (423, 282, 564, 1.27)
-
-
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_the_whole_model_is_the_sum_of_the_ranks_of_its_stages(method: str) -> None:
     """One tensor parallel rank per stage, and nothing sharded over dp: all bytes but activations are the model's."""
@@ -271,13 +242,6 @@ def test_the_whole_model_is_the_sum_of_the_ranks_of_its_stages(method: str) -> N
     whole, rank = found["model_bytes"], found["bytes"]
     assert (whole["params"], whole["grads"]) == (rank["params"] + rank["frozen"], rank["grads"])
     assert whole["masters"] + whole["moments"] == rank["optimizer"]
-
-
-def test_models_that_are_arithmetic_only_are_planned() -> None:
-    changes = ("parallel.tp=32", "parallel.pp=8", "parallel.dp=4", "--nodes", "32", "train.seq_len=2048")
-    found = answer(SEVEN, "--model", "gpt3-175b", *changes)
-    assert found["params"] == 174_604_259_328
-    assert found["mfu"] == pytest.approx(0.331, rel=0.25)
 
 
 def test_a_machine_of_ones_own_is_planned(tmp_path: Path) -> None:

@@ -87,12 +87,6 @@ def test_activations_by_hand() -> None:
     assert (first.forwards_in_flight, second.forwards_in_flight) == (2, 1)
 
 
-def test_activations_of_every_rank_by_hand() -> None:
-    # Of the four: their forwards in flight, and an output or gradients under way; inner ranks have both for a moment.
-    assert [rank.activation_bytes // MIB for rank in figures(equal(4, 1, 8)).ranks] == [42, 33, 23, 12]
-    assert [rank.activation_bytes // MIB for rank in figures(equal(2, 2, 3)).ranks] == [62, 42]
-
-
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, v, m in SHAPES if v == 1])
 def test_split_backwards_leave_a_third_of_the_bubble_and_hold_as_much_as_the_first_rank(p: int, m: int) -> None:
     got = figures(split(p, m))
@@ -108,17 +102,6 @@ def test_split_backwards_leave_a_third_of_the_bubble_and_hold_as_much_as_the_fir
         # Of as many micro-batches as there are, some are between forward and backward, some before their weight part.
         most = max(10 * min(m - later, p - number) + 4 * later for later in range(min(m, number) + 1))
         assert 0 <= rank.activation_bytes / MIB - most <= 4
-
-
-def test_postponed_activations_by_hand() -> None:
-    first, second = figures(split(2, 3)).ranks
-    assert (
-        " ".join(map(str, schedule(2, 1, 3, "zero_bubble")[1])) == ">F0 F0 >F1 B0 B0> F1 B1 B1> W0 >F2 F2 B2 B2> W1 W2"
-    )
-    # F1 with its output unsent, B0 to come; what B0 postponed is less than the forward that it frees.
-    assert first.activation_bytes == (2 * 10 + 2) * MIB
-    # F1 with what B0 postponed, and the gradients that B1 makes.
-    assert second.activation_bytes == (10 + 4 + 1) * MIB
 
 
 def test_a_split_backward_needs_all_of_its_costs() -> None:
@@ -169,30 +152,6 @@ rank 1  ..F0F1F2........B0--F3B1--F4B2--F5B3--F6B4--F7B5--..B6--..B7--....
 rank 2  ....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........
 rank 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............
         F7 is the forward and B7 the backward of micro-batch 7, dots are time without either"""
-    )
-
-
-def test_the_picture_of_split_backwards() -> None:
-    assert (
-        timeline(split(4, 6))
-        == """\
-rank 0  F0F1F2F3......B0W0F4B1W1F5B2W2B3W3B4W4B5W5
-rank 1  ..F0F1F2....B0F3B1W0F4B2W1F5B3W2B4W3B5W4W5
-rank 2  ....F0F1..B0F2B1F3B2W0F4B3W1F5B4W2B5W3W4W5
-rank 3  ......F0B0F1B1F2B2F3B3W0F4B4W1F5B5W2W3W4W5
-        F5 is the forward of micro-batch 5, B5 its backward but for the weights' gradients, and W5 these; dots are time
-        without any"""
-    )
-
-
-def test_the_picture_of_two_chunks() -> None:
-    assert (
-        timeline(equal(2, 2, 3), width=80)
-        == """\
-rank 0  F0F1F2f0f1f2..b0--..b1--..b2--B0--B1--B2--
-rank 1  ..F0F1F2f0b0--f1b1--f2b2--B0--B1--B2--....
-        F2 is the forward and B2 the backward of micro-batch 2, dots are time
-        without either; small letters: the second chunk of the rank"""
     )
 
 

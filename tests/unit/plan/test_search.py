@@ -31,9 +31,6 @@ ROW: dict[str, Any] = {
 }
 
 
-ORDER = ("virtual_pp", "schedule")
-
-
 @pytest.mark.parametrize(
     "change",
     [

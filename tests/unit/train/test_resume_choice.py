@@ -1,7 +1,4 @@
-"""Checkpoint from which a start resumes: by default, by `checkpoint.resume`, and after a restart by an agent.
-
-Starts are real but for the model: what each takes, and what is then in the folder and in the mirror, tells it all.
-"""
+"""Checkpoint from which a start resumes: by default, by `checkpoint.resume`, and after a restart by an agent."""
 
 from __future__ import annotations
 
@@ -31,14 +28,6 @@ RANK_FILE = "rank-00000.safetensors"
 
 
 class Run:
-    """A run of one rank.
-
-    Args:
-        folder: Where its own is.
-        mirror: Where copies are, if anywhere.
-        name: Of its folder.
-    """
-
     def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
         self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
         self.folder = self.dir / CHECKPOINTS_DIR
@@ -60,7 +49,6 @@ class Run:
         return sources[0]
 
     def save(self, *steps: int, mirrored: bool = True) -> None:
-        """Reach some steps."""
         to = Destination(self.folder, StorageScope(ALONE), Retention(9))
         copied = self.mirrored if mirrored else None
         uploader = MirrorUploader(copied.mirror, to.retention, ALONE) if copied else None
@@ -101,7 +89,6 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def far(tmp_path: Path) -> Run:
-    """A run with a mirror."""
     return Run(tmp_path, tmp_path / "mirror")
 
 
@@ -143,69 +130,6 @@ def test_a_restart_of_a_start_that_was_killed_before_it_went_back_goes_back(run:
     assert run.start(told, restarted=True) == run.at(6)
 
 
-@pytest.mark.parametrize("jobs", [("", ""), ("100", "101")], ids=["without names", "named"])
-def test_what_was_told_before_is_told_anew(run: Run, jobs: tuple[str, str]) -> None:
-    first, second = jobs
-    run.start("never", job=first)
-    run.save(4)
-    if first == second:
-        assert run.start("never", job=second, killed=True) is None
-    assert run.start("never", job=second, restarted=True) is None, "it went back only for another start"
-    assert run.steps() == []
-    run.save(2)
-    assert run.start("never", job=second, restarted=True) == run.at(2)
-
-
-def test_a_path_that_holds_nothing_is_an_error_however_often_it_is_started(run: Run, tmp_path: Path) -> None:
-    run.start()
-    run.save(4)
-    for restarted in (False, True):
-        with pytest.raises(CheckpointError, match="typo/step-500 holds no complete checkpoint"):
-            run.start(tmp_path / "typo/step-500", restarted=restarted)
-    assert run.steps() == [4]
-
-
-def test_older_checkpoints_of_the_folder_are_no_part_of_a_run_that_came_from_elsewhere(
-    run: Run, tmp_path: Path
-) -> None:
-    run.save(4)
-    other = make(directory.step_path(tmp_path / "other", 8), 8)
-    assert run.start(other, restarted=True) == other
-    run.save(12)
-    assert run.start(other, restarted=True) == run.at(12)
-    directory.quarantine(run.at(12))
-    assert run.start(other, restarted=True) == other, "that is the one before it"
-    assert "nothing that the run reached since is left" in run.said[0]
-
-
-def test_what_it_came_from_may_have_made_room(run: Run) -> None:
-    run.save(4)
-    assert run.start(run.at(4)) == run.at(4)
-    run.save(8)
-    told = run.at(4)
-    told.rename(told.with_name("gone"))
-    assert run.start(told, restarted=True) == run.at(8)
-
-
-def test_a_run_from_scratch_takes_no_conversion_and_leaves_it(run: Run) -> None:
-    make(run.at(0), 0)
-    assert run.start("never") is None
-    assert run.start("never", restarted=True) is None
-    assert run.start("auto") == run.at(0)
-
-
-def test_damaged_checkpoints_of_what_was_left_do_not_keep_the_run_from_scratch(far: Run) -> None:
-    far.start()
-    far.save(4)
-    assert far.mirrored is not None
-    far.mirrored.mirror.quarantine(4)
-    directory.quarantine(far.at(4))
-    with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: step-00000004\.corrupt, .*mirror/"):
-        far.start()
-    assert far.start("never") is None
-    assert far.start() is None
-
-
 @pytest.mark.parametrize("resume", ["never", "path", "own"])
 def test_a_node_that_is_replaced_goes_on_from_the_mirror(far: Run, tmp_path: Path, resume: str) -> None:
     far.start()
@@ -239,29 +163,6 @@ def test_a_disk_that_was_away_while_the_run_went_back_holds_nothing_of_it(far: R
     assert far.start() == far.at(8), "it is one of the run now"
 
 
-def test_a_mirror_that_was_away_while_the_run_went_back_holds_nothing_of_it(far: Run, tmp_path: Path) -> None:
-    far.start()
-    far.save(4, 8)
-    alone = Run(tmp_path)
-    alone.start(alone.at(4))
-    alone.save(6)
-    assert far.start() == far.at(6)
-    assert far.mirror_steps() == [4]
-
-
-def test_words_that_are_told_anew_do_not_tell_a_disk_that_it_missed_nothing(far: Run, tmp_path: Path) -> None:
-    far.start()
-    far.save(4, 8)
-    far.move_disk(tmp_path / "first")
-    far.start("never")
-    far.save(6)
-    (far.dir).rename(tmp_path / "second")
-    (tmp_path / "first").rename(far.dir)
-    far.start("never", killed=True)
-    assert far.start("auto") == far.copy(6)
-    assert far.steps() == []
-
-
 def test_a_mirror_of_another_run_is_refused(far: Run, tmp_path: Path) -> None:
     far.start()
     far.save(8)
@@ -280,20 +181,6 @@ def test_a_mirror_of_another_run_is_refused(far: Run, tmp_path: Path) -> None:
     assert other.start() == other.at(10)
     with pytest.raises(CheckpointError, match="belongs to another run"):
         far.start()
-
-
-def test_a_run_that_takes_over_a_mirror_leaves_what_was_in_its_folder(far: Run, tmp_path: Path) -> None:
-    far.start()
-    far.save(8)
-    other = Run(tmp_path, far.mirror, name="other")
-    alone = Run(tmp_path, name="other")
-    alone.start()
-    alone.save(6, 10)
-    with pytest.raises(CheckpointError, match="belongs to another run"):
-        other.start()
-    assert other.start(far.copy(8)) == far.copy(8)
-    assert other.steps() == []
-    assert other.start() == far.copy(8)
 
 
 def test_a_run_whose_folder_was_moved_keeps_its_mirror(far: Run, tmp_path: Path) -> None:
@@ -321,15 +208,6 @@ def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None
     far.save(6)
     directory.prune(far.folder, Retention(keep=1))
     assert far.steps() == [4, 6]
-
-
-def test_what_a_run_went_back_from_is_not_taken_for_damaged(far: Run) -> None:
-    far.start()
-    far.save(4, 8)
-    assert far.start("never") is None
-    assert far.start("auto") is None
-    assert far.mirror_steps() == []
-    assert (far.copy(8) / "meta.abandoned.json").is_file()
 
 
 @pytest.mark.parametrize("place", ["disk", "mirror"])

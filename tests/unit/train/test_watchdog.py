@@ -31,11 +31,7 @@ from nxtrain.train.supervision.watchdog import Watchdog
 
 
 class SlowStore:
-    """A board whose store does not answer some questions in time.
-
-    Args:
-        failures: So many, over all connections.
-    """
+    """A board whose store does not answer some questions in time."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.said = failures, list[str]()

@@ -1,0 +1,72 @@
+"""Processes of tests: forks of one that has imported everything, each with a log, a place among ranks, and a limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+def context(*preload: str) -> ForkServerContext:
+    """Starts forks of a process that has imported some modules; a test process has one such process."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([*preload])
+    return found
+
+
+class Ended(NamedTuple):
+    """A process that has ended; its code is negative after a signal."""
+
+    code: int
+    printed: str
+
+
+class Started(NamedTuple):
+    """A process that may be under way."""
+
+    process: ForkServerProcess
+    log: Path
+
+    def ended(self, within_s: float) -> Ended:
+        """Wait for the end; a process that is late is killed, and fails the test."""
+        self.process.join(within_s)
+        is_late = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        printed = self.log.read_text(encoding="utf-8", errors="replace")
+        assert not is_late, f"not done in {within_s:g} s:\n{printed[-6000:]}"
+        assert self.process.exitcode is not None
+        return Ended(self.process.exitcode, printed)
+
+
+def prepared(started_by: ForkServerContext, log: Path, target: Callable[..., object], *args: Any) -> ForkServerProcess:
+    """A process that will call a function, which is importable by name, and print into a log."""
+    return started_by.Process(target=_begin, args=(log, target, args))
+
+
+def start(started_by: ForkServerContext, log: Path, target: Callable[..., object], *args: Any) -> Started:
+    """Start a process that calls a function."""
+    log.write_bytes(b"")
+    process = prepared(started_by, log, target, *args)
+    process.start()
+    return Started(process, log)
+
+
+def _begin(log: Path, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    target(*args)
+
+
+def rank_variables(rank: int, world: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    """Variables that torchrun's agent sets for a rank of one machine."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    return {**{name: str(number) for name, number in ranks.items()}, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""Tells ranks that the store in which they meet belongs to the process that started them."""
