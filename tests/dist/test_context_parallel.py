@@ -67,9 +67,9 @@ def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: Ran
         assert rank.num_tokens == number
         assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
     ours = whole([rank.shards for rank, _ in found], resolved)
-    # A query that sees one key weighs it by 1, so that documents of one token leave queries and keys no gradient.
-    zeros = {name for name, grad in grads.items() if not grad.any()}
+    # A query that sees one key weighs it by 1: of documents of one token, queries and keys have gradients of rounding.
     rounding = 1e-6 * max(grad.norm() for grad in grads.values())
+    zeros = {name for name, grad in grads.items() if grad.norm() < rounding}
     assert all(ours.pop(name).norm() < rounding for name in zeros), zeros
     errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
     assert max(errors.values()) < 1e-5, errors
