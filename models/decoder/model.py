@@ -22,7 +22,7 @@ from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
-from nxtrain.nn.rope import Rope, RopeStretch
+from nxtrain.nn.rope import Rope
 from nxtrain_models.decoder.config import DecoderConfig
 
 
@@ -55,7 +55,14 @@ class DecoderBody(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
-        self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels)
+        self.rope = Rope(
+            context.seq_len,
+            config.head_size,
+            config.rope_theta,
+            config.rope_scaling,
+            context.kernels,
+            original_length=config.max_position_embeddings,
+        )
 
     def forward(self, x: Tensor, part: StagePart, *documents: Tensor) -> Tensor:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""
@@ -153,16 +160,4 @@ def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:
         partial_gradient=context.layers.sequence_parallel,
         dtype=context.dtype,
         decay=context.decay_norms,
-    )
-
-
-def _scaling(config: DecoderConfig) -> RopeStretch | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    return RopeStretch(
-        scaling.factor,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
     )

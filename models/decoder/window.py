@@ -24,7 +24,7 @@ class WindowConfig(DecoderConfig):
     def longest_sequence(self) -> tuple[str, int]:
         """Key that limits the tokens of a sequence, and the number."""
         window = self.sliding_window
-        if window is not None and window < self.max_position_embeddings:
+        if window is not None and window < self.scaled_length:
             return "sliding_window", window
         return super().longest_sequence
 
