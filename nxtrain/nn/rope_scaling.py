@@ -94,7 +94,7 @@ class YarnScaling(BaseModel):
     def attention_scaling(self) -> float:
         """Factor of cosines and sines.
 
-        Source: Peng et al. 2023, equation 22; the ratio is that of DeepSeek-V2's `modeling_deepseek.py`.
+        Source: Peng et al. 2023, section 3.4; the ratio is that of DeepSeek-V2's `modeling_deepseek.py`.
         """
         if self.attention_factor is not None:
             return self.attention_factor
