@@ -123,17 +123,15 @@ def check(config: DecoderConfig, *, tp: int, seq_len: int) -> list[Problem]:
     elif not _divides(tp, kv_heads):
         reason = f"neither of tp={tp} and model.config.num_key_value_heads={kv_heads} divides the other"
         problems.append(Problem("parallel.tp", reason, hint=f"use {fitting}"))
+    length, scaling = config.max_position_embeddings, config.rope_scaling
     if seq_len > config.scaled_length:
-        reason = f"seq_len={seq_len} exceeds model.config.max_position_embeddings={config.max_position_embeddings}"
+        reason = f"seq_len={seq_len} exceeds model.config.max_position_embeddings={length}"
         hint = "shorten train.seq_len, or raise model.config.max_position_embeddings"
-        if config.rope_scaling is None:
+        if scaling is None:
             hint = f"{hint}, or extend the model's length with model.config.rope_scaling"
-        elif config.scaled_length > config.max_position_embeddings:
-            factor = config.rope_scaling.factor
-            reason = (
-                f"seq_len={seq_len} exceeds {config.scaled_length}, the original length times "
-                f"model.config.rope_scaling.factor={factor}"
-            )
+        elif config.scaled_length > length:
+            extended = f"{config.scaled_length}, the original length times model.config.rope_scaling.factor"
+            reason = f"seq_len={seq_len} exceeds {extended}={scaling.factor}"
             hint = "shorten train.seq_len, or raise model.config.rope_scaling.factor"
         problems.append(Problem("train.seq_len", reason, hint=hint))
     return problems

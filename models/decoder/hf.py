@@ -87,7 +87,8 @@ def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
         if original is None:
             original = scaling.get("original_max_position_embeddings", length)
         scaling["original_max_position_embeddings"] = original
-        if rope_type == "yarn" and scaling.get("factor", 1) is None:
+        are_counts = isinstance(length, int) and isinstance(original, int) and original > 0
+        if rope_type == "yarn" and scaling.get("factor", 1) is None and are_counts:
             scaling["factor"] = length / original
     return {**values, "rope_scaling": {"rope_type": rope_type, **scaling}}
 

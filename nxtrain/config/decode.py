@@ -121,7 +121,9 @@ def _unknown(model: type[BaseModel], path: list[str], prefix: str) -> str:
     siblings = list(dict.fromkeys(field.alias or name for name, field in fields))
     here = prefix + "".join(f"{parent}." for parent in parents)
     elsewhere = [prefix + key for key in dict.fromkeys(_keys(model)) if key.endswith(f".{leaf}")]
-    if elsewhere and leaf not in siblings:
+    if leaf in siblings:
+        return f"{here.rstrip('.')} of this type has no such key"
+    if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return nearest(leaf, siblings, here)
 

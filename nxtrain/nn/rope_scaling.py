@@ -47,7 +47,7 @@ class DynamicScaling(BaseModel):
 
     rope_type: Literal["dynamic"] = "dynamic"
     factor: _Factor
-    """Growth of the base per original length of further tokens."""
+    """Growth of the stretch of the base with every further original length."""
 
     def longest(self, max_position_embeddings: int) -> int:
         """Tokens of the longest sequence, of a model whose original length is `max_position_embeddings`."""

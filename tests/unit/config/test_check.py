@@ -320,6 +320,8 @@ def test_mistakes_in_a_scaling_have_full_keys_and_nearest_names(tmp_path: Path) 
     assert errors["factor"].reason == '"many" is a string, but a number is needed'
     assert errors["original_max_position_embeddings"].reason == "missing, and has no default"
     assert errors["beta_fats"].hint == "did you mean model.config.rope_scaling.beta_fast?"
+    foreign = only(tmp_path, 'model.config.rope_scaling={rope_type="linear", factor=2, beta_fast=9}')
+    assert (foreign.reason, foreign.hint) == ("unknown key", "model.config.rope_scaling of this type has no such key")
     assert only(tmp_path, "model.config.rope_scaling.rope_type=yarm").hint == "did you mean yarn?"
     assert only(tmp_path, "model.config.rope_scaling.factor=2").key == "model.config.rope_scaling.rope_type"
     assert only(tmp_path, "model.config.rope_scaling=2").reason == "2 is an integer, but a table is needed"

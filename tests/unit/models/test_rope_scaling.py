@@ -241,12 +241,13 @@ def test_a_shape_that_a_scaling_cannot_have_is_refused(change: dict[str, Any], w
         ([1], "rope_scaling", "[1] is not a table"),
         ({"rope_type": "yarn", "factor": 2.0, "truncate": None}, "rope_scaling.truncate", "boolean"),
         ({"rope_type": "linear"}, "rope_scaling.factor", "required"),
+        ({**YARN, "factor": None, "original_max_position_embeddings": 0}, "rope_scaling.factor", "valid number"),
     ],
 )
 def test_a_mistake_of_a_file_is_named_by_its_key(scaling: object, key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_family("llama").from_hf({**SIZES, "model_type": "llama", "rope_scaling": scaling})
-    (problem,) = caught.value.problems
+    problem = caught.value.problems[0]
     assert (problem.key, problem.origin) == (key, "config.json")
     assert words in problem.reason
 
