@@ -7,40 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nxtrain.common.errors import Problem
 from nxtrain.common.family import ModelConfig
 from nxtrain.common.mesh import divisors, listed
+from nxtrain.nn.rope_scaling import DynamicScaling, RopeScaling, YarnScaling, read_scaling
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # these values are combined with float32 numbers
-
-
-class RopeScaling(BaseModel):
-    """Llama 3's stretch of the rotary wavelengths; Hugging Face calls it rope_type `llama3`.
-
-    Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    factor: Annotated[float, Field(ge=1, le=3.4e38)]
-    """Wavelengths far beyond the original context grow by this."""
-    low_freq_factor: Positive
-    """Wavelengths longer than the original context over this are stretched in full."""
-    high_freq_factor: Positive
-    """Wavelengths shorter than the original context over this stay as they are."""
-    original_max_position_embeddings: Count
-    """Tokens of context before the stretch."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
-            )
-        return self
 
 
 class DecoderConfig(ModelConfig):
@@ -75,9 +50,9 @@ class DecoderConfig(ModelConfig):
     rope_theta: Positive = 10_000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Stretch of the rotary wavelengths for long contexts."""
+    """Scaling of the rotary wavelengths for long contexts."""
     max_position_embeddings: Count = 2048
-    """Tokens of the longest sequence."""
+    """Tokens of the longest sequence, unless rope_scaling extends it."""
     initializer_range: Positive = 0.02
     """Standard deviation of the initial matrices."""
 
@@ -95,6 +70,27 @@ class DecoderConfig(ModelConfig):
         """Tokens that a query of a layer sees, its own among them; None for all before it."""
         return None
 
+    @property
+    def scaled_length(self) -> int:
+        """Tokens of the longest sequence that the rotary embedding is made for."""
+        if self.rope_scaling is None:
+            return self.max_position_embeddings
+        return self.rope_scaling.longest(self.max_position_embeddings)
+
+    @property
+    def longest_sequence(self) -> tuple[str, int]:
+        """Key that limits the tokens of a sequence, and the number."""
+        if self.scaled_length > self.max_position_embeddings:
+            return "original length * rope_scaling.factor", self.scaled_length
+        return super().longest_sequence
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _of_its_type(cls, table: object) -> object:
+        if table is None or isinstance(table, RopeScaling):
+            return table
+        return read_scaling(table)
+
     @model_validator(mode="after")
     def _consistent(self) -> DecoderConfig:
         heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size
@@ -106,6 +102,10 @@ class DecoderConfig(ModelConfig):
             reasons.append(f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
         elif self.head_size % 2:
             reasons.append(f"heads of width {self.head_size} cannot be rotated in pairs; the width must be even")
+        elif isinstance(self.rope_scaling, DynamicScaling) and self.head_size // 2 == 1:
+            reasons.append("heads of width 2 have one wavelength, which rope_type=dynamic cannot scale")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            reasons.append(f"rope_theta={self.rope_theta} must exceed 1 for rope_type=yarn")
         if reasons:
             raise ValueError("; ".join(reasons))
         return self
@@ -127,14 +127,17 @@ def check(config: DecoderConfig, *, tp: int, seq_len: int) -> list[Problem]:
     elif not _divides(tp, kv_heads):
         reason = f"neither of tp={tp} and model.config.num_key_value_heads={kv_heads} divides the other"
         problems.append(Problem("parallel.tp", reason, hint=f"use {fitting}"))
-    if seq_len > config.max_position_embeddings:
-        problems.append(
-            Problem(
-                "train.seq_len",
-                f"seq_len={seq_len} exceeds model.config.max_position_embeddings={config.max_position_embeddings}",
-                hint="shorten train.seq_len, or raise model.config.max_position_embeddings",
-            )
-        )
+    length, scaling = config.max_position_embeddings, config.rope_scaling
+    if seq_len > config.scaled_length:
+        reason = f"seq_len={seq_len} exceeds model.config.max_position_embeddings={length}"
+        hint = "shorten train.seq_len, or raise model.config.max_position_embeddings"
+        if scaling is None:
+            hint = f"{hint}, or extend the model's length with model.config.rope_scaling"
+        elif config.scaled_length > length:
+            extended = f"{config.scaled_length}, the original length times model.config.rope_scaling.factor"
+            reason = f"seq_len={seq_len} exceeds {extended}={scaling.factor}"
+            hint = "shorten train.seq_len, or raise model.config.rope_scaling.factor"
+        problems.append(Problem("train.seq_len", reason, hint=hint))
     return problems
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.nn.rope_scaling import SCALINGS
 from nxtrain_models.decoder.config import DecoderConfig
 
 _ORIGIN = "config.json"
@@ -42,17 +43,10 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
         reason = f"attention of other layers than 'full_attention' is not supported: {layers!r:.200}"
         problems.append(Problem("layer_types", reason, origin=_ORIGIN))
     values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    theta = rope.pop("rope_theta", hf.get("rope_theta"))
-    if theta is not None:
-        values["rope_theta"] = theta
-    legacy_kind = rope.pop("type", "default")
-    kind = rope.pop("rope_type", legacy_kind)
-    if kind == "llama3":
-        values["rope_scaling"] = rope
-    elif kind != "default":
-        reason = f"rotary embeddings of type {kind!r} are not supported; only 'default' and 'llama3' are"
-        problems.append(Problem("rope_scaling.rope_type", reason, origin=_ORIGIN))
+    try:
+        values |= _rope(hf, config_type.model_fields["max_position_embeddings"].default)
+    except ConfigError as error:
+        problems += error.problems
     try:
         config = _without_defaults(config_type.model_validate(values))
     except ValidationError as error:
@@ -63,6 +57,40 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
+    """Base and scaling of the rotary embedding, with the values that transformers takes from other keys of the file.
+
+    Args:
+        default_length: `max_position_embeddings` of a file without the key.
+    """
+    table = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError([Problem("rope_scaling", f"{table!r:.200} is not a table", origin=_ORIGIN)])
+    scaling = dict(table)
+    theta = scaling.pop("rope_theta", hf.get("rope_theta"))
+    values = {}
+    if theta is not None:
+        values["rope_theta"] = theta
+    legacy_type = scaling.pop("type", "default")
+    rope_type = scaling.pop("rope_type", legacy_type)
+    if rope_type == "default":
+        return values
+    if rope_type not in tuple(SCALINGS):
+        names = ", ".join(repr(name) for name in SCALINGS)
+        reason = f"rotary embeddings of type {rope_type!r} are not supported; only 'default', {names} are"
+        raise ConfigError([Problem("rope_scaling.rope_type", reason, origin=_ORIGIN)])
+    if rope_type in ("yarn", "llama3"):
+        length = hf.get("max_position_embeddings", default_length)
+        original = hf.get("original_max_position_embeddings")
+        if original is None:
+            original = scaling.get("original_max_position_embeddings", length)
+        scaling["original_max_position_embeddings"] = original
+        are_counts = isinstance(length, int) and isinstance(original, int) and original > 0
+        if rope_type == "yarn" and scaling.get("factor", 1) is None and are_counts:
+            scaling["factor"] = length / original
+    return {**values, "rope_scaling": {"rope_type": rope_type, **scaling}}
 
 
 def _without_defaults(config: Config) -> Config:
@@ -88,9 +116,11 @@ def to_hf(config: DecoderConfig, fixed: Mapping[str, object], architecture: str,
         dtype: torch's name of the weights' type.
     """
     values = config.model_dump()
-    scaling = values.pop("rope_scaling")
-    if scaling is not None:
-        scaling = {"rope_type": "llama3", **scaling}
+    del values["rope_scaling"]
+    scaling = None
+    if config.rope_scaling is not None:
+        fields = config.rope_scaling.model_dump(exclude_defaults=True)
+        scaling = {"rope_type": config.rope_scaling.rope_type, **fields}
     return {
         **values,
         "architectures": [architecture],

@@ -22,7 +22,7 @@ from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
-from nxtrain.nn.rope import Rope, RopeStretch
+from nxtrain.nn.rope import Rope
 from nxtrain_models.decoder.config import DecoderConfig
 
 
@@ -60,7 +60,13 @@ class DecoderBody(nn.Module):
         if context.context_parallel is not None:
             positions = context.context_parallel.positions
         self.rope = Rope(
-            context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels, positions
+            context.seq_len,
+            config.head_size,
+            config.rope_theta,
+            config.rope_scaling,
+            context.kernels,
+            original_length=config.max_position_embeddings,
+            positions=positions,
         )
 
     def forward(self, x: Tensor, part: StagePart, *documents: Tensor) -> Tensor:
@@ -160,16 +166,4 @@ def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:
         partial_gradient=context.layers.sequence_parallel,
         dtype=context.dtype,
         decay=context.decay_norms,
-    )
-
-
-def _scaling(config: DecoderConfig) -> RopeStretch | None:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return None
-    return RopeStretch(
-        scaling.factor,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
     )

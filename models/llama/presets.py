@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxtrain.common.family import Preset
-from nxtrain_models.decoder.config import RopeScaling
+from nxtrain.nn.rope_scaling import Llama3Scaling
 from nxtrain_models.llama.config import LlamaConfig
 
 _LLAMA2 = LlamaConfig(
@@ -28,8 +28,10 @@ _LLAMA3 = LlamaConfig(
 )
 
 
-def _scaling(factor: float) -> RopeScaling:
-    return RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+def _scaling(factor: float) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
 
 
 def _preset(base: LlamaConfig, source: str, **changes: object) -> Preset:

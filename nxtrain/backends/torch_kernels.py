@@ -254,7 +254,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
+    """Rotation whose backward is the transposed rotation, so that only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Kernels(ABC):
 
         Args:
             x: (S, B, N, H).
-            cos, sin: (S, 1, 1, H/2) float32, of the angles.
+            cos, sin: (S, 1, 1, H/2) float32, of the angles, times a factor that YaRN may have.
 
         Returns:
             (S, B, N, H).

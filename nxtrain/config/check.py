@@ -154,7 +154,11 @@ def resolve_model(config: RunConfig) -> ModelConfig:
         base = family.from_hf(hf)
     else:
         base = family.preset(config.model.preset or "tiny")
-    return decode(family.config_type, merge(base.model_dump(), config.model.config), prefix="model.config.")
+    shape, changes = base.model_dump(), config.model.config
+    scaling = changes.get("rope_scaling")
+    if isinstance(scaling, Mapping) and "rope_type" in scaling:
+        shape["rope_scaling"] = None  # fields of another type would be left
+    return decode(family.config_type, merge(shape, changes), prefix="model.config.")
 
 
 def quantization(config: Mapping[str, Any]) -> str:

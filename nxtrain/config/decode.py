@@ -114,29 +114,37 @@ def _suggest(value: object, choices: Sequence[str]) -> str:
 
 def _unknown(model: type[BaseModel], path: list[str], prefix: str) -> str:
     *parents, leaf = path
-    section = model
+    sections = [model]
     for name in parents:
-        section = _tables(section)[name]
-    siblings = [field.alias or name for name, field in section.model_fields.items()]
+        sections = [table for section in sections for table in _tables(section).get(name, [])]
+    fields = [field for section in sections for field in section.model_fields.items()]
+    siblings = list(dict.fromkeys(field.alias or name for name, field in fields))
     here = prefix + "".join(f"{parent}." for parent in parents)
-    elsewhere = [prefix + key for key in _keys(model) if key.endswith(f".{leaf}")]
-    if elsewhere and leaf not in siblings:
+    elsewhere = [prefix + key for key in dict.fromkeys(_keys(model)) if key.endswith(f".{leaf}")]
+    if leaf in siblings:
+        return f"{here.rstrip('.')} of this type has no such key"
+    if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     return nearest(leaf, siblings, here)
 
 
-def _tables(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    found = {}
+def _tables(model: type[BaseModel]) -> dict[str, list[type[BaseModel]]]:
+    """Models of each key that is a table; several where the table's content decides."""
+    tables: dict[str, list[type[BaseModel]]] = {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
             # On Python 3.10 even dict[str, Any] is an instance of type.
             if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-                found[field.alias or name] = kind
-    return found
+                tables.setdefault(field.alias or name, []).append(kind)
+    return tables
 
 
 def _keys(model: type[BaseModel]) -> Iterator[str]:
     tables = _tables(model)
     for name, field in model.model_fields.items():
         key = field.alias or name
-        yield from (f"{key}.{inner}" for inner in _keys(tables[key])) if key in tables else (key,)
+        if key in tables:
+            for table in tables[key]:
+                yield from (f"{key}.{inner}" for inner in _keys(table))
+        else:
+            yield key

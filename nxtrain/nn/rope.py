@@ -1,4 +1,4 @@
-"""Rotary position embedding, with Llama 3's stretching of long wavelengths.
+"""Rotary position embedding, with the scalings of `nxtrain.nn.rope_scaling`.
 
 Shapes: S sequence, B batch, N heads, H head dimension.
 
@@ -9,40 +9,88 @@ like it, so that imported weights see the same angles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nxtrain.common.kernels import Kernels
+from nxtrain.nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
-@dataclass(frozen=True)
-class RopeStretch:
-    """Llama 3.1's frequency scaling.
+def frequencies(head_dim: int, theta: float) -> Tensor:
+    """Angle per position of each pair of dimensions, without a scaling: (H / 2,) float32."""
+    return 1.0 / _wavelengths(head_dim, theta)
+
+
+def linear_frequencies(scaling: LinearScaling, head_dim: int, theta: float) -> Tensor:
+    """Frequencies of positions that are divided by the factor.
+
+    Source: Chen et al. 2023 (arXiv:2306.15595) section 2.3, equation 4.
+    """
+    return frequencies(head_dim, theta) / scaling.factor
+
+
+def dynamic_frequencies(
+    scaling: DynamicScaling, head_dim: int, theta: float, seq_len: int, original_length: int
+) -> Tensor:
+    """Frequencies of a base that grows with the length; up to the original length they are those without a scaling.
+
+    Source: Peng et al. 2023 (arXiv:2309.00071) section 3.1, definition 1, and section 3.3.
 
     Args:
-        factor: Factor by which long wavelengths are stretched.
-        low_freq_factor, high_freq_factor: The band of `original_length / wavelength` over which stretching fades out.
-        original_length: Positions of the unstretched training.
+        seq_len: The length for which all frequencies are computed.
+    """
+    if seq_len > original_length:
+        # In float32, as transformers computes with the length of its input.
+        length = torch.tensor(seq_len, device="cpu")
+        growth = scaling.factor * length / original_length - (scaling.factor - 1)
+        theta = float(theta * growth ** (head_dim / (head_dim - 2)))
+    return frequencies(head_dim, theta)
+
+
+def yarn_frequencies(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
+    """Frequencies divided by the factor where a dimension turns seldom, and kept where a dimension turns often.
+
+    Source: Peng et al. 2023 (arXiv:2309.00071) section 3.2, "NTK-by-parts". The bounds are those of the authors'
+    `find_correction_range`, in dimensions in place of wavelengths.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_length: int
+    def dimension_with(turns: float) -> float:
+        """Pair of dimensions that turns so often within the original length."""
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return (head_dim * math.log(wavelength)) / (2 * math.log(theta))
+
+    low, high = dimension_with(scaling.fast_turns), dimension_with(scaling.slow_turns)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step in place of a ramp
+    wavelengths = _wavelengths(head_dim, theta)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    unscaled_share = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    scaled, unscaled = 1.0 / (scaling.factor * wavelengths), 1.0 / wavelengths
+    return scaled * (1 - unscaled_share) + unscaled * unscaled_share
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeStretch | None) -> Tensor:
-    """Angle per position of each pair of dimensions: (H / 2,) float32."""
-    freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim))
-    if scaling is None:
-        return freqs
-    turns = scaling.original_length / (2 * math.pi / freqs)
+def llama3_frequencies(scaling: Llama3Scaling, head_dim: int, theta: float) -> Tensor:
+    """Frequencies divided by the factor where wavelengths are long, and less where they are of medium length.
+
+    Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
+    """
+    freqs = frequencies(head_dim, theta)
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / freqs)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = (turns - low) / (high - low)
     blended = (1 - smooth) * freqs / scaling.factor + smooth * freqs
     return torch.where(turns < low, freqs / scaling.factor, torch.where(turns > high, freqs, blended))
+
+
+def _wavelengths(head_dim: int, theta: float) -> Tensor:
+    """Positions per radian of each pair of dimensions: (H / 2,) float32."""
+    dimensions = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float()
+    wavelengths: Tensor = theta ** (dimensions / head_dim)
+    return wavelengths
 
 
 class Rope(nn.Module):
@@ -52,8 +100,9 @@ class Rope(nn.Module):
         seq_len: S, the longest sequence.
         head_dim: H.
         theta: Base of the wavelengths.
-        scaling: Llama 3's frequency scaling, or None.
+        scaling: Scaling of the frequencies, or None.
         kernels: Kernels of the device.
+        original_length: Tokens of the longest sequence of the original training, for dynamic scaling.
         positions: (T,) int64, positions of this rank's rows; None: all, in order.
 
     Attributes:
@@ -65,13 +114,15 @@ class Rope(nn.Module):
         seq_len: int,
         head_dim: int,
         theta: float,
-        scaling: RopeStretch | None,
+        scaling: RopeScaling | None,
         kernels: Kernels,
+        original_length: int = 0,
         positions: Tensor | None = None,
     ) -> None:
         super().__init__()
         self._kernels, self._host_positions = kernels, positions
         self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
+        self._original_length = original_length
         self.cos: Tensor
         self.sin: Tensor
         for name in ("cos", "sin"):
@@ -84,11 +135,26 @@ class Rope(nn.Module):
     def host_buffers(self) -> dict[str, Tensor]:
         """Values of the buffers, computed on the host."""
         positions = torch.arange(self._seq_len, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, frequencies(self._head_dim, self._theta, self._scaling))
-        buffers = {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
+        angles = torch.outer(positions, self._frequencies())
+        factor = 1.0
+        if isinstance(self._scaling, YarnScaling):
+            factor = self._scaling.attention_scaling
+        buffers = {"cos": angles.cos()[:, None, None] * factor, "sin": angles.sin()[:, None, None] * factor}
         if self._host_positions is not None:
             buffers["positions"] = self._host_positions
         return buffers
+
+    def _frequencies(self) -> Tensor:
+        scaling, head_dim, theta = self._scaling, self._head_dim, self._theta
+        if isinstance(scaling, LinearScaling):
+            return linear_frequencies(scaling, head_dim, theta)
+        if isinstance(scaling, DynamicScaling):
+            return dynamic_frequencies(scaling, head_dim, theta, self._seq_len, self._original_length)
+        if isinstance(scaling, YarnScaling):
+            return yarn_frequencies(scaling, head_dim, theta)
+        if isinstance(scaling, Llama3Scaling):
+            return llama3_frequencies(scaling, head_dim, theta)
+        return frequencies(head_dim, theta)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same shape.

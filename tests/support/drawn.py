@@ -25,6 +25,7 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
+from tests.support.scalings import SCALING_TYPES, draw_scaling
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
@@ -163,6 +164,8 @@ def draw(
         overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
         if not xla:
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
+        if "model.config.rope_scaling" in overrides:
+            overrides |= _of_scaling(Random(f"scaling/{lane}/{seed}/{index}/{attempt}"), overrides)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
         drawn = Drawn(lane, seed, index, degrees, lines, steps, mask)
         try:
@@ -312,6 +315,15 @@ def _of_state(rng: Random, degrees: Degrees, given: dict[str, Any]) -> dict[str,
     movable = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
     offloaded = [kind for kind in movable if rng.random() < (0.5 if kind == "params" else 0.3)]
     return {**found, "parallel.offload": offloaded}
+
+
+def _of_scaling(rng: Random, given: dict[str, Any]) -> dict[str, Any]:
+    """A scaling of any type, apart; that of Llama 3 stays as it is."""
+    rope_type = rng.choice(SCALING_TYPES)
+    if rope_type == "llama3":
+        return {}
+    keys = draw_scaling(rope_type, rng, given["train.seq_len"])
+    return {f"model.config.{key}": value for key, value in keys.items()}
 
 
 def _cuts(rng: Random, degrees: Degrees, num_layers: int) -> dict[str, Any]:

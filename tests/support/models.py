@@ -85,6 +85,20 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "yarn-rope": {
+        "num_key_value_heads": 4,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "linear-rope": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "dynamic-rope": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
 }
 """Attention and vocabulary variants, all otherwise `BASE`."""
 

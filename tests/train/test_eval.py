@@ -63,7 +63,7 @@ def open_scorer(place: Path, backend: Backend | None = None, tp: int = 1) -> Sco
     return Scorer(Trained.find(str(place)), backend, Ranks(mesh, backend.host_group))
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope", *DRAWN_FAMILIES])
+@pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope", "yarn-rope", *DRAWN_FAMILIES])
 def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of drawn lengths in batches of drawn sizes, whose padding reaches no score."""
     from transformers import AutoModelForCausalLM
@@ -84,6 +84,16 @@ def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, m
         expected = scores.log_softmax(-1).gather(1, targets[:, None]).sum()
         assert found.nats == pytest.approx(float(expected), abs=1e-3)
         assert found.is_greedy is bool((scores.argmax(-1) == targets).all())
+
+
+def test_windows_of_an_extended_model_have_its_original_length(tmp_path: Path) -> None:
+    """Dynamic scaling of transformers depends on the length of a row only beyond the original length."""
+    ours = open_scorer(text_model(tmp_path, "dynamic-rope"))
+    original = 16
+    assert (ours.length, ours.model.config.longest_sequence[1]) == (original, 4 * original)
+    rows = ours.rows("", "the quick brown fox " * 9)
+    assert len(rows) > 1
+    assert max(len(row.ids) for row in rows) == original + 1
 
 
 def test_a_greedy_continuation_is_known_as_such(hf: Path) -> None:

@@ -222,7 +222,7 @@ def test_transformers_shows_no_progress_of_its_own(checkpoint: Path, tmp_path: P
 PROMPTS = ("the quick", "na\xefve", "brown fox " * 3, "\u4f60\u597d, \u4e16\u754c the", "x")
 
 
-@pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope", *DRAWN_FAMILIES])
+@pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope", "yarn-rope", "linear-rope", *DRAWN_FAMILIES])
 def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Path, shape: str) -> None:
     """Token for token, greedy and sampled: a text of any length does not depend on its neighbours."""
     place = text_model(tmp_path, shape)
@@ -241,6 +241,22 @@ def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Pat
                 with torch.no_grad():
                     scores = whole_texts.logits(torch.tensor([[*text.ids, *text.added[:at]]]))[0, -1]
                 assert sampling.draw(scores, generator) == token
+
+
+@pytest.mark.parametrize("shape", ["yarn-rope", "linear-rope", "dynamic-rope"])
+def test_tokens_beyond_the_original_length_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    place = text_model(tmp_path, shape)
+    theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    endless = replace(Trained.find(str(place)), ends=frozenset())
+    request = GenerateRequest(("the quick brown fox na\xefve",), LENGTH, seed=0)
+    (text,) = generate_on(CpuBackend(), endless, request, GREEDY, lambda *_: None)
+    ids = torch.tensor([[*text.ids, *text.added]])
+    assert (text.ending, ids.shape[1]) == ("length", LENGTH)
+    with torch.no_grad():
+        likeliest = theirs(ids).logits.argmax(-1)
+    assert likeliest[0, len(text.ids) - 1 : -1].tolist() == text.added
 
 
 def continued_on(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:

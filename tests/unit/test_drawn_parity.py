@@ -13,6 +13,7 @@ from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_fp16 import WORSE, Distance, distances, root_mean_square
 from tests.support.drawn_runs import error_of, failures, ours, wanted
 from tests.support.drawn_runs import first_weights as weights_of
+from tests.support.scalings import SCALING_TYPES
 
 BATCHES, EACH = 8, 25
 NUM_BF16 = 40
@@ -51,7 +52,13 @@ def test_draws_reach_every_kind_of_run() -> None:
             for m in models
         ],
         "tied": [m.tie_word_embeddings for m in models],
-        "rope scaling": [m.rope_scaling is not None for m in models],  # type: ignore[attr-defined]
+        **{
+            f"scaling of rotary positions: {rope_type}": [
+                getattr(m.rope_scaling, "rope_type", "") == rope_type  # type: ignore[attr-defined]
+                for m in models
+            ]
+            for rope_type in SCALING_TYPES
+        },
         "one sequence at a time": [r.config.train.micro_batch == 1 for r in runs],
         "accumulation": [r.config.train.global_batch > r.config.train.micro_batch for r in runs],
         "one token": [r.config.train.seq_len == 1 for r in runs],

@@ -61,7 +61,9 @@ class Scorer:
 
     def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
-        _, self.length = model.config.longest_sequence
+        # As the lm-evaluation-harness does, even if rope_scaling extends the model. Dynamic scaling begins beyond.
+        _, longest = model.config.longest_sequence
+        self.length = min(longest, model.config.max_position_embeddings)
         begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
         if not begin:
             raise ConfigError(f"{model.place}: its tokenizer has no token that begins or ends a text, which eval needs")

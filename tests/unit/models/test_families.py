@@ -139,7 +139,7 @@ def test_a_window_in_use_is_written_as_transformers_reads_it(family: str, tmp_pa
             "attention of other layers than 'full_attention' is not supported: ['full_attention', 'sliding_attention']",
         ),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act", "'gelu' is not supported; only 'silu' is"),
-        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "type 'yarn'"),
+        ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type", "type 'longrope'"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_key(

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.nn.rope_scaling import Llama3Scaling
 from nxtrain_models.llama import FAMILY
 from nxtrain_models.llama.config import LlamaConfig
 
@@ -61,6 +62,7 @@ def test_presets_have_the_published_positions(
     assert (scaling and scaling.factor) == factor
     assert config.rms_norm_eps == 1e-5
     if scaling:
+        assert isinstance(scaling, Llama3Scaling)
         assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
         assert scaling.original_max_position_embeddings == 8192
 

@@ -41,7 +41,7 @@ def published(folder: Path, shape: str, dtype: torch.dtype = torch.float32, max_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["mha", "gqa", "mqa", "tied", "llama3-rope", "odd"])
+@pytest.mark.parametrize("shape", ["mha", "gqa", "mqa", "tied", "llama3-rope", "yarn-rope", "odd"])
 def test_import_export_import_is_bitwise(tmp_path: Path, shape: str, dtype: torch.dtype) -> None:
     src = published(tmp_path / "hf", shape, dtype)
     hf_to_nxtrain(src, tmp_path / "first")
