@@ -38,7 +38,7 @@ from tests.support.lora import (
     with_keys,
 )
 from tests.support.models import changed, weights_of
-from tests.support.parity import Course, batches, layout, local_batch, run_ours, start
+from tests.support.parity import Course, batches, layout, local_batch, run_ours, start, whole
 from tests.support.ranks import RankPool
 
 _ALL = covering_array(SEED, 64)
@@ -324,3 +324,38 @@ def test_ranks_write_their_adapter_whole(ranks: RankPool, tmp_path: Path, world:
 
 
 # --- a small task --------------------------------------------------------------------------------------------------
+
+
+def chain(seed: int, number: int, *, new: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Batches of a Markov chain in which each token has four equally likely successors; its entropy is log 4.
+
+    Args:
+        seed: Of the rows.
+        number: Of the batches.
+        new: Tokens whose successors are others than those of the chain that the base knows.
+    """
+    generator = torch.Generator().manual_seed(5)
+    known, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
+    successors = torch.cat([others[:new], known[new:]])
+    generator.manual_seed(seed)
+    rows = [torch.randint(0, 64, (16 * number,), generator=generator)]
+    for _ in range(32):
+        rows.append(successors[rows[-1], torch.randint(0, 4, (16 * number,), generator=generator)])
+    tokens = torch.stack(rows, dim=1)
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.split(16)]
+
+
+def test_adapters_reach_the_loss_of_full_fine_tuning() -> None:
+    backend = open_backend("cpu")
+    shape: dict[str, Any] = {"config": {"vocab_size": 64, "num_hidden_layers": 1}}
+    optim = {"lr": 5e-3, "clip": 1.0, "eps": 1e-8}
+    full = changed(layout("gqa2", tp=1, batch=16, micro=16, **shape), optim=optim)
+    given = whole([run_ours(backend, full, 1, weights_of(full), chain(1, 120)).weights], full)
+    lora = changed(full, finetune={"method": "lora", "r": 16, "alpha": 32.0})
+    begun = {n: t * (not n.endswith("lora_B")) for n, t in adapters_of(lora, given).items()}
+    data = chain(2, 60, new=8)
+    of_full = run_ours(backend, full, 1, given, data).losses
+    of_lora = run_ours(backend, lora, 1, {**given, **begun}, data).losses
+    last = [sum(losses[-20:]) / 20 for losses in (of_full, of_lora)]
+    assert of_full[0] == of_lora[0] > 1.4 * last[0]
+    assert last[1] == pytest.approx(last[0], rel=0.02)
