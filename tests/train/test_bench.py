@@ -23,8 +23,11 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.family import find_family
 from nxtrain.tools.bench import optim, training
-from nxtrain.tools.bench.breakdown import KINDS, OUTSIDE, UPDATE, break_down
+from nxtrain.tools.bench.breakdown import COMMUNICATION, KINDS, OUTSIDE, UPDATE, break_down
 from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.collectives import GIB, KIB, OPERATIONS
+from nxtrain.tools.bench.data_wait import LADDER
+from nxtrain.tools.bench.scaling import ONE, TWO
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import transformers_step
 from tests.support.commands import command as forked_command
@@ -39,7 +42,7 @@ def command(*argv: str) -> dict[str, Any]:
         [sys.executable, "-m", "nxtrain", "bench", *argv, "--json"],
         capture_output=True,
         text=True,
-        timeout=patient_s(250),
+        timeout=patient_s(280),
         check=False,
     )
     of_others = [line for line in done.stderr.splitlines() if " so far" not in line]
@@ -229,3 +232,60 @@ def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) ->
         "bf16_kahan": 12,
         "bf16_kahan, bf16 state": 8,
     }
+
+
+def test_collectives_are_measured_at_every_size() -> None:
+    found = command("collectives", "--sizes-kib", "4,256", "--rounds", "1")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [f"{op}/{kib}" for op in OPERATIONS for kib in (4, 256)]
+    for row in rows.values():
+        assert row["value"] == pytest.approx(row["kib"] * KIB / GIB / row["wall_s"])
+        assert row["cpu_s"] > 0
+    assert set(found["latency_s"]) == set(OPERATIONS)
+    for op in set(OPERATIONS) - {"copy"}:
+        assert found["ratios"][f"{op}/4"] == pytest.approx(rows[f"{op}/4"]["value"] / rows["copy/4"]["value"])
+
+
+def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None:
+    chart = tmp_path / "efficiency.svg"
+    size = ("--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32")
+    found = command("scaling", "--preset", "tiny", "--layouts", "pp2", *size, "--chart", str(chart))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [ONE, TWO, "pp2"]
+    assert set(found["ratios"]) == set(found["cpu_ratios"]) == set(found["breakdown"]) == {"pp2"}
+    assert found["ratios"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[TWO]["value"])
+    assert found["over_one"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[ONE]["value"])
+    cpu = (rows[one]["cpu_s_per_token"]["value"] for one in (TWO, "pp2"))
+    assert found["cpu_ratios"]["pp2"] == pytest.approx(next(cpu) / next(cpu))
+    assert 0 < rows["pp2"]["waited"] < 1
+    parts = found["breakdown"]["pp2"]
+    assert parts["sum_s"] == pytest.approx(parts["step_s"], rel=0.05)
+    assert parts["kinds"][COMMUNICATION]["calls"] > 0
+    assert rows[TWO]["waited"] == 0
+    texts = [text.text for text in ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}text")]
+    assert texts[2:] == ["pp2", f"{found['ratios']['pp2']:.2f}"]
+
+
+def test_the_loader_is_measured_beside_numpy() -> None:
+    """The memory of a start is that of a Python that has imported nothing else."""
+    found = command("data", "--rounds", "1", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256")
+    ids = {row["name"]: row["value"] for row in found["rows"]}
+    loader = ids.pop("loader")
+    assert list(ids) == ["numpy"]
+    assert min(loader, *ids.values()) > 0
+    assert found["ratios"] == {name: pytest.approx(loader / value) for name, value in ids.items()}
+    text = {row["name"]: row for row in found["text"]["rows"]}
+    assert list(text) == ["concat", "best_fit", "best_fit in a worker"]
+    assert found["text"]["ratios"].keys() == found["text"]["inside"].keys() == text.keys()
+    assert all(0 < inside < 1 for inside in found["text"]["inside"].values())
+    for name, row in text.items():  # sums of times follow the machine's speed, and are near
+        assert 0.5 < found["text"]["ratios"][name] / (row["value"] / row["bare"][0]) < 2
+    wait = found["wait"]
+    assert (wait["tokens_per_s"], set(wait["shares"])) == (1_000_000, {"text", "ids"})
+    # Cores that tokenize half a million tokens a second each keep 1 million waiting; ids are packed much faster.
+    assert 0 <= wait["shares"]["ids"] < wait["shares"]["text"] < 1
+    rates = {0.0, *(part * wait["tokens_per_s"] for part in LADDER)}  # which of them depends on the load
+    assert all(set(kept.values()) <= rates and "1" in kept for kept in wait["kept"].values())
+    # A start that reads the documents would take their memory: the file is larger than the limit.
+    assert found["start"]["mib"] >= 256
+    assert found["start"]["rss_mib"] < 200

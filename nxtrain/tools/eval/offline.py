@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ _CONTEXT_CHARS = 400  # most characters before the missing word of a cloze
 _LIST_WORDS = 6  # words of a list that is copied or continued
 _LARGEST = 9  # largest summand of arithmetic
 _EXAMPLES = 4  # solved examples before a question of arithmetic
+_ROUNDS = 1000  # most times that a text gives a request
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -50,8 +51,8 @@ def _held_out(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
 
 
 def _cloze(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """The next word of a text, among other words of the same text."""
-    for text in _again(drawn, texts):
+    """The next word of a text, among other words of the same text; each round over the texts has another order."""
+    for text in chain.from_iterable(drawn.sample(texts, len(texts)) for _ in range(_ROUNDS)):
         words = list(_WORD.finditer(text))
         following = [word for word in words if text[: word.start()].endswith(" ") and text[: word.start()].strip()]
         if not following:
@@ -107,15 +108,6 @@ def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task
     """Make a task of the suite, without requests if the texts are too short."""
     drawn = random.Random(f"{seed} {name}")
     return Task(name, tuple(islice(OFFLINE[name](drawn, texts), limit)))
-
-
-def _again(drawn: random.Random, texts: Sequence[str]) -> Iterator[str]:
-    """Texts in random order, again and again; each round has another order."""
-    for _ in range(_ROUNDS):
-        yield from drawn.sample(texts, len(texts))
-
-
-_ROUNDS = 1000  # most times that a text gives a request
 
 
 def _vocabulary(texts: Sequence[str]) -> list[str]:

@@ -84,15 +84,12 @@ def _num_bytes(shapes: str) -> int:
     """Bytes of all shapes in a text, such as `(bf16[8,64]{1,0}, f32[])`."""
     total = 0
     for kind, sizes in _SHAPE.findall(shapes):
-        total += math.prod(int(size) for size in sizes.split(",") if size) * _type_bytes(kind)
+        type_bytes = _TYPE_BYTES.get(kind)
+        if type_bytes is None:
+            (bits,) = re.findall(r"^[a-z]([0-9]+)", kind)  # f32, s64, f8e4m3fn
+            type_bytes = max(1, int(bits) // 8)
+        total += math.prod(int(size) for size in sizes.split(",") if size) * type_bytes
     return total
-
-
-def _type_bytes(kind: str) -> int:
-    if kind in _TYPE_BYTES:
-        return _TYPE_BYTES[kind]
-    (bits,) = re.findall(r"^[a-z]([0-9]+)", kind)  # f32, s64, f8e4m3fn
-    return max(1, int(bits) // 8)
 
 
 def _of_type(number: float, shape: str) -> float:

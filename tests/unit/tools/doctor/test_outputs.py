@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nxtrain.tools.doctor.outputs import (
     Bandwidth,
@@ -162,19 +160,3 @@ def test_a_garbled_word_is_refused_or_changes_its_own_line_alone(parse: Callable
         if found is None or expected is None or recorded.count("\n") < 2:
             continue
         assert expected <= found, (number, bad)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["neuron_device", "nc_count", "pid", "x"]), inner),
-)
-
-
-@pytest.mark.parametrize(
-    "parse",
-    [parse_neuron_ls, parse_nccom_test, parse_chronyc, lambda text: parse_nvidia_smi(text, text, text)],
-)
-@given(text=st.text() | JSON.map(json.dumps))
-def test_an_unknown_form_is_an_error_or_states_facts_of_the_text(parse: Callable[[str], object], text: str) -> None:
-    for fact in read(parse, text) or ():
-        assert all(str(abs(value)) in text for value in fact if type(value) is int)
