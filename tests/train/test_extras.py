@@ -173,8 +173,7 @@ SUBSET = (
     "tests/unit/metrics/test_sinks.py",
     "tests/unit/metrics/test_screen.py",
     "tests/unit/data/test_tokenization.py",
-    "tests/unit/data/test_checksums.py",
-    "tests/unit/data/test_arrow_ipc.py",
+    "tests/unit/data/test_seal.py",
     "tests/unit/data/test_prepared_corpus.py",
     "tests/unit/checkpoint/convert/test_hf_folder.py",
 )

@@ -149,7 +149,9 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     fields = Fields(request.field, request.prompt, sections=request.sections)
     settings: dict[str, object] = {"field": request.field, "lines": request.lines, "tokenizer": ""}
     settings["shard_bytes"] = request.shard_bytes
-    field, metadata, to_array = TEXT_FIELD, dict[bytes, bytes](), text_array
+    metadata: dict[bytes, bytes] = {}
+    field = TEXT_FIELD
+    to_array: ToArray = text_array
     if request.tokenizer:
         tokenizer = open_tokenizer(request.tokenizer)
         settings["tokenizer"] = tokenizer.digest

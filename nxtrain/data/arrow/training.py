@@ -375,7 +375,8 @@ def _marked(
     contents: list[bytes] = []
     prompts: list[int] = []
     continued: list[bool] = []
-    num_bytes = num_read = num_tokens = 0
+    num_bytes = num_read = 0
+    num_tokens = 0
     following = corpus.content(0)
     for document in range(len(corpus)):
         content, is_last = following, document == len(corpus) - 1
@@ -402,6 +403,8 @@ def _marked(
             num_tokens += marked.size
         if group:
             yield group
-        contents, prompts, continued, num_bytes = [], [], [], 0
+        for values in (contents, prompts, continued):
+            values.clear()
+        num_bytes = 0
         if progress:
             progress.show(num_read)
