@@ -86,6 +86,7 @@ def choose_layers(
     allow_unverified: bool = False,
     assumed: Package | None = None,
     adapted: bool = False,
+    divided: bool = False,
 ) -> tuple[str, str]:
     """Name of the parallel layers, and the reason; `auto` takes NeuronX Distributed's on Neuron devices.
 
@@ -97,6 +98,7 @@ def choose_layers(
         allow_unverified: Allow releases of NeuronX Distributed that nxtrain is not verified with.
         assumed: NeuronX Distributed of the target machine, used if this machine has none.
         adapted: The layers get adapters, which only nxtrain's own layers take.
+        divided: Context parallel ranks share each sequence, likewise.
 
     Raises:
         BackendError: `nxd` cannot run on this machine; the message gives the reason.
@@ -107,6 +109,8 @@ def choose_layers(
         return "native", ""
     if name == "auto" and adapted:
         return "native", "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
+    if name == "auto" and divided:
+        return "native", "parallel.cp divides sequences between ranks in nxtrain's own layers"
     found = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
         if not found.ok:

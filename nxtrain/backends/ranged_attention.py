@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nxtrain.backends.limits import ATTENTION_BLOCK_BYTES, MAX_ATTENTION_ROWS, MIN_ATTENTION_ROWS
+from nxtrain.backends.limits import block_rows
 from nxtrain.common.kernels import Kernels, KeyRanges
 
 
@@ -137,12 +137,6 @@ class Blocks:
                 if ranges.window is not None:
                     low = max(0, start + 1 - ranges.window)
             yield _Span(start, end, low, high)
-
-
-def block_rows(heads: int, num_keys: int) -> int:
-    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
-    rows = ATTENTION_BLOCK_BYTES // (4 * heads * num_keys)
-    return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
 
 
 def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:

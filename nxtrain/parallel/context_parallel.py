@@ -194,7 +194,7 @@ def _is_seen(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
     if not context.kernels.host_may_look:
         return True
     keys = context.positions_of(source)
-    seen = torch.searchsorted(keys, ranges.last, right=True) > torch.searchsorted(keys, ranges.first)
+    seen = torch.searchsorted(keys, ranges.last, right=True) > torch.searchsorted(keys, ranges.first.contiguous())
     return bool(seen.any())
 
 

@@ -144,7 +144,10 @@ def _device(config: RunConfig, name: str) -> list[StandIn]:
 def _layers(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> str:
     chosen, distributed = config.backend, machine.distributed
     may, adapted = chosen.allow_unverified, config.finetune.adapts
-    layers, why = choose_layers(chosen.layers, "neuron", allow_unverified=may, assumed=distributed, adapted=adapted)
+    divided = config.parallel.cp > 1
+    layers, why = choose_layers(
+        chosen.layers, "neuron", allow_unverified=may, assumed=distributed, adapted=adapted, divided=divided
+    )
     if layers == "native":
         if chosen.layers == "auto":
             notes.append(f"backend.layers=auto is native on neuron: {why}")

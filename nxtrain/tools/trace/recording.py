@@ -53,6 +53,7 @@ class Recording:
     """Recording of all traced ranks.
 
     Args:
+        copies: Ranks of dp x cp, whose mean the sums of gradients make.
         axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
         cuts: Submitted graphs in the order of recording.
         graphs: Contents of the graphs by hash.
@@ -62,7 +63,7 @@ class Recording:
     world: int
     ranks: Sequence[int]
     steps: int
-    dp_size: int
+    copies: int
     axes: Sequence[Axis]
     cuts: Sequence[Cut]
     graphs: Mapping[str, HloGraph]

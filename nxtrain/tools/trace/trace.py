@@ -97,7 +97,7 @@ def trace(
         world,
         ranks,
         steps,
-        mesh.dp_size,
+        mesh.dp_cp.size,
         list(axes.values()),
         tape.cuts,
         tape.graphs,
@@ -218,7 +218,8 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     pairs = []
     if pp.size > 1:
         pairs = [pp.pairs((pp.rank + 1) % pp.size), pp.pairs((pp.rank - 1) % pp.size)]
-    axes = [mesh.tp, mesh.dp, pp, mesh.shard, mesh.replica, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
+    data_parallel = [mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica]
+    axes = [mesh.tp, *data_parallel, pp, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
     return [axis for axis in axes if axis.size > 1]
 
 

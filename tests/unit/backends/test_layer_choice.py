@@ -44,6 +44,8 @@ def test_auto_takes_a_known_release_on_neuron_devices_alone(install: Install, ve
     assert choose_layers("auto", "neuron") == ("nxd", f"neuronx-distributed {version} is installed")
     assert choose_layers("nxd", "neuron")[0] == "nxd"
     assert choose_layers("native", "neuron") == ("native", "backend.layers=native")
+    layers, reason = choose_layers("auto", "neuron", divided=True)
+    assert layers == "native" and reason.startswith("parallel.cp divides sequences")
     for backend in ("cpu", "cuda", "xla", "neuron-native"):
         assert choose_layers("auto", backend) == ("native", "")
 
