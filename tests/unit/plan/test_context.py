@@ -130,9 +130,7 @@ def test_utilization_counts_operations_of_the_model_alone() -> None:
     ("name", "cp", "gib"),
     [("llama3_8b_128k", 8, 32), ("llama3_70b_32k_trn1", 8, 8), ("llama3_70b_32k_trn2", 8, 16)],
 )
-def test_a_long_context_recipe_fits_its_machines_with_a_part_of_each_sequence_on_a_rank(
-    name: str, cp: int, gib: int
-) -> None:
+def test_a_long_context_recipe_fits_its_machines(name: str, cp: int, gib: int) -> None:
     path = CONFIGS / f"{name}.toml"
     found, note = predict(path, [], Question(), Assumptions())
     parallel = found.job.config.parallel
