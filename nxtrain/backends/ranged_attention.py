@@ -162,7 +162,8 @@ def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tenso
     before = positions < ranges.first[:, start:end, None]
     hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
     by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
-    return by_head.masked_fill(hidden, float("-inf")).view(scores.shape)
+    # A number in `masked_fill` would be a float64 parameter of an XLA graph.
+    return torch.where(hidden, by_head.new_full((), float("-inf")), by_head).view(scores.shape)
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
