@@ -90,9 +90,8 @@ class Mesh:
     cp_size: int = 1
     order: tuple[int, ...] = field(default=(), repr=False)
 
-    # 8 arguments: the degrees of a run
     @staticmethod
-    def build(
+    def build(  # 8 arguments: the degrees of a run
         world: int,
         rank: int,
         *,
