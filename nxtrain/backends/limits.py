@@ -38,6 +38,12 @@ def keeps_probabilities(batch: int, heads: int, length: int, element_size: int) 
     return batch * heads * length * (length + CPU_BLOCK) // 2 * element_size <= CPU_KEPT_BYTES
 
 
+def block_rows(heads: int, num_keys: int) -> int:
+    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
+    rows = ATTENTION_BLOCK_BYTES // (4 * heads * max(1, num_keys))
+    return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
+
+
 def nf4_offsets(block: int, num_blocks: int, num_groups: int, num_parts: int) -> tuple[int, int, int]:
     """Bytes of a packed matrix before its scales, before its factors, and of all.
 

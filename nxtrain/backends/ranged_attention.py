@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nxtrain.backends.limits import ATTENTION_BLOCK_BYTES, MAX_ATTENTION_ROWS, MIN_ATTENTION_ROWS
+from nxtrain.backends.limits import block_rows
 from nxtrain.common.kernels import Kernels, KeyRanges
 
 
@@ -140,12 +140,6 @@ class Blocks:
             yield _Span(start, end, low, max(low, high))
 
 
-def block_rows(heads: int, num_keys: int) -> int:
-    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
-    rows = ATTENTION_BLOCK_BYTES // (4 * heads * max(1, num_keys))
-    return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
-
-
 def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
     """Ranges of the queries of whole rows, with documents that begin at `starts`, (B, S)."""
     length = starts.shape[1]
@@ -169,7 +163,8 @@ def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tenso
     before = positions < ranges.first[:, start:end, None]
     hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
     by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
-    return by_head.masked_fill(hidden, float("-inf")).view(scores.shape)
+    # A number in `masked_fill` would be a float64 parameter of an XLA graph.
+    return torch.where(hidden, by_head.new_full((), float("-inf")), by_head).view(scores.shape)
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:

@@ -29,7 +29,7 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, integer(1, MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
+        int | None, integer(1, MAX_RANKS, help="Ranks per machine; by default tp x cp x pp x dp / nodes.")
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")

@@ -229,7 +229,7 @@ def compile_(
     overrides: Overrides = None,
     nproc: Annotated[
         int | None,
-        integer(1, MAX_RANKS, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes."),
+        integer(1, MAX_RANKS, help="Ranks per machine, as in the run; by default tp x cp x pp x dp / nodes."),
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")

@@ -55,7 +55,10 @@ class SequenceCut:
 
     def pairs(self, rank: int) -> int:
         """Pairs of a query of a rank and a key that the query sees under causal attention."""
-        return sum(position + 1 for position in self.listed(rank))
+        pairs = 0
+        for positions in self.positions(rank):
+            pairs += len(positions) * (positions[0] + positions[-1] + 2) // 2
+        return pairs
 
 
 @lru_cache(maxsize=64)

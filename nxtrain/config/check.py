@@ -97,7 +97,9 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     ranks = max(world or 1, parallel.ranks_per_replica * max(1, parallel.dp))
     if ranks > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
-        problems.append(Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.pp, parallel.dp or --nproc"))
+        problems.append(
+            Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.cp, parallel.pp, parallel.dp or --nproc")
+        )
     elif world is not None:
         try:
             shard = max(1, parallel.shard_size)

@@ -162,6 +162,17 @@ class ParallelConfig(Section):
         """Ranks that compute one sequence together."""
         return self.tp * self.cp * self.pp
 
+    @property
+    def degree_names(self) -> str:
+        """Product of the degrees in messages; cp is named where it is used."""
+        return "tp x pp x dp" if self.cp == 1 else "tp x cp x pp x dp"
+
+    @property
+    def degrees(self) -> str:
+        """Degrees in lines for people; cp is named where it is used."""
+        context = "" if self.cp == 1 else f"cp={self.cp} "
+        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}"
+
 
 class TrainConfig(Section):
     """[train]: number of steps, and the work of each. Batches are counted in sequences."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
+from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
 from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT = SIZES["fp32"]
@@ -114,7 +115,7 @@ def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
     output = queries * job.micro_tokens * job.params_size
     if not recomputed:
         kept.append(("attention", "numbers of the kernel", _kernel_bytes(job)))
-        kernel_keeps_output = job.attention in ("fused", "grouped", "masked")
+        kernel_keeps_output = job.attention in ("fused", "grouped", "masked") or job.config.parallel.cp > 1
         if kernel_keeps_output and not _keeps_input(job, ATTENTION_OUT):
             kept.append(("attention", "output", output))
     return kept + _linear_tensors(job, ATTENTION_OUT, output)
@@ -124,6 +125,8 @@ def _kernel_bytes(job: Job) -> int:
     """Bytes that the attention kernel keeps on top of its inputs and its output."""
     train = job.config.train
     heads = train.micro_batch * job.local_heads
+    if job.config.parallel.cp > 1:
+        return kept_numbers(job)
     if job.attention == "blocked":  # probabilities of blocks of queries against the keys before them
         entries = 0
         for start in range(0, train.seq_len, CPU_BLOCK):
@@ -268,7 +271,11 @@ def forward_working_bytes(job: Job) -> int:
     queries, keys = job.query_width, job.key_width
     heads = train.micro_batch * job.local_heads
     attention = 3 * (queries + keys) * tokens * size + _kernel_bytes(job)
-    if job.attention == "blocked":  # keys in float32, scores before and after softmax, and copies with the heads first
+    if job.config.parallel.cp > 1:
+        attention += forward_context_bytes(job)
+    elif (
+        job.attention == "blocked"
+    ):  # keys in float32, scores before and after softmax, and copies with the heads first
         rows = min(CPU_BLOCK, train.seq_len)
         attention += keys * FLOAT * tokens + 2 * heads * rows * train.seq_len * FLOAT
         if train.micro_batch > 1:  # of one sequence the copies are views
@@ -301,6 +308,8 @@ def attention_work_bytes(job: Job) -> int:
     train, size = job.config.train, job.params_size
     queries, keys = job.query_width, job.key_width
     heads = train.micro_batch * job.local_heads
+    if job.config.parallel.cp > 1:
+        return backward_context_bytes(job)
     if job.attention == "blocked":
         rows = min(CPU_BLOCK, train.seq_len)  # of a block, beside the gradients of the block before
         scores = train.seq_len * FLOAT + (train.seq_len - rows) * size

@@ -78,6 +78,19 @@ class Job:
         """True on PyTorch/XLA, where a step is a graph and nothing is overlapped by hand."""
         return self.backend in ON_XLA
 
+    @property
+    def copies(self) -> int:
+        """Ranks of dp x cp, which hold copies of the same parameters and sum their gradients."""
+        return self.config.parallel.dp * self.config.parallel.cp
+
+    @cached_property
+    def cp_method(self) -> Literal["gather", "ring"]:
+        """Exchange of keys and values over cp, as `train/build.py:context_parallel_of` chooses it."""
+        method = self.config.parallel.cp_method
+        if method != "auto":
+            return method
+        return "gather" if self.is_lazy else "ring"
+
     @cached_property
     def shard_size(self) -> int:
         """Ranks that share one copy of the training state, as `train/build.py:build_mesh` groups them."""
@@ -85,15 +98,15 @@ class Job:
         if parallel.shard == "none":
             return 1
         if parallel.shard != "hybrid":
-            return parallel.dp
+            return self.copies
         if parallel.shard_size:
             return parallel.shard_size
         per_node = min(self.machine.devices, self.world)
-        return 1 if per_node % parallel.tp else math.gcd(parallel.dp, per_node // parallel.tp)
+        return 1 if per_node % parallel.tp else math.gcd(self.copies, per_node // parallel.tp)
 
     @cached_property
     def is_fully_sharded(self) -> bool:
-        """True if parameters are sharded over data parallel ranks."""
+        """True if parameters are sharded over the ranks of dp x cp."""
         return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
 
     @cached_property
@@ -128,21 +141,28 @@ class Job:
         return SIZES[self.config.precision.reduce] if wide else self.params_size
 
     @cached_property
+    def local_len(self) -> int:
+        """Positions of each sequence that a context parallel rank computes."""
+        return self.config.train.seq_len // self.config.parallel.cp
+
+    @cached_property
     def sequence_rows(self) -> int:
         """Tokens of a micro-batch that a rank holds between its layers."""
-        train, parallel = self.config.train, self.config.parallel
-        return train.seq_len * train.micro_batch // (parallel.tp if parallel.sequence_parallel else 1)
+        parallel = self.config.parallel
+        return self.micro_tokens // (parallel.tp if parallel.sequence_parallel else 1)
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.config.train.seq_len * self.config.train.micro_batch
+        """Tokens of a micro-batch at the positions of a rank."""
+        return self.local_len * self.config.train.micro_batch
 
     @cached_property
     def attention(self) -> Attention:
         """Implementation of attention on this backend."""
         name, train = self.config.backend.name, self.config.train
         has_documents = self.config.data.doc_mask
+        if self.config.parallel.cp > 1:
+            return "blocked"
         if name == "cpu":
             if has_documents and self.config.compile.torch_compile:
                 return "masked"

@@ -62,7 +62,7 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
         yield from _gathering(job, stage, accumulated)
         return
     yield from _backward(job, stage, accumulated)
-    if job.config.parallel.dp > 1:
+    if job.copies > 1:
         yield from _reducing(job, stage, accumulated)
 
 
@@ -146,7 +146,7 @@ def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
         copies = entries.padded * reduce_size
         if grads_type != precision.reduce:
             copies = whole
-        buffers += min(bucket, copies) + bucket // parallel.dp
+        buffers += min(bucket, copies) + bucket // job.copies
     grads = max(accumulated, reduced)
     if not job.is_lazy:
         passed = bucket / whole if whole else 1.0
@@ -343,7 +343,7 @@ def accumulated_size(job: Job) -> int:
 def reduced_bytes(job: Job, stage: int) -> int:
     """Gradients that the optimizer gets, in the type of the reduction."""
     parallel = job.config.parallel
-    if job.is_fully_sharded or parallel.dp == 1:
+    if job.is_fully_sharded or job.copies == 1:
         return accumulated_bytes(job, stage)
     entries = job.trained(stage)
     if parallel.shard == "zero1":

@@ -107,8 +107,8 @@ class Prediction:
             )
         if self.job.world > num_devices:
             reasons.append(
-                f"tp x pp x dp = {self.job.world} ranks, and {self.job.nodes} x {machine.name} has "
-                f"{num_devices} devices"
+                f"{self.job.config.parallel.degree_names} = {self.job.world} ranks, and {self.job.nodes} x "
+                f"{machine.name} has {num_devices} devices"
             )
         return reasons
 
@@ -292,6 +292,8 @@ def layout_json(job: Job) -> Mapping[str, Any]:
     parallel, train = job.config.parallel, job.config.train
     return {
         "tp": parallel.tp,
+        "cp": parallel.cp,
+        "cp_method": parallel.cp_method,
         "pp": parallel.pp,
         "dp": parallel.dp,
         "virtual_pp": parallel.virtual_pp,

@@ -24,6 +24,9 @@ from nxtrain.plan.speed import step_time
 REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MAX_PP = 64
 MAX_MICRO_BATCH = 8
+MIN_POSITIONS = 4096
+"""Fewest positions of a sequence on a rank for which a search tries context parallelism."""
+
 CHUNKS = (1, 2, 4)
 """Values of parallel.virtual_pp."""
 
@@ -79,7 +82,7 @@ class Found:
 
 def _layout(job: Job) -> str:
     parallel, train = job.config.parallel, job.config.train
-    degrees = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}"
+    degrees = f"{parallel.degrees} shard={parallel.shard}"
     return f"{degrees} micro_batch={train.micro_batch} remat={train.remat}"
 
 
@@ -154,18 +157,15 @@ def _degrees_of(dimensions: Dimensions) -> str:
 
 
 def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
-    world = machine.devices * nodes
     lazy = Job(dimensions, machine, nodes, config).is_lazy
-    for tp in divisors(machine.devices):
-        for pp in divisors(world // tp):
-            if pp > min(MAX_PP, dimensions.num_layers):
-                continue
-            dp = world // (tp * pp)
-            modes = ["none"] if dp == 1 else ["none", "zero1"] if lazy else ["none", "zero1", "grad_op", "full"]
-            if nodes > 1 and not lazy and dp > 1:
+    for tp, pp, copies in _products(dimensions, machine, nodes):
+        for cp in _context_degrees(copies, config):
+            modes = ["none"] if copies == 1 else ["none", "zero1"] if lazy else ["none", "zero1", "grad_op", "full"]
+            if nodes > 1 and not lazy and copies > 1:
                 modes.append("hybrid")
             for mode in modes:
-                changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "shard": mode, "sequence_parallel": tp > 1}
+                changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": copies // cp, "cp": cp, "shard": mode}
+                changes["sequence_parallel"] = tp > 1
                 if mode not in FULLY_SHARDED:
                     changes |= {"prefetch": 1, "forward_prefetch": True, "backward_prefetch": "before"}
                 changes |= {
@@ -179,6 +179,21 @@ def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunCo
                 parallel = config.parallel.model_copy(update=changes)
                 train = config.train.model_copy(update={"micro_batch": 1})
                 yield Job(dimensions, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))
+
+
+def _products(dimensions: Dimensions, machine: Machine, nodes: int) -> Iterator[tuple[int, int, int]]:
+    """Degrees of tp and pp, and the ranks that they leave to dp x cp."""
+    world = machine.devices * nodes
+    for tp in divisors(machine.devices):
+        for pp in divisors(world // tp):
+            if pp <= min(MAX_PP, dimensions.num_layers):
+                yield tp, pp, world // (tp * pp)
+
+
+def _context_degrees(copies: int, config: RunConfig) -> list[int]:
+    """Context parallel degrees of a search: 1, and those that leave a rank a long part of a sequence."""
+    most = max(1, config.train.seq_len // MIN_POSITIONS)
+    return [cp for cp in divisors(copies) if cp <= most and config.train.seq_len % cp == 0]
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:

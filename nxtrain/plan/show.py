@@ -33,8 +33,8 @@ def show(found: Prediction, note: str) -> None:
     if note:
         screen.print(note)
     screen.print(
-        f"{data['params'] / 1e9:,.2f}e9 parameters on {job.nodes} x {job.machine.name}: tp={parallel.tp} "
-        f"pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}, {job.num_micro} micro-batches of "
+        f"{data['params'] / 1e9:,.2f}e9 parameters on {job.nodes} x {job.machine.name}: {parallel.degrees} "
+        f"shard={parallel.shard}, {job.num_micro} micro-batches of "
         f"{job.config.train.micro_batch} x {job.config.train.seq_len} tokens"
     )
     memory = Table(f"device memory, stage {found.stage}", "GiB", box=box.SIMPLE_HEAD)
@@ -127,7 +127,7 @@ def show_found(found: Found, note: str, top: int) -> None:
     if note:
         screen.print(note)
     layouts = Table(
-        *("method", "tp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
+        *("method", "tp", "cp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
         box=box.SIMPLE_HEAD,
     )
     for each in found.layouts[:top]:
@@ -137,7 +137,7 @@ def show_found(found: Found, note: str, top: int) -> None:
             order = "zero bubble"
         layouts.add_row(
             each.job.method,
-            *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
+            *(str(degree) for degree in (parallel.tp, parallel.cp, parallel.pp, parallel.dp)),
             parallel.shard,
             order,
             str(train.micro_batch),
@@ -154,10 +154,10 @@ def show_found(found: Found, note: str, top: int) -> None:
     if more > 0:
         screen.print(f"and {more} slower layouts; --top {len(found.layouts)} shows all")
     if found.rejected:
-        rejected = Table("method", "tp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
+        rejected = Table("method", "tp", "cp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
         for bad in found.rejected[:top]:
             parallel = bad.job.config.parallel
-            degrees = (parallel.tp, parallel.pp, parallel.dp)
+            degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.dp)
             rejected.add_row(bad.job.method, *(str(degree) for degree in degrees), parallel.shard, bad.reason)
         screen.print(rejected)
         if len(found.rejected) > top:

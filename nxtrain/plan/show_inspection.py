@@ -55,10 +55,7 @@ def _model_lines(found: Inspection) -> Iterator[str]:
     sharing = ""
     if job.shard_size > 1:
         sharing = f", {job.shard_size} ranks share the state"
-    yield (
-        f"{job.world:,} ranks: tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}{sharing}; "
-        f"{job.method} training"
-    )
+    yield (f"{job.world:,} ranks: {parallel.degrees} shard={parallel.shard}{sharing}; {job.method} training")
 
 
 def _stage_rows(ranks: Sequence[Rank]) -> Iterator[tuple[str, ...]]:

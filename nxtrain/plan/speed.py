@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from nxtrain.plan.context import context_bytes
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import optimizer_bytes, params_bytes
 from nxtrain.plan.moments import reduced_bytes
@@ -92,12 +94,37 @@ class StepTime:
         return {**parts, "waits of the pipeline": max(0.0, self.step_s - sum(parts.values()))}
 
 
-def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
+@dataclass(frozen=True)
+class Code:
+    """Properties of a training library.
+
+    Args:
+        tp_overlap: Share of the transfers of column layers that their backward products hide.
+        cp_overlap: Share of the transfers of keys and values that attention hides.
+        fused_context: A fused kernel computes attention between context parallel ranks.
+    """
+
+    tp_overlap: float
+    cp_overlap: float
+    fused_context: bool
+
+
+class PartTime(NamedTuple):
+    """Seconds of a part for a micro-batch: of each pass, and of both the transfers that show."""
+
+    forward_s: float
+    backward_s: float
+    tp_s: float
+    cp_s: float
+
+
+def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -> StepTime:
     """Time of a step.
 
     Args:
         job: The run.
         hides_tp: Backward passes of column layers hide their transfers, as nxtrain's own layers do on eager devices.
+        fused_context: A fused kernel computes attention between context parallel ranks, as in other libraries.
     """
     speed = SPEEDS.get(job.machine.kind, OTHER)
     links = Links(job.machine.link_bytes_s * speed.link, job.machine.network_bytes_s * speed.network)
@@ -106,8 +133,10 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
 
     overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
 
-    forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rates)
-    chunk_s = [forward + backward for forward, backward in zip(forward_s, backward_s, strict=True)]
+    cp_overlap = overlap if job.cp_method == "ring" else 0.0
+    code = Code(overlap if hides_tp else 0.0, cp_overlap, fused_context)
+    parts = _parts(job, links, rates, code)
+    chunk_s = [part.forward_s + part.backward_s for part in parts]
     busy = [sum(chunk_s[rank :: parallel.pp]) for rank in range(parallel.pp)]
     slowest = busy.index(max(busy))
 
@@ -116,7 +145,7 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     send_s = _send_seconds(job, links)
     sends_s = send_s * (1.0 if job.is_lazy else 0.5)
     micro_s = busy[slowest] + exposed_gather_s + sends_s
-    bubble = _bubble(job, forward_s, backward_s)
+    bubble = _bubble(job, [part.forward_s for part in parts], [part.backward_s for part in parts])
     work_s = job.num_micro * micro_s / (1.0 - bubble)
 
     sync_s = _sync_seconds(job, slowest, links)
@@ -129,15 +158,17 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     step_s = work_s + exposed_sync_s + update_s
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
     flops = model_flops_per_token(job) * job.tokens_per_step
-    tp_own_s = sum(exposed_tp_s[slowest :: parallel.pp])
+    own = parts[slowest :: parallel.pp]
+    tp_own_s, cp_own_s = sum(part.tp_s for part in own), sum(part.cp_s for part in own)
     num = job.num_micro
     return StepTime(
         step_s=step_s,
-        compute_s=job.num_micro * (busy[slowest] - tp_own_s),
+        compute_s=num * (busy[slowest] - tp_own_s - cp_own_s),
         update_s=update_s,
         bubble=waiting,
         traffic=(
             *_tp_traffic(job, slowest, links, num * tp_own_s),
+            *_cp_traffic(job, slowest, links, num * cp_own_s),
             *_dp_traffic(job, slowest, (num * gather_s, num * exposed_gather_s), (sync_s, exposed_sync_s)),
             *_pp_traffic(job, num * send_s, num * sends_s),
         ),
@@ -172,33 +203,39 @@ class Rates:
         return work.products / self.products + work.attention / self.attention + work.moved / self.moved
 
 
-def _parts(job: Job, links: Links, tp_overlap: float, rates: Rates) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of every part for a micro-batch: forward, backward, and of both the transfers that show."""
-    costs: dict[tuple[int, bool], tuple[float, float, float]] = {}
-    forwards, backwards, exposed = [], [], []
+def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
+    """Seconds of every part for a micro-batch."""
+    costs: dict[tuple[int, bool], PartTime] = {}
+    found = []
     for chunk in range(job.config.parallel.virtual_pp):
         for parts in job.parts:
             num_blocks, last = len(parts[chunk].blocks), parts[chunk].last
             if (num_blocks, last) not in costs:
-                costs[num_blocks, last] = _part(job, num_blocks, last, links, tp_overlap, rates)
-            forward_s, backward_s, exposed_s = costs[num_blocks, last]
-            forwards.append(forward_s)
-            backwards.append(backward_s)
-            exposed.append(exposed_s)
-    return forwards, backwards, exposed
+                costs[num_blocks, last] = _part(job, num_blocks, last, links, rates, code)
+            found.append(costs[num_blocks, last])
+    return found
 
 
-def _part(
-    job: Job, num_blocks: int, has_head: bool, links: Links, tp_overlap: float, rates: Rates
-) -> tuple[float, float, float]:
-    """Seconds of a part for a micro-batch: forward, backward, and of both the transfers that show."""
-    forward, backward = passes(job, num_blocks, has_head=has_head)
+def _part(job: Job, num_blocks: int, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:
+    """Seconds of a part for a micro-batch."""
+    forward, backward = passes(job, num_blocks, has_head=has_head, fused_context=code.fused_context)
     restore_s = restored_bytes(job, num_blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
-    tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, tp_overlap, rates.products)
-    forward_s = rates.seconds(forward) + tp_forward_s + restore_s
+    tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, code.tp_overlap, rates.products)
+    sent_forward, sent_backward = context_bytes(job, num_blocks)
+    cp_forward_s = _cp_seconds(job, sent_forward, links, code.cp_overlap, forward.attention / rates.attention)
+    cp_backward_s = _cp_seconds(job, sent_backward, links, code.cp_overlap, backward.attention / rates.attention)
+    forward_s = rates.seconds(forward) + tp_forward_s + cp_forward_s + restore_s
     if job.config.train.remat == "full":
         restore_s *= 2
-    return forward_s, rates.seconds(backward) + tp_backward_s + restore_s, tp_forward_s + tp_backward_s
+    backward_s = rates.seconds(backward) + tp_backward_s + cp_backward_s + restore_s
+    return PartTime(forward_s, backward_s, tp_forward_s + tp_backward_s, cp_forward_s + cp_backward_s)
+
+
+def _cp_seconds(job: Job, num_bytes: float, links: Links, overlap: float, attention_s: float) -> float:
+    """Transfers over cp that show; attention to the keys of one rank hides the transfer of the next rank's."""
+    parallel = job.config.parallel
+    seconds = ring_s(job, parallel.cp, num_bytes, links, spread=parallel.tp)
+    return seconds - min(overlap * seconds, attention_s * (parallel.cp - 1) / parallel.cp)
 
 
 def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> tuple[float, float]:
@@ -221,7 +258,7 @@ def _send_seconds(job: Job, links: Links) -> float:
     if parallel.pp == 1:
         return 0.0
     per_micro = pp_bytes(job) / job.num_micro
-    spread = parallel.tp * parallel.dp
+    spread = parallel.tp * job.copies
     if link_of(job, 2, spread) == "device":
         return per_micro / links.device
     if not links.network:
@@ -230,11 +267,11 @@ def _send_seconds(job: Job, links: Links) -> float:
 
 
 def _sync_seconds(job: Job, stage: int, links: Links) -> float:
-    """Seconds of the transfers over data parallel ranks that each step has once."""
+    """Seconds of the transfers over the ranks of dp x cp that each step has once."""
     parallel = job.config.parallel
     within, across = sync_bytes(job, stage)
-    replicas = parallel.dp // job.shard_size
-    return ring_s(job, parallel.dp, within, links, spread=parallel.tp) + ring_s(
+    replicas = job.copies // job.shard_size
+    return ring_s(job, job.copies, within, links, spread=parallel.tp) + ring_s(
         job, replicas, across, links, spread=parallel.tp * job.shard_size
     )
 
@@ -274,6 +311,15 @@ def _tp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterato
         yield Traffic("tp", link_of(job, size, 1), int(sent), seconds, _hidden(seconds, exposed_s))
 
 
+def _cp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterator[Traffic]:
+    parallel = job.config.parallel
+    if parallel.cp > 1:
+        blocks = sum(len(part.blocks) for part in job.parts[stage])
+        sent = job.num_micro * sum(context_bytes(job, blocks))
+        seconds = ring_s(job, parallel.cp, sent, links, spread=parallel.tp)
+        yield Traffic("cp", link_of(job, parallel.cp, parallel.tp), int(sent), seconds, _hidden(seconds, exposed_s))
+
+
 def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:
     """Gathers of every micro-batch, and sums of every step, with their exposed part; hybrid has both, on two links."""
     parallel = job.config.parallel
@@ -283,17 +329,17 @@ def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tup
         yield Traffic("dp", link, int(gathered), gather_s[0], _hidden(*gather_s))
     sent = sum(sync_bytes(job, stage))
     if sent:
-        replicas = parallel.dp
+        replicas = job.copies
         if job.is_fully_sharded:
             replicas //= job.shard_size
-        link = link_of(job, replicas, parallel.tp * (parallel.dp // replicas))
+        link = link_of(job, replicas, parallel.tp * (job.copies // replicas))
         yield Traffic("dp", link, int(sent), sync_s[0], _hidden(*sync_s))
 
 
 def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]:
     parallel = job.config.parallel
     if parallel.pp > 1:
-        link = link_of(job, 2, parallel.tp * parallel.dp)
+        link = link_of(job, 2, parallel.tp * job.copies)
         yield Traffic("pp", link, int(pp_bytes(job)), seconds, _hidden(seconds, exposed_s))
 
 

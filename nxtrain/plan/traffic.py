@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a step, by axis and link, and the time of these transfers.
 
 Counts mirror `parallel/linear.py` and `parallel/regions.py` (tp), `parallel/data_parallel.py` and
-`parallel/fully_sharded.py` (dp), and `parallel/pipeline.py` (pp).
+`parallel/fully_sharded.py` (dp), and `parallel/pipeline.py` (pp). Those of cp are in `plan/context.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Traffic:
     """Communication of one rank over one axis in a step.
 
     Args:
-        axis: `tp`, `dp` or `pp`.
+        axis: `tp`, `cp`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp.
         link: Slowest link that the axis spans: between devices of a machine, or between machines.
         bytes: Bytes that a rank sends.
         seconds: Time of the transfers.
@@ -114,9 +114,9 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
     """
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
     local = job.trained(stage, 1).local
-    share = (parallel.dp - 1) / parallel.dp
+    share = (job.copies - 1) / job.copies
     if job.is_fully_sharded:
-        replicas = parallel.dp // job.shard_size
+        replicas = job.copies // job.shard_size
         return 0.0, 2 * (replicas - 1) / replicas * reduced_bytes(job, stage)
     if parallel.shard == "zero1":
         return share * local * (reduce + job.params_size), 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries
+from nxtrain.plan.context import moved_scores, work_share
 from nxtrain.plan.job import SIZES, Job
 
 
@@ -27,16 +28,27 @@ class Work(NamedTuple):
     moved: float
 
 
-def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
-    """Work of a part's forward and backward pass for a micro-batch, recomputation included."""
+def passes(job: Job, num_blocks: int, *, has_head: bool, fused_context: bool = False) -> tuple[Work, Work]:
+    """Work of a part's forward and backward pass for a micro-batch, recomputation included.
+
+    Args:
+        job: The run.
+        num_blocks: Blocks of the part.
+        has_head: The part ends with the loss.
+        fused_context: A fused kernel computes attention between context parallel ranks, as in other libraries.
+    """
     per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
     remat = job.config.train.remat
-    attention = num_blocks * attention_flops(job)
+    attention: float = num_blocks * attention_flops(job)
     if job.attention == "masked":  # the kernel computes all scores
         attention *= 2
     matrices = num_blocks * (per_token.block - attention_flops(job))
     adapters = num_blocks * 2 * adapter_params(job)
     moved = num_blocks * _moved_bytes(job)
+    if job.config.parallel.cp > 1:
+        attention *= work_share(job, skips=fused_context or not job.is_lazy)
+        if not fused_context:
+            moved += num_blocks * moved_scores(job)
     head = logits = 0
     if has_head:
         head = per_token.head

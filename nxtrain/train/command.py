@@ -18,6 +18,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.train.assembly import assemble
+from nxtrain.train.build import context_parallel_of
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.supervision.run_lock import only_run
@@ -110,7 +111,7 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
 def _announce(context: RunContext) -> None:
     """Print the backend, the mesh, and notes of the backend and its layers."""
     backend, mesh = context.backend, context.mesh
-    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, dp {mesh.dp_size}{_sharding(context)}"
+    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, {_context(context)}dp {mesh.dp_size}{_sharding(context)}"
     context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {degrees}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)
@@ -129,6 +130,13 @@ def _pipeline(context: RunContext) -> str:
     if parallel.schedule == "zero_bubble":
         return f"pp {size} (zero_bubble), "
     return f"pp {size}, "
+
+
+def _context(context: RunContext) -> str:
+    ranks = context_parallel_of(context.plan, context.backend, context.mesh)
+    if ranks is None:
+        return ""
+    return f"cp {ranks.axis.size} ({ranks.method}, {ranks.cut.layout}), "
 
 
 def _sharding(context: RunContext) -> str:

@@ -99,6 +99,27 @@ RUNS: dict[str, Tables] = {
         "model": {"vocab_size": 6000, "num_hidden_layers": 2},
     },
     "hybrid": {"parallel": {"dp": 4, "shard": "hybrid", "shard_size": 2}, "train": {"seq_len": 64}},
+    "ring": {"parallel": {"cp": 2}, "train": {"seq_len": 512, "micro_batch": 2}, "precision": MASTER},
+    "ring of four, striped": {
+        "parallel": {"cp": 4, "cp_layout": "striped"},
+        "train": {"seq_len": 2048, "micro_batch": 1, "global_batch": 2},
+    },
+    "ring, tp and zero1": {
+        "parallel": {"cp": 2, "tp": 2, "sequence_parallel": True, "shard": "zero1"},
+        "train": {"seq_len": 1024, "micro_batch": 1, "global_batch": 2, "remat": "selective"},
+        "precision": MASTER,
+    },
+    "gather": {"parallel": {"cp": 2, "cp_method": "gather"}, "train": {"seq_len": 512, "micro_batch": 2}},
+    "gather, documents": {
+        "parallel": {"cp": 2, "cp_method": "gather"},
+        "train": {"seq_len": 1024, "micro_batch": 1, "global_batch": 2},
+        "data": {"doc_mask": True},
+    },
+    "gather, full, full remat": {
+        "parallel": {"cp": 2, "dp": 2, "cp_method": "gather", "shard": "full"},
+        "train": {"seq_len": 1024, "micro_batch": 1, "global_batch": 4, "remat": "full"},
+        "precision": MASTER,
+    },
     "stages": {"parallel": {"pp": 2}, "train": {"global_batch": 12}},
     "chunks": {"parallel": {"pp": 2, "virtual_pp": 2}, "train": {"global_batch": 16}},
     "zero bubble": {"parallel": {"pp": 3, "schedule": "zero_bubble"}, "train": {"global_batch": 16}},
@@ -154,6 +175,8 @@ RUNS: dict[str, Tables] = {
 
 OTHER_VALUES: dict[tuple[str, str], Any] = {
     ("parallel", "shard"): "none",
+    ("parallel", "cp"): 1,
+    ("parallel", "cp_method"): "ring",
     ("parallel", "sequence_parallel"): False,
     ("parallel", "unit_params"): 0,
     ("parallel", "backward_prefetch"): "before",
@@ -204,8 +227,9 @@ def measured(ranks: RankPool) -> dict[str, Measured]:
     for name, tables in RUNS.items():
         resolved = resolved_of(tables)
         parallel = resolved.config.parallel
-        of_ranks = ranks.run(parallel.tp * parallel.pp * parallel.dp, memory_of_rank, resolved)
-        found[name] = Measured(name, resolved, tuple(of_ranks[:: parallel.tp * parallel.dp]))
+        world = parallel.ranks_per_replica * parallel.dp
+        of_ranks = ranks.run(world, memory_of_rank, resolved)
+        found[name] = Measured(name, resolved, tuple(of_ranks[:: world // parallel.pp]))
     return found
 
 

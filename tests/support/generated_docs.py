@@ -25,7 +25,7 @@ from nxtrain.plan.inspection import inspect
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
 from nxtrain.plan.speed import OTHER, SPEEDS, step_time
-from tests.support.published import Compared, compared, held_out, job_of, summary
+from tests.support.published import Compared, compared, held_out, job_of, summary, with_context
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,10 +196,18 @@ def not_used() -> str:
     return "\n".join([*lines, *map(_published, held_out()), ""])
 
 
+def context() -> str:
+    """Table of the rows with context parallelism."""
+    lines = ["", "| run | devices | layout | published | predicted | error | added | source |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    return "\n".join([*lines, *map(_published, with_context()), ""])
+
+
 def _published(found: Compared) -> str:
     row, parallel = found.row, found.job.config.parallel
     chunks = f"pp {parallel.pp}" + (f" x {parallel.virtual_pp}" if parallel.virtual_pp > 1 else "")
-    layout = f"tp {parallel.tp}, {chunks}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
+    context = f"cp {parallel.cp}, " if parallel.cp > 1 else ""
+    layout = f"tp {parallel.tp}, {context}{chunks}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
     devices = f"{found.job.nodes} x {row['instance']}"
     rates = f"{found.published:,.0f} | {found.predicted:,.0f} | {found.error:+.1%}"
     use = row.get("why") or row.get("use") or row.get("added", "before the constants")
@@ -297,6 +305,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("planning.md", "published"): published,
     ("planning.md", "outliers"): outliers,
     ("planning.md", "held_out"): not_used,
+    ("planning.md", "context"): context,
     ("planning.md", "networks"): networks,
     ("planning.md", "shapes"): shapes,
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import find_family
 from nxtrain.common.machines import GB, GIGABIT, Machine
@@ -25,17 +24,19 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def world_of(loaded: Loaded) -> int:
-    """Ranks of a configuration's cluster: one per core of its instances, or as many as its degrees need."""
+    """Ranks of a configuration's cluster: one per device of its instances, or as many as its degrees need."""
     cluster, parallel = loaded.config.cluster, loaded.config.parallel
     if cluster.instance:
-        return cluster.nodes * INSTANCES[cluster.instance].devices
-    return parallel.tp * parallel.pp * max(parallel.dp, 1)
+        return cluster.nodes * find_machine(cluster.instance).devices
+    return parallel.ranks_per_replica * max(parallel.dp, 1)
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLISHED = GOLDEN / "published_throughput.json"
 HELD_OUT = GOLDEN / "held_out_throughput.json"
 """Rows that chose no constant."""
+CONTEXT = GOLDEN / "context_throughput.json"
+"""Rows with context parallelism, which chose no constant."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Compared:
 def job_of(row: dict[str, Any]) -> Job:
     machine = _machine(row)
     decoder = _decoder(row["model"])
-    dp = row.get("dp", machine.devices * row["nodes"] // (row["tp"] * row["pp"]))
+    cp = row.get("cp", 1)
+    dp = row.get("dp", machine.devices * row["nodes"] // (row["tp"] * cp * row["pp"]))
     update = row.get("update", "fp32_master")
     narrow = "bf16" if update == "bf16_stochastic" else "fp32"
     config = RunConfig.model_validate(
@@ -65,6 +67,8 @@ def job_of(row: dict[str, Any]) -> Job:
                 "tp": row["tp"],
                 "pp": row["pp"],
                 "dp": dp,
+                "cp": cp,
+                "cp_method": row.get("cp_method", "auto"),
                 "virtual_pp": row.get("virtual_pp", 1),
                 "shard": row["shard"],
                 "sequence_parallel": row.get("sequence_parallel", row["tp"] > 1),
@@ -128,13 +132,20 @@ def held_out() -> tuple[Compared, ...]:
     return _compared(HELD_OUT)
 
 
+@cache
+def with_context() -> tuple[Compared, ...]:
+    """All rows with context parallelism."""
+    return _compared(CONTEXT)
+
+
 def _compared(path: Path) -> tuple[Compared, ...]:
     return tuple(map(compare, json.loads(path.read_text(encoding="utf-8"))["rows"]))
 
 
-def compare(row: dict[str, Any]) -> Compared:
+def compare(row: dict[str, Any], *, fused_context: bool = True) -> Compared:
+    """A row with its prediction; other libraries have fused kernels between context parallel ranks."""
     job, seq_len = job_of(row), row["seq_len"]
-    time = step_time(job, hides_tp=row.get("hides_tp", True))
+    time = step_time(job, hides_tp=row.get("hides_tp", True), fused_context=fused_context)
     if "sequences_per_s" in row:
         published = row["sequences_per_s"] * seq_len / job.world
     elif "flops_per_s_device" in row:

@@ -52,7 +52,7 @@ class Recording:
     world: int
     ranks: Sequence[int]
     steps: int
-    dp_size: int
+    copies: int  # ranks of dp x cp, whose mean the sums of gradients make
     axes: Sequence[Axis]  # axes whose ranks may communicate; of two axes with equal groups the first gives its name
     cuts: Sequence[Cut]  # submitted graphs in the order of recording
     graphs: Mapping[str, HloGraph]  # contents of the graphs by hash

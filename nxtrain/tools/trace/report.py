@@ -103,13 +103,13 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
 
 
 def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
-    """Constant that multiplies sums over data parallel ranks; of several constants the wrong one."""
-    data_parallel = ("dp", "shard", "replica")
+    """Constant that multiplies sums over the ranks of dp x cp; of several constants the wrong one."""
+    data_parallel = ("dp", "dpxcp", "cp", "shard", "replica")
     scales: set[float] = set()
     for collective in graph.collectives:
         if recording.axis_of(collective.op, collective.groups) in data_parallel:
             scales |= collective.scales
-    return max(scales, key=lambda scale: abs(scale * recording.dp_size - 1), default=None)
+    return max(scales, key=lambda scale: abs(scale * recording.copies - 1), default=None)
 
 
 def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
                     f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of "
                     f"{row['group_size']} ranks, which are no axis of this mesh; its axes: {axes}"
                 )
-        scale, dp = graph["dp_scale"], recording.dp_size
+        scale, dp = graph["dp_scale"], recording.copies
         if scale is not None and abs(scale * dp - 1) > 2**-8:  # bf16 has 8 significant bits
             yield f"{graph['name']}: sums over dp are multiplied by {scale:g}; the mean of {dp} ranks needs {1 / dp:g}"
         if graph["f64"]:

@@ -69,7 +69,7 @@ def trace(
     if mesh.pp_size == 1:
         stages.clear()
     recording = Recording(
-        world, ranks, steps, mesh.dp_size, list(axes.values()), tape.cuts, tape.graphs, tape.reads, stages
+        world, ranks, steps, mesh.dp_cp.size, list(axes.values()), tape.cuts, tape.graphs, tape.reads, stages
     )
     findings = report(recording)
     if hlo is not None:
@@ -185,7 +185,8 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     pairs = []
     if pp.size > 1:
         pairs = [pp.pairs((pp.rank + 1) % pp.size), pp.pairs((pp.rank - 1) % pp.size)]
-    axes = [mesh.tp, mesh.dp, pp, mesh.shard, mesh.replica, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
+    data_parallel = [mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica]
+    axes = [mesh.tp, *data_parallel, pp, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
     return [axis for axis in axes if axis.size > 1]
 
 

@@ -65,7 +65,15 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
 
 
 def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host: bool) -> list[str]:
-    """Keys that lower the memory of a rank, those of the largest kind first."""
+    """Keys that lower the memory of a rank, those of the largest kind first.
+
+    Args:
+        plan: The checked configuration.
+        held: Bytes by kind.
+        dp: Ranks of dp x cp, over which state can be cut.
+        tp: Tensor parallel degree.
+        on_host: Devices and host share their memory.
+    """
     train, parallel = plan.config.train, plan.config.parallel
     of_activations: list[str] = []
     of_state: list[str] = []
@@ -100,7 +108,7 @@ def lines(state: TrainState, plan: Resolved) -> list[str]:
     shown = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in held.items())
     peak = backend.diagnostics.peak_memory_bytes()
     reached = f"; peak so far {size(peak)}" if peak else ""
-    keys = advice(plan, held, dp=mesh.dp_size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
+    keys = advice(plan, held, dp=mesh.dp_cp.size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
     return [
         f"error: rank {mesh.rank} is out of memory; it holds {shown}{reached}",
         f"rank {mesh.rank}: keys that would help: {'; '.join(keys)}",

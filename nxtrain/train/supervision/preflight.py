@@ -99,6 +99,7 @@ def _record_environment(folder: Path, context: RunContext) -> None:
         "ranks": mesh.world,
         "ranks per node": context.backend.local_world,
         "tp": mesh.tp_size,
+        "cp": mesh.cp_size,
         "pp": mesh.pp_size,
         "dp": mesh.dp_size,
     }

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from nxtrain.backends import ranged_attention
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.ranged_attention import RangedAttention, block_rows, whole_rows
+from nxtrain.backends.limits import block_rows
+from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.kernels import Kernels, KeyRanges

@@ -27,6 +27,8 @@ def build(*overrides: str, world: int = 2, flags: str = "") -> Build:
         ("model.config.hidden_size=128", "model.config.hidden_size: compiled 64, needed 128"),
         ("train.eval_every=0", "train.eval_every: compiled 'set', needed 'never'"),
         ("optim.clip=0.5", "optim.clip: compiled 1.0, needed 0.5"),
+        ("parallel.cp=2", "parallel.cp: compiled 1, needed 2"),
+        ("parallel.cp_layout=striped", "parallel.cp_layout: compiled 'auto', needed 'striped'"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel: compiled False, needed True"),
     ],
 )
