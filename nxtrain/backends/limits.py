@@ -26,6 +26,12 @@ ATTENTION_BLOCK_BYTES = 64 << 20
 MIN_ATTENTION_ROWS, MAX_ATTENTION_ROWS = 16, 512
 """Fewest and most queries of such a block."""
 
+LONGEST_SCORES = 2048
+"""Tokens of the longest sequence whose scores elementary operations compute at once; longer ones go block by block."""
+
+MIN_FLEX_HEAD = 16
+"""Narrowest head that torch's FlexAttention multiplies on a GPU."""
+
 NF4_GROUP = 256
 """Blocks of a group of NF4, whose scales share a factor."""
 
@@ -36,6 +42,12 @@ NF4_FLOAT = 4
 def keeps_probabilities(batch: int, heads: int, length: int, element_size: int) -> bool:
     """True if attention on CPU keeps the probabilities of a rank's sequences."""
     return batch * heads * length * (length + CPU_BLOCK) // 2 * element_size <= CPU_KEPT_BYTES
+
+
+def block_rows(heads: int, num_keys: int) -> int:
+    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
+    rows = ATTENTION_BLOCK_BYTES // (4 * heads * num_keys)
+    return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
 
 
 def nf4_offsets(block: int, num_blocks: int, num_groups: int, num_parts: int) -> tuple[int, int, int]:

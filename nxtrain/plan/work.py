@@ -32,8 +32,8 @@ def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
     per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
     remat = job.config.train.remat
     attention = num_blocks * attention_flops(job)
-    if job.attention == "masked":  # the kernel computes all scores
-        attention *= 2
+    if job.attention == "blocked" and job.config.parallel.cp > 1 and job.backend != "cpu":
+        attention *= 2  # without a look at positions, a query meets the keys after its own as well
     matrices = num_blocks * (per_token.block - attention_flops(job))
     adapters = num_blocks * 2 * adapter_params(job)
     moved = num_blocks * _moved_bytes(job)

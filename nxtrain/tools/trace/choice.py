@@ -92,10 +92,8 @@ def choose(config: RunConfig) -> Choices:
     if name != "neuron":
         if config.backend.layers == "nxd":
             stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
-        attention = None
-        if config.data.doc_mask:
-            attention = announced_attention(config, name, os.environ)
-        if attention is not None:
+        attention = announced_attention(config, name, os.environ)
+        if attention is not None and attention.kind not in ("flash", "plain"):
             _note_attention(attention, config.backend.attention, name, stand_ins, notes)
         return Choices("native", ASSUMED, tuple(stand_ins), tuple(notes))
     instance = machine_of(config)
