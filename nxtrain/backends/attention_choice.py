@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from nxtrain.backends.limits import LONGEST_SCORES, MIN_FLEX_HEAD, block_rows
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
-AttentionKind = Literal["flash", "plain", "masked", "per-document"]
-"""Kernel without scores in memory; elementary operations; all scores and a mask of documents; a call per document."""
+AttentionKind = Literal["flash", "flex", "plain", "blocked", "per-document"]
+"""Kernel without scores in memory; torch's FlexAttention; elementary operations on all scores; elementary operations on
+the scores of a block of queries at a time; a call per document."""
 
 DOCUMENTS = "data.doc_mask=true keeps documents apart"
 """Beginning of the reason for attention inside of documents."""
@@ -27,12 +29,15 @@ class AttentionShape:
 
     Args:
         micro_batch: Sequences in a micro-batch.
-        seq_len: Tokens per sequence.
+        seq_len: Tokens per sequence, over all context parallel ranks.
         num_heads: Query heads of this rank.
         head_size: Width of a head.
         params: `fp32` or `bf16`, type of queries, keys and values.
         documents: A query sees the keys of its own document only.
         compiled: `torch.compile` makes graphs of the blocks.
+        cp: Ranks that share the positions of a sequence.
+        cp_method: `parallel.cp_method`.
+        window: Most keys that a query sees, its own among them; None: no limit.
     """
 
     micro_batch: int
@@ -42,6 +47,9 @@ class AttentionShape:
     params: str
     documents: bool = False
     compiled: bool = False
+    cp: int = 1
+    cp_method: str = "auto"
+    window: int | None = None
 
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> AttentionShape:
@@ -54,23 +62,68 @@ class AttentionShape:
             params=config.precision.params,
             documents=config.data.doc_mask,
             compiled=config.compile.torch_compile,
+            cp=config.parallel.cp,
+            cp_method=config.parallel.cp_method,
         )
 
     @property
+    def has_window(self) -> bool:
+        """True if some query does not see all keys before it, documents apart."""
+        return self.window is not None and self.window < self.seq_len
+
+    @property
+    def limits(self) -> list[str]:
+        """Reasons why a query sees other keys than all before it in this rank's rows."""
+        reasons = []
+        if self.cp > 1:
+            reasons.append(f"parallel.cp={self.cp} shares the positions of a sequence")
+        if self.documents:
+            reasons.append(DOCUMENTS)
+        if self.has_window:
+            reasons.append(f"a query sees {self.window:,} keys")
+        return reasons
+
+    @property
+    def is_long(self) -> bool:
+        """True if elementary operations compute the scores of a block at a time."""
+        return self.seq_len > LONGEST_SCORES
+
+    @property
     def scores_cost(self) -> str:
-        """Sentence with the memory of the scores that elementary operations compute."""
+        """Sentence with the memory of the scores that elementary operations compute at once."""
         size = 2 if self.params == "bf16" else 4
         mib = self.micro_batch * self.num_heads * self.seq_len**2 * size / 2**20
         return f"Each block's scores take {mib:,.0f} MiB (micro_batch x heads per rank x seq_len^2 x {size} bytes)"
 
-    @property
-    def mask_cost(self) -> str:
-        """Sentence with the work and the memory of a fused kernel that gets a mask."""
-        mib = self.micro_batch * self.seq_len**2 / 2**20
+    def blocks_cost(self, backend: str) -> str:
+        """Sentences with the work and the memory of attention that is computed block by block.
+
+        Args:
+            backend: `cpu`, `cuda`, `xla` ...
+        """
+        queries = self.seq_len // self.cp
+        passes = self.cp > 1 and (self.cp_method == "ring" or (self.cp_method == "auto" and backend in EAGER))
+        keys = queries if passes else self.seq_len
+        heads = self.micro_batch * self.num_heads
+        rows = min(block_rows(heads, keys), queries)
+        if backend == "cpu" and not self.compiled:
+            met = "the keys that its queries see"
+        elif self.cp > 1:
+            met = f"all {keys:,} keys of a rank, one rank after the other" if passes else f"all {keys:,} keys of a row"
+        elif self.has_window:
+            met = "the keys of its window"
+        else:
+            met = "all keys of the row up to its own"
+        mib = heads * rows * keys * 4 / 2**20
         return (
-            "All seq_len^2 scores are computed, twice those of causal attention, and each block makes a mask of "
-            f"{mib:,.3g} MiB (micro_batch x seq_len^2 bytes)"
+            f"Each of {-(-queries // rows):,} blocks of {rows:,} queries meets {met}. The scores of a block take at "
+            f"most {mib:,.3g} MiB (micro_batch x heads per rank x queries x keys x 4 bytes), and memory is linear in "
+            "the sequence"
         )
+
+
+EAGER = ("cpu", "cuda", "neuron-native")
+"""Backends that compute operation by operation, where `parallel.cp_method=auto` is ring."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +151,7 @@ class AttentionChoice:
 
 
 def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
-    """Choose between torch's implementations; None: rows are one document, and torch's attention serves as it is.
+    """Choose between torch's implementations; None: torch's causal attention serves as it is.
 
     Args:
         backend: `cpu`, `cuda`, `xla` ...
@@ -111,37 +164,51 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     if wanted == "flash":
         reason = f"flash is a kernel of backend.name=neuron and neuron-native; {backend} has torch's attention only"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
-    if not shape.documents:
-        return None
-    if backend == "cpu" and not shape.compiled:
-        return AttentionChoice(
-            "per-document", f"{DOCUMENTS} by a call for each; no score between documents is computed"
-        )
-    cost = shape.scores_cost if backend == "xla" else shape.mask_cost
-    return AttentionChoice("masked", f"{DOCUMENTS}, and torch's flash kernels take no mask. {cost}")
+    limits = "; ".join(shape.limits)
+    if not limits:
+        if backend != "xla" or not shape.is_long:
+            return None
+        reason = f"more than {LONGEST_SCORES:,} tokens per sequence, whose scores are not kept at once"
+        return AttentionChoice("blocked", f"{reason}. {shape.blocks_cost(backend)}")
+    apart = shape.cp == 1 and not shape.has_window
+    if backend == "cpu" and apart and not shape.compiled:
+        return AttentionChoice("per-document", f"{limits} by a call for each; no score between documents is computed")
+    if backend == "cuda" and shape.cp == 1 and wanted != "plain":
+        if shape.head_size >= MIN_FLEX_HEAD:
+            reason = "by torch's FlexAttention, tried when a run starts; blocks without a visible key are left out"
+            return AttentionChoice("flex", f"{limits} {reason}")
+        limits = f"{limits}; heads are {shape.head_size} wide, and FlexAttention takes {MIN_FLEX_HEAD} at least"
+    because = "torch's flash kernels take no mask"
+    if wanted == "plain":
+        because = "backend.attention=plain asks for elementary operations"
+    return AttentionChoice("blocked", f"{limits}, and {because}. {shape.blocks_cost(backend)}")
 
 
 def choose_by(
-    wanted: str, shape: AttentionShape, obstacles: list[str], flash: AttentionChoice, kernel: str
+    backend: str, wanted: str, shape: AttentionShape, obstacles: list[str], flash: AttentionChoice, kernel: str
 ) -> AttentionChoice:
     """Choose a flash kernel unless something is in its way.
 
     Args:
+        backend: `neuron` or `neuron-native`.
         wanted: `auto`, `plain` or `flash`.
         shape: Shape of one rank's attention.
-        obstacles: Reasons against the kernel, documents apart.
+        obstacles: Reasons against the kernel, apart from the keys that queries see.
         flash: Attention by the kernel.
         kernel: Name of the kernel in sentences.
 
     Raises:
         ConfigError: The kernel is wanted and cannot run.
     """
-    if shape.documents:
-        obstacles = [f"{DOCUMENTS}, and {kernel} takes no mask", *obstacles]
-    kind: AttentionKind = "masked" if shape.documents else "plain"
+    if shape.limits:
+        obstacles = [f"{'; '.join(shape.limits)}, and {kernel} takes no mask", *obstacles]
     if wanted == "flash" and obstacles:
         reason = f"flash cannot be had: {'; '.join(obstacles)}"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+    kind: AttentionKind = "plain"
+    cost = shape.scores_cost
+    if shape.limits or shape.is_long:
+        kind, cost = "blocked", shape.blocks_cost(backend)
     if wanted == "plain":
-        return AttentionChoice(kind, f"as backend.attention=plain asks; {shape.scores_cost}")
-    return AttentionChoice(kind, f"{'; '.join(obstacles)}. {shape.scores_cost}") if obstacles else flash
+        return AttentionChoice(kind, f"as backend.attention=plain asks; {cost}")
+    return AttentionChoice(kind, f"{'; '.join(obstacles)}. {cost}") if obstacles else flash

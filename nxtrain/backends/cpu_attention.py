@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_products import has_products
 from nxtrain.backends.limits import CPU_BLOCK, keeps_probabilities
-from nxtrain.backends.torch_attention import repeat_heads
+from nxtrain.backends.torch_attention import flatten_heads, group_heads, repeat_heads, unflatten_heads
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -49,7 +49,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
-        queries, keys32, values = _grouped(q, num_kv_heads), _flat(k).float(), _flat(v)
+        queries, keys32, values = group_heads(q, num_kv_heads), flatten_heads(k).float(), flatten_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         kept = []
         for rows, start, end in _blocks(queries):
@@ -67,9 +67,9 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, *kept = ctx.saved_tensors
         num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
-        queries, keys, values32 = _grouped(q, num_kv_heads), _flat(k), _flat(v).float()
-        grads = _grouped(grad, num_kv_heads)
-        inner = _grouped((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
+        queries, keys, values32 = group_heads(q, num_kv_heads), flatten_heads(k), flatten_heads(v).float()
+        grads = group_heads(grad, num_kv_heads)
+        inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
         q_grad = torch.empty(q.shape, dtype=q.dtype)
         k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values32))
         for (rows, start, end), probabilities in zip(_blocks(queries), kept, strict=True):
@@ -81,7 +81,7 @@ class _BlockedAttention(torch.autograd.Function):
             view.copy_(torch.bmm(score_grad, keys[:, :end].to(dtype)).view(view.shape))
             k_grad[:, :end].add_(torch.bmm(score_grad.transpose(1, 2), rows.to(dtype)))
             v_grad[:, :end].add_(torch.bmm(probabilities.to(dtype).transpose(1, 2), out_grad.to(dtype)))
-        return q_grad, _unflat(k_grad, k), _unflat(v_grad, v)
+        return q_grad, unflatten_heads(k_grad, k).to(k.dtype), unflatten_heads(v_grad, v).to(v.dtype)
 
 
 class _WideFlashAttention(torch.autograd.Function):
@@ -111,23 +111,6 @@ def _float_rows(x: Tensor) -> Tensor:
 def _product_type(x: Tensor) -> torch.dtype:
     """Type in which this CPU multiplies matrices of a type."""
     return x.dtype if has_products(x.dtype) else torch.float32
-
-
-def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(S, B, N, H) to (G, R, S, H): the query heads of a key/value head together."""
-    heads: Tensor = x.unflatten(2, (num_kv_heads, -1))
-    return heads.permute(1, 2, 3, 0, 4).flatten(0, 1)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(S, B, K, H) to (G, S, H)."""
-    return x.permute(1, 2, 0, 3).flatten(0, 1)
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    """(G, S, H) to the shape and type of `like`, (S, B, K, H)."""
-    heads: Tensor = x.unflatten(0, like.shape[1:3])
-    return heads.permute(2, 0, 1, 3).to(like.dtype)
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:

@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nxtrain.backends import flex_attention
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support
 from nxtrain.backends.c10d import AcceleratorBackend, C10dDiagnostics
 from nxtrain.backends.capability import bf16_warning
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.diagnostics import DeviceEvent
+from nxtrain.backends.flex_attention import Attend
+from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
@@ -37,10 +41,21 @@ TILE_ENTRIES = 1 << 26
 
 
 class CudaKernels(FusedKernels):
-    """torch's fused kernels."""
+    """torch's fused kernels.
+
+    Attributes:
+        flex: FlexAttention for documents; None: attention goes block by block.
+    """
+
+    flex: Attend | None = None
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, grouped=True)
+
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+        if self.flex is None:
+            return super().document_attention(q, k, v, starts, window)
+        return self.flex(q, k, v, whole_rows(starts, window).first)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         calls: list[list[Rows]] = []
@@ -97,6 +112,7 @@ class CudaBackend(AcceleratorBackend):
 
     name = "cuda"
     compiler = "inductor"
+    kernels: CudaKernels
 
     def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
         self.compiles_at_first_use = settings.torch_compile
@@ -123,6 +139,18 @@ class CudaBackend(AcceleratorBackend):
         if not torch.cuda.is_available():
             return Support(False, "torch finds no usable NVIDIA GPU or driver (see nvidia-smi)")
         return Support(True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+
+    def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
+        super().choose_attention(wanted, shape)
+        if self.attention is None or self.attention.kind != "flex":
+            return
+        attend = flex_attention.compiled()
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[shape.params]
+        if why := flex_attention.failure(attend, self.device, dtype, shape.head_size):
+            reason = f"{'; '.join(shape.limits)}, and FlexAttention fails here: {why}. {shape.blocks_cost(self.name)}"
+            self.attention = AttentionChoice("blocked", reason)
+            return
+        self.kernels.flex = attend
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

@@ -26,6 +26,12 @@ ATTENTION_BLOCK_BYTES = 64 << 20
 MIN_ATTENTION_ROWS, MAX_ATTENTION_ROWS = 16, 512
 """Fewest and most queries of such a block."""
 
+LONGEST_SCORES = 2048
+"""Tokens of the longest sequence whose scores elementary operations compute at once; longer ones go block by block."""
+
+MIN_FLEX_HEAD = 16
+"""Narrowest head that torch's FlexAttention multiplies on a GPU."""
+
 NF4_GROUP = 256
 """Blocks of a group of NF4, whose scales share a factor."""
 

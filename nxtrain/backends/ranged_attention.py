@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.limits import block_rows
+from nxtrain.backends.torch_attention import flatten_heads, group_heads, unflatten_heads
 from nxtrain.common.kernels import Kernels, KeyRanges
 
 
@@ -66,7 +67,8 @@ class Blocks:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """`Kernels.attend`."""
         num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
-        queries, keys, values = _grouped(q, num_kv_heads), _flat(k).to(product_type), _flat(v).to(product_type)
+        queries = group_heads(q, num_kv_heads)
+        keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
         outs, sums = [], []
         for span in self._spans(queries, keys, ranges):
             start, end, low, high = span
@@ -77,11 +79,12 @@ class Blocks:
                 continue
             scores = _scores(rows, keys[:, low:high], ranges, span)
             peak = scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
-            weights = (scores - peak).exp_()
+            weights = scores.sub_(peak).exp_()
             total = weights.sum(dim=-1, keepdim=True)
             out = torch.bmm(weights.to(product_type), values[:, low:high]).float() / total.clamp(min=_TINY)
             outs.append(out.unflatten(1, (-1, end - start)))
             sums.append((total.log() + peak).squeeze(-1).unflatten(1, (-1, end - start)))
+            del scores, weights  # else they stay while those of the next block are made
         return _ungrouped(torch.cat(outs, dim=2), q), torch.cat(sums, dim=2).reshape(q.shape[1], q.shape[2], -1)
 
     def attend_backward(
@@ -90,9 +93,10 @@ class Blocks:
         """`Kernels.attend_backward`."""
         num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
         scale = 1.0 / math.sqrt(q.shape[3])
-        queries, keys, values = _grouped(q, num_kv_heads), _flat(k).to(product_type), _flat(v).to(product_type)
-        grads = _grouped(grad, num_kv_heads)
-        inner = _grouped((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
+        queries = group_heads(q, num_kv_heads)
+        keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
+        grads = group_heads(grad, num_kv_heads)
+        inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
         sums = log_sums.reshape(*queries.shape[:3], 1)
         k_grad = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
         v_grad = torch.zeros_like(k_grad)
@@ -105,17 +109,18 @@ class Blocks:
                 continue
             scores = _scores(rows, keys[:, low:high], ranges, span)
             # A query that sees no key at all has a sum of -inf, and no weights.
-            weights = (scores - sums[:, :, start:end].flatten(1, 2).clamp(min=_LOWEST)).exp_()
+            weights = scores.sub_(sums[:, :, start:end].flatten(1, 2).clamp(min=_LOWEST)).exp_()
             out_grad = grads[:, :, start:end].flatten(1, 2).to(product_type)
-            weight_grad = torch.bmm(out_grad, values[:, low:high].transpose(1, 2)).float()
-            score_grad = (weight_grad - inner[:, :, start:end].flatten(1, 2)).mul_(weights).mul_(scale)
+            score_grad = torch.bmm(out_grad, values[:, low:high].transpose(1, 2)).float()
+            score_grad.sub_(inner[:, :, start:end].flatten(1, 2)).mul_(weights).mul_(scale)
             score_grad = score_grad.to(product_type)
             q_grads.append(torch.bmm(score_grad, keys[:, low:high]).float().unflatten(1, (-1, end - start)))
             k_part = torch.bmm(score_grad.transpose(1, 2), rows).float()
             v_part = torch.bmm(weights.to(product_type).transpose(1, 2), out_grad).float()
             k_grad[:, low:high] += k_part
             v_grad[:, low:high] += v_part
-        return _ungrouped(torch.cat(q_grads, dim=2), q), _unflat(k_grad, k), _unflat(v_grad, v)
+            del scores, weights, score_grad
+        return _ungrouped(torch.cat(q_grads, dim=2), q), unflatten_heads(k_grad, k), unflatten_heads(v_grad, v)
 
     def _spans(self, queries: Tensor, keys: Tensor, ranges: KeyRanges) -> Iterator[_Span]:
         """Iterate over blocks of queries, with the keys that each may see."""
@@ -147,6 +152,12 @@ def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
     return replace(KeyRanges.of(starts, positions, window), known=(range(length), range(length)))
 
 
+def causal_rows(length: int, device: torch.device) -> KeyRanges:
+    """Ranges of the queries of whole rows that are one document each."""
+    # One row of starts serves all sequences of a batch.
+    return whole_rows(torch.zeros(1, length, dtype=torch.int64, device=device))
+
+
 _LOWEST = torch.finfo(torch.float32).min / 2
 """Least maximum of the scores of a row: scores of -inf minus it stay -inf, where all scores of a row are."""
 
@@ -156,35 +167,19 @@ _TINY = torch.finfo(torch.float32).tiny
 
 def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tensor:
     """Scaled scores of a block, -inf where a query does not see a key: (G, R * rows, keys) float32."""
-    scores = torch.bmm(rows, keys.transpose(1, 2)).float() * (1.0 / math.sqrt(rows.shape[-1]))
+    scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(1.0 / math.sqrt(rows.shape[-1]))
     start, end, low, high = span
     positions = ranges.keys[low:high]
     after = positions > ranges.last[start:end, None]
     before = positions < ranges.first[:, start:end, None]
     hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
     by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
-    # A number in `masked_fill` would be a float64 parameter of an XLA graph.
-    return torch.where(hidden, by_head.new_full((), float("-inf")), by_head).view(scores.shape)
-
-
-def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(Q, B, N, H) to (G, R, Q, H): the query heads of a key/value head together."""
-    heads: Tensor = x.unflatten(2, (num_kv_heads, -1))
-    return heads.permute(1, 2, 3, 0, 4).flatten(0, 1)
+    # A number in place of the tensor would be a float64 parameter of an XLA graph.
+    by_head.masked_fill_(hidden, by_head.new_full((), float("-inf")))
+    return scores
 
 
 def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
     """(G, R, Q, H) to the shape of `like`, (Q, B, N, H)."""
     heads: Tensor = x.unflatten(0, (like.shape[1], -1))
     return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(K, B, M, H) to (G, K, H)."""
-    return x.permute(1, 2, 0, 3).flatten(0, 1)
-
-
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
-    """(G, K, H) to the shape of `like`, (K, B, M, H)."""
-    heads: Tensor = x.unflatten(0, like.shape[1:3])
-    return heads.permute(2, 0, 1, 3)

@@ -28,16 +28,21 @@ def repeat_heads(x: Tensor, repeats: int) -> Tensor:
     return x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """`Kernels.document_attention` by a mask: all S^2 scores are computed, in a graph that no document changes."""
-    repeats, length = q.shape[2] // k.shape[2], q.shape[0]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    if repeats > 1:
-        k, v = (repeat_heads(x, repeats) for x in (k, v))
-    places = torch.arange(length, device=q.device)
-    visible = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, queries, keys)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
-    return out.permute(2, 0, 1, 3)
+def group_heads(x: Tensor, num_kv_heads: int) -> Tensor:
+    """(S, B, N, H) to (B * K, N / K, S, H): the query heads of a key/value head together."""
+    heads: Tensor = x.unflatten(2, (num_kv_heads, -1))
+    return heads.permute(1, 2, 3, 0, 4).flatten(0, 1)
+
+
+def flatten_heads(x: Tensor) -> Tensor:
+    """(S, B, K, H) to (B * K, S, H)."""
+    return x.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def unflatten_heads(x: Tensor, like: Tensor) -> Tensor:
+    """(B * K, S, H) to the shape of `like`, (S, B, K, H)."""
+    heads: Tensor = x.unflatten(0, like.shape[1:3])
+    return heads.permute(2, 0, 1, 3)
 
 
 def attention_by_document(

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from nxtrain.backends.ranged_attention import Blocks, RangedAttention, whole_rows
+from nxtrain.backends.limits import LONGEST_SCORES
+from nxtrain.backends.ranged_attention import Blocks, RangedAttention, causal_rows, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, Rows
@@ -32,6 +33,9 @@ class PlainKernels(Kernels):
         return a @ b
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[0] > LONGEST_SCORES:
+            out: Tensor = RangedAttention.apply(q, k, v, causal_rows(q.shape[0], q.device), self)
+            return out
         return sdpa(q, k, v)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
@@ -100,7 +104,10 @@ class PlainKernels(Kernels):
 
 
 class FusedKernels(PlainKernels):
-    """torch's own fused updates, on CPU and CUDA."""
+    """torch's own fused attention and updates, on CPU and CUDA."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v)
 
     def adamw(
         self,

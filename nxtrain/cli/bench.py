@@ -160,6 +160,19 @@ def bench_optim(
     bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
 
 
+@bench.command("attention", epilog="Example: nxtrain bench attention --longest 16384 --rounds 3")
+def bench_attention(
+    longest: Annotated[int, integer(2048, 1 << 20, help="Tokens of the longest row, from 1024.")] = 32768,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
+    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Measure time and memory of attention inside of documents by the length of a row, beside a mask of all scores."""
+    from nxtrain.tools.bench.attention import bench_attention
+
+    bench_attention(longest=longest, rounds=rounds, threads=threads, as_json=as_json)
+
+
 @bench.command("pipeline", epilog="Example: nxtrain bench pipeline --pp 2 --virtual-pp 2 --micro 4")
 def bench_pipeline(
     pp: Annotated[int, integer(help="Ranks, a process each.")] = 4,

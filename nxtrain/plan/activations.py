@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE
+from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE, block_rows
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
 from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
 from nxtrain.plan.job import SIZES, Job, once_per_job
@@ -115,7 +115,7 @@ def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
     output = queries * job.micro_tokens * job.params_size
     if not recomputed:
         kept.append(("attention", "numbers of the kernel", _kernel_bytes(job)))
-        kernel_keeps_output = job.attention in ("fused", "grouped", "masked") or job.config.parallel.cp > 1
+        kernel_keeps_output = job.attention in ("fused", "grouped", "blocked")
         if kernel_keeps_output and not _keeps_input(job, ATTENTION_OUT):
             kept.append(("attention", "output", output))
     return kept + _linear_tensors(job, ATTENTION_OUT, output)
@@ -127,7 +127,7 @@ def _kernel_bytes(job: Job) -> int:
     heads = train.micro_batch * job.local_heads
     if job.config.parallel.cp > 1:
         return kept_numbers(job)
-    if job.attention == "blocked":  # probabilities of blocks of queries against the keys before them
+    if job.attention == "probabilities":  # probabilities of blocks of queries against the keys before them
         entries = 0
         for start in range(0, train.seq_len, CPU_BLOCK):
             end = min(start + CPU_BLOCK, train.seq_len)
@@ -136,8 +136,6 @@ def _kernel_bytes(job: Job) -> int:
     if job.attention == "scores":  # probabilities, and the masked scores from which a compiler may not free them
         return 2 * heads * train.seq_len**2 * job.params_size
     row_sums = heads * train.seq_len * FLOAT
-    if job.attention == "masked":  # the mask of documents has numbers that are added to the scores
-        return row_sums + train.micro_batch * train.seq_len**2 * job.params_size
     return row_sums
 
 
@@ -274,12 +272,14 @@ def forward_working_bytes(job: Job) -> int:
     if job.config.parallel.cp > 1:
         attention += forward_context_bytes(job)
     elif (
-        job.attention == "blocked"
+        job.attention == "probabilities"
     ):  # keys in float32, scores before and after softmax, and copies with the heads first
         rows = min(CPU_BLOCK, train.seq_len)
         attention += keys * FLOAT * tokens + 2 * heads * rows * train.seq_len * FLOAT
         if train.micro_batch > 1:  # of one sequence the copies are views
             attention += (queries + 2 * keys) * size * tokens
+    elif job.attention == "blocked":
+        attention += _blocks_work_bytes(job, scores=1)
     elif job.repeats_heads and job.local_heads > job.local_kv_heads > 1:
         attention += 2 * queries * tokens * size
     elif job.attention == "scores":
@@ -289,6 +289,27 @@ def forward_working_bytes(job: Job) -> int:
         is_stack = job.config.model.fused_gate_up and job.dimensions.gated
         parts = 8 if is_stack else 4
     return 2 * boundary_bytes(job) + max(attention, parts * _product_bytes(job))
+
+
+def _blocks_work_bytes(job: Job, scores: int) -> int:
+    """Copies with the heads first, results of all blocks in float32, and the tensors of a block.
+
+    Args:
+        job: The run.
+        scores: Tensors in float32 with the scores of a block.
+    """
+    train, size = job.config.train, job.params_size
+    queries, keys = job.query_width * job.micro_tokens, job.key_width * job.micro_tokens
+    heads = train.micro_batch * job.local_heads
+    rows = min(block_rows(heads, train.seq_len), train.seq_len)
+    entry = scores * FLOAT
+    if size < FLOAT:
+        entry += size
+    copies = 0
+    if train.micro_batch > 1:  # of one sequence the copies are views
+        copies = (scores * queries + 2 * keys) * size
+    # Results of blocks are put together, and then laid out as the input; the scores are free by then.
+    return copies + queries * FLOAT + max(2 * queries * FLOAT, heads * rows * train.seq_len * entry)
 
 
 def _is_long(job: Job) -> bool:
@@ -310,7 +331,7 @@ def attention_work_bytes(job: Job) -> int:
     heads = train.micro_batch * job.local_heads
     if job.config.parallel.cp > 1:
         return backward_context_bytes(job)
-    if job.attention == "blocked":
+    if job.attention == "probabilities":
         rows = min(CPU_BLOCK, train.seq_len)  # of a block, beside the gradients of the block before
         scores = train.seq_len * FLOAT + (train.seq_len - rows) * size
         key_grads = 2 * keys * FLOAT
@@ -320,6 +341,9 @@ def attention_work_bytes(job: Job) -> int:
         return heads * rows * scores + job.micro_tokens * (2 * queries * size + key_grads)
     if job.attention == "scores":
         return heads * train.seq_len**2 * (FLOAT + size)
+    if job.attention == "blocked":
+        key_grads = 2 * keys * (FLOAT + size)
+        return _blocks_work_bytes(job, scores=2) + job.micro_tokens * (2 * queries * size + key_grads)
     key_copies = queries if job.repeats_heads else keys
     return job.micro_tokens * 2 * (queries + key_copies) * size
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
+from nxtrain.backends.attention_choice import AttentionShape, choose_torch
 from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE, keeps_probabilities
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.machines import Machine
@@ -16,10 +17,15 @@ from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
 from nxtrain.plan.shapes import Entries, Stage, pipeline_stages, stage_entries, stage_parts
 
-Attention = Literal["blocked", "fused", "grouped", "masked", "scores"]
-"""Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
-grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), a fused kernel with a mask of
-documents and repeated K/V heads (`backends/torch_attention.py:masked_attention`), or products with kept scores."""
+Attention = Literal["probabilities", "fused", "grouped", "blocked", "scores"]
+"""Attention by the tensors that it keeps, apart from queries, keys and values.
+
+probabilities: Those of all blocks, in `backends/cpu_attention.py`.
+fused: Torch's fused kernel, which gets repeated K/V heads.
+grouped: A fused kernel that repeats no heads: torch's, FlexAttention's or NKI's.
+blocked: A sum for each query, in `backends/ranged_attention.py`.
+scores: All scores of elementary operations.
+"""
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""
@@ -157,29 +163,41 @@ class Job:
         return self.local_len * self.config.train.micro_batch
 
     @cached_property
+    def attention_shape(self) -> AttentionShape:
+        """Shape of a rank's attention."""
+        return AttentionShape.of(self.config, self.dimensions)
+
+    @cached_property
     def attention(self) -> Attention:
-        """Implementation of attention on this backend."""
-        name, train = self.config.backend.name, self.config.train
-        has_documents = self.config.data.doc_mask
+        """Implementation of attention on this backend, by the tensors that it keeps."""
+        train, shape = self.config.train, self.attention_shape
         if self.config.parallel.cp > 1:
             return "blocked"
-        if name == "cpu":
-            if has_documents and self.config.compile.torch_compile:
-                return "masked"
+        if self.backend in ("neuron", "neuron-native"):
+            return self._attention_on_trainium()
+        chosen = choose_torch(self.backend, self.config.backend.attention, shape)
+        if chosen is not None and chosen.kind == "blocked":
+            return "blocked"
+        if self.backend == "cpu":
             is_short = keeps_probabilities(train.micro_batch, self.local_heads, train.seq_len, self.params_size)
-            return "blocked" if is_short else "fused"
-        if name == "xla" or (has_documents and self.is_trainium):
-            return "scores"
+            return "probabilities" if is_short else "fused"
+        return "scores" if self.backend == "xla" else "grouped"
+
+    def _attention_on_trainium(self) -> Attention:
+        seq_len, shape = self.config.train.seq_len, self.attention_shape
+        if shape.limits:
+            return "blocked"
         if not self.is_lazy:
-            return "masked" if has_documents else "grouped"
-        fits = train.seq_len % SEQUENCE_TILE == 0 and self.dimensions.head_size <= MAX_HEAD_SIZE
-        flash = fits and self.config.backend.attention != "plain" and self.config.precision.params == "bf16"
-        return "grouped" if flash else "scores"
+            return "grouped"
+        fits = seq_len % SEQUENCE_TILE == 0 and self.dimensions.head_size <= MAX_HEAD_SIZE
+        if fits and self.config.backend.attention != "plain" and self.config.precision.params == "bf16":
+            return "grouped"
+        return "blocked" if shape.is_long else "scores"
 
     @property
     def repeats_heads(self) -> bool:
         """True if attention gets a copy of a K/V head for each query head that the head serves."""
-        return self.attention in ("fused", "masked")
+        return self.attention == "fused"
 
     @cached_property
     def local_heads(self) -> int:

@@ -10,7 +10,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.common.text import duration
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Prediction
@@ -70,7 +69,7 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("constants", "", time.basis),
         ("bubble", f"{time.bubble:.1%}", "share of the pipeline's time"),
     ]
-    if found.job.config.data.doc_mask:
+    if found.job.attention_shape.limits or found.job.attention == "blocked":
         rows.append(("attention", found.job.attention, _attention_cost(found.job)))
     rows += [
         (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
@@ -111,14 +110,14 @@ def _data_set(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _attention_cost(job: Job) -> str:
-    """Cost of the attention that `data.doc_mask=true` gives a run, in words."""
-    if job.attention not in ("masked", "scores"):
-        return "data.doc_mask=true: a call for each document, planned as one for the row"
-    shape = AttentionShape.of(job.config, job.dimensions)
-    cost = shape.scores_cost
-    if job.attention == "masked":
-        cost = shape.mask_cost
-    return f"data.doc_mask=true. {cost}"
+    """Cost of the attention to other keys than all before a query, or of a long row, in words."""
+    limits = "; ".join(job.attention_shape.limits)
+    if job.attention == "blocked":
+        cost = job.attention_shape.blocks_cost(job.backend)
+        return f"{limits}. {cost}" if limits else cost
+    if job.backend == "cpu":
+        return f"{limits}: a call for each document, planned as one for the row"
+    return f"{limits}: torch's FlexAttention, planned as causal attention of the row"
 
 
 def show_found(found: Found, note: str, top: int) -> None:

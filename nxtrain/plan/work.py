@@ -40,8 +40,6 @@ def passes(job: Job, num_blocks: int, *, has_head: bool, fused_context: bool = F
     per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
     remat = job.config.train.remat
     attention: float = num_blocks * attention_flops(job)
-    if job.attention == "masked":  # the kernel computes all scores
-        attention *= 2
     matrices = num_blocks * (per_token.block - attention_flops(job))
     adapters = num_blocks * 2 * adapter_params(job)
     moved = num_blocks * _moved_bytes(job)

@@ -19,6 +19,8 @@ PARALLEL = (
     "_ReduceGradient",
     "_ReduceSum",
     "_VocabCrossEntropy",
+    "_Gather",
+    "_Ring",
 )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttention, wide_flash_attention
 from nxtrain.backends.nf4 import whole_packing
+from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.common.kernels import Kernels
@@ -24,6 +25,7 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
 from nxtrain.nn.quantized import _RestoredProduct
+from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -32,9 +34,9 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
+from tests.support.contract_context import gathered_context, ranged, ring_context
 from tests.support.contract_kernels import (
     EPS,
-    LENGTHS,
     WideKernels,
     exact_attention,
     exact_rms_norm,
@@ -43,6 +45,7 @@ from tests.support.contract_kernels import (
     rotated_operands,
     swiglu_shape,
 )
+from tests.support.contract_ranges import LENGTHS
 
 
 class Echo(Collectives):
@@ -365,6 +368,9 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _RMSNorm: norm,
     _BlockedAttention: attention,
     _WideFlashAttention: wide_flash,
+    RangedAttention: ranged,
+    _Gather: gathered_context,
+    _Ring: ring_context,
     SavingProduct: product,
     _Biased: biased,
     _RestoredProduct: restored_product,
@@ -383,5 +389,5 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
 """By function."""
 
 
-NOT_ECHOED = (_VocabCrossEntropy,)
+NOT_ECHOED = (_VocabCrossEntropy, _Gather, _Ring)
 """Functions whose ranks have different inputs: several ranks need a process group."""

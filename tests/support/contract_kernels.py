@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 
 import torch
@@ -16,14 +16,10 @@ from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from tests.support.contract import BOUNDS, CONTIGUOUS, WHOLE, Operand, Shape, Update, Work, compare
-
-LENGTHS = (1, 2, 7, 127, 128, 129, 130)
-"""Around the blocks of 128 that the CPU's attention computes together."""
+from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts
 
 LARGEST_ROUNDED = 3e38
 EPS = 1e-5
-
-Values = Mapping[str, Tensor]
 
 
 class WideKernels(CpuKernels):
@@ -79,19 +75,6 @@ def document_attention(kernels: Kernels, rng: Random) -> Work:
         lambda q, k, v: kernels.document_attention(q, k, v, starts.to(q.device)),
         lambda q, k, v: exact_attention(q, k, v, starts.to(q.device)),
     )
-
-
-def drawn_starts(rng: Random, batch: int, length: int) -> Tensor:
-    """(batch, length) first position of each position's document."""
-    rows = []
-    for _ in range(batch):
-        begin, row = 0, list[int]()
-        while begin < length:
-            size = min(rng.choice((1, 1, 2, 5, 40, 200)), length - begin)
-            row += [begin] * size
-            begin += size
-        rows.append(row)
-    return torch.tensor(rows)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -369,6 +352,8 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "matmul": matmul,
     "document_attention": document_attention,
     "attention": attention,
+    "attend": attend,
+    "attend_backward": attend_backward,
     "rms_norm": rms_norm,
     "swiglu": swiglu,
     "rotate": rotate,

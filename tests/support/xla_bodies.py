@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.neuron.backend import NeuronKernels
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla.backend import XlaBackend, XlaCollectives
 from nxtrain.common.distributed.collectives import Done, Pending
 from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.check import Resolved
+from nxtrain.nn.attention import CausalAttention
 from nxtrain.optim.rounding import rounding_keys
+from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_xla
@@ -219,6 +223,38 @@ def document_logits(
         packed, unmasked, each = (x.cpu() for x in logits)
         found.append((packed, unmasked, each))
     return found
+
+
+def attention_graphs(backend: Backend, length: int, own: int) -> dict[str, str]:
+    """HLO of attention forward and backward, which is not run, by kernels, documents and context parallel degree.
+
+    Args:
+        backend: Of the device.
+        length: Tokens of a sequence.
+        own: Rank of a pretended world of two.
+    """
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    xr._WORLD_SIZE, xr._ORDINAL = 2, own
+    places = torch.arange(length)
+    starts = (places - places % 1000).unsqueeze(0)
+    texts = {}
+    for kernels in (backend.kernels, NeuronKernels(rounds=False)):
+        cut = SequenceCut(length, 2, "zigzag")
+        context = ContextParallel(Mesh.build(2, own, cp=2).cp, cut, "gather", backend.collectives, kernels)
+        for documents in (False, True):
+            for degree in (1, 2):
+                positions = places if degree == 1 else context.positions
+                shapes = (len(positions), 1, 2, 8), (len(positions), 1, 1, 8)
+                q, kv = (backend.put(torch.zeros(shape)).requires_grad_() for shape in shapes)
+                given = backend.put(starts[:, positions].contiguous()) if documents else None
+                core = CausalAttention(kernels, context if degree == 2 else None)
+                core(q, kv, kv, given, backend.put(positions)).sum().backward()
+                label = f"{type(kernels).__name__}, documents {documents}, cp {degree}"
+                texts[label] = torch_xla._XLAC._get_xla_tensors_hlo([q.grad, kv.grad])
+                torch_xla._XLAC._clear_pending_irs(str(backend.device))
+    return texts
 
 
 @dataclass(frozen=True)

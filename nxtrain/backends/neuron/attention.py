@@ -47,7 +47,7 @@ def choose(
     obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
     version, cores = (distributed.version if distributed else ""), (instance.physical_cores if instance else 1)
     flash = AttentionChoice("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
-    return choose_by(wanted, shape, obstacles, flash, "NKI's kernel")
+    return choose_by("neuron", wanted, shape, obstacles, flash, "NKI's kernel")
 
 
 def _lacking(

@@ -30,12 +30,12 @@ def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> 
     obstacles = _obstacles(shape)
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
-    if wanted == "plain" and not obstacles and not shape.documents:
+    if wanted == "plain" and not obstacles and not shape.limits:
         reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
     flash = AttentionChoice("flash", "TorchNeuron's kernel, which takes grouped keys and values as they are")
-    return choose_by(wanted, shape, obstacles, flash, "TorchNeuron's kernel")
+    return choose_by("neuron-native", wanted, shape, obstacles, flash, "TorchNeuron's kernel")
 
 
 def _obstacles(shape: AttentionShape) -> list[str]:

@@ -37,7 +37,9 @@ class NeuronNativeKernels(PlainKernels):
         self._norm = rms_norm
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, grouped=self.grouped)
+        if self.grouped:
+            return sdpa(q, k, v, grouped=True)
+        return super().attention(q, k, v)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The last norm is outside of the blocks' graphs.

@@ -77,8 +77,9 @@ def choose(config: RunConfig) -> Choices:
     if name != "neuron":
         if chosen.layers == "nxd":
             stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
-        if config.data.doc_mask:
-            attention = announced_attention(config, name, os.environ)
+        attention = announced_attention(config, name, os.environ)
+        if attention is not None and attention.kind in ("flash", "plain"):
+            attention = None
     else:
         named = machine_of(config)
         if named is None:

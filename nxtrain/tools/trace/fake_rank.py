@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_iter
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention
-from nxtrain.backends.torch_attention import masked_attention, sdpa
+from nxtrain.backends.ranged_attention import RangedAttention, causal_rows
+from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import ConfigError, Problem
@@ -81,22 +82,20 @@ class _Kernels(FusedKernels):
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._attention == "blocked":
+        if self._attention == "probabilities":
             return blocked_attention(q, k, v)
+        if self._attention == "blocked":
+            return RangedAttention.apply(q, k, v, causal_rows(q.shape[0], q.device), self)  # type: ignore[no-any-return]
         if self._attention == "scores":
             with sdpa_kernel(SDPBackend.MATH):
                 return sdpa(q, k, v)
         return sdpa(q, k, v, grouped=self._attention == "grouped")
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        if window is not None:
+        if window is not None or self._attention == "blocked":
             return super().document_attention(q, k, v, starts, window)
-        if self._attention == "masked":
-            return masked_attention(q, k, v, starts)
-        if self._attention == "scores":
-            with sdpa_kernel(SDPBackend.MATH):
-                return masked_attention(q, k, v, starts)
-        return self.attention(q, k, v)  # a call for each document needs no more than one for the row
+        # Neither calls for each document nor FlexAttention need more than one for the row.
+        return self.attention(q, k, v)
 
 
 class _Collectives(C10dCollectives):

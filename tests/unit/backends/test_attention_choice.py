@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
-from nxtrain.backends import cpu_kernels, torch_attention
+from nxtrain.backends import cpu_kernels, flex_attention, torch_attention, torch_kernels
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaBackend, CudaKernels
+from nxtrain.backends.limits import block_rows
 from nxtrain.backends.neuron import backend as neuron
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend
@@ -31,24 +33,32 @@ from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
+from nxtrain.backends.ranged_attention import Blocks
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.launch import neuron as launch_neuron
 from nxtrain.nn.attention import CausalAttention
+from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.doctor import examine
 from nxtrain.tools.trace.choice import choose
 from tests.support import sick_machine
+from tests.support.contract_functions import Echo
 from tests.unit.backends.test_neuron_attention import MODULE, fake_nki_flash_attn_func
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.toml"
 BACKENDS = ("cpu", "cpu compiled", "cuda", "xla", "neuron", "neuron-native")
 NXD = Package("neuronx-distributed", "0.17.26814")
-DRAWS = 24
+DRAWS = 48
+SHORT = 6
+"""Tokens of the small attention of a short sequence; a long one has twice as many."""
 
 
 class Recorder(TorchFunctionMode):
@@ -68,8 +78,9 @@ class Recorder(TorchFunctionMode):
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    """Recorder of the calls of this test, also of NxD's flash kernel and of calls for each document."""
+    """Recorder of the calls of this test, also of NxD's flash kernel, of blocks and of calls for each document."""
     recorder = Recorder()
+    by_blocks = Blocks.attend
 
     def flash(*args: Any, **kwargs: Any) -> Tensor:
         recorder.kinds.add("flash")
@@ -79,6 +90,18 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         recorder.kinds.add("per-document")
         return torch_attention.attention_by_document(*args)
 
+    def flex(q: Tensor, *_: Tensor) -> Tensor:
+        recorder.kinds.add("flex")
+        return q
+
+    def blocked(*args: Any) -> tuple[Tensor, Tensor]:
+        recorder.kinds.add("blocked")
+        return by_blocks(*args)
+
+    monkeypatch.setattr(Blocks, "attend", blocked)
+    monkeypatch.setattr(torch_kernels, "LONGEST_SCORES", SHORT)
+    monkeypatch.setattr(flex_attention, "compiled", lambda: flex)
+    monkeypatch.setattr(flex_attention, "failure", lambda *_: "")
     module = ModuleType(MODULE)
     module.nki_flash_attn_func = flash  # type: ignore[attr-defined]
     for name in ("neuronx_distributed", "neuronx_distributed.kernels"):
@@ -111,6 +134,7 @@ def opened(name: str) -> Backend:
     kinds: dict[str, type[Any]] = {"xla": XlaBackend, "neuron-native": NeuronNativeBackend}
     backend: Backend = object.__new__(kinds.get(name, CudaBackend))
     backend.name, backend.kernels = name.split(maxsplit=1)[0], kernels[name]()
+    backend.device = torch.device("cpu")
     if isinstance(backend, NeuronNativeBackend):
         backend._rounding = ""
     return backend
@@ -121,11 +145,29 @@ def shape_of(rng: Random, *, documents: bool, compiled: bool) -> AttentionShape:
         micro_batch=rng.choice([1, 2, 200]),
         seq_len=rng.choice([2048, 4096, 512, 100]),
         num_heads=rng.choice([2, 4, 8]),
-        head_size=rng.choice([64, 128, 160]),
+        head_size=rng.choice([64, 128, 160, 8]),
         params=rng.choice(["bf16", "bf16", "fp32"]),
         documents=documents,
         compiled=compiled,
+        cp=rng.choice([1, 1, 2]),
+        cp_method=rng.choice(["auto", "gather"]),
     )
+
+
+def attend(kernels: Kernels, shape: AttentionShape) -> None:
+    """A small attention of a long or a short sequence, with documents and context parallel ranks as in a shape."""
+    length = 2 * SHORT if shape.is_long else SHORT
+    q, kv = torch.randn(length, 2, 4, 8), torch.randn(length, 2, 2, 8)
+    starts = torch.tensor([[0, 0, 2, 2, 2, 5, 5, 5, 5, 5, 5, 5], [0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4]])[:, :length]
+    given = starts if shape.documents else None
+    if shape.cp == 1:
+        CausalAttention(kernels)(q, kv, kv, given)
+        return
+    cut = SequenceCut(length, 2, "striped")
+    context = ContextParallel(Mesh.build(2, 0, cp=2).cp, cut, "gather", Echo(), kernels)
+    own = context.positions
+    given = None if given is None else given[:, own]
+    CausalAttention(kernels, context)(q[own], kv[own], kv[own], given, own)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -135,8 +177,6 @@ def test_the_announced_attention_is_the_one_that_runs(
 ) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: name == "cpu compiled")
     rng, announced = Random(documents), set()
-    q, kv = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8)
-    starts = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 0, 0, 0, 4, 4]])
     for _ in range(DRAWS):
         shape = shape_of(rng, documents=documents, compiled=name == "cpu compiled")
         wanted = rng.choice(["auto", "auto", "plain"])
@@ -144,10 +184,10 @@ def test_the_announced_attention_is_the_one_that_runs(
         try:
             backend.choose_attention(wanted, shape)
         except ConfigError:  # TorchNeuron has no plain attention for shapes that fit its kernel
-            assert (name, wanted, documents) == ("neuron-native", "plain", False)
+            assert (name, wanted, documents, shape.cp) == ("neuron-native", "plain", False, 1)
             continue
         recorder.kinds.clear()
-        CausalAttention(backend.kernels)(q, kv, kv, *((starts,) if documents else ()))
+        attend(backend.kernels, shape)
         found = backend.attention
         announced.add(found.kind if found else "")
         lines = [note for note in backend.notes() if "attention: " in note]
@@ -158,20 +198,61 @@ def test_the_announced_attention_is_the_one_that_runs(
         ran = {"grouped": "flash"} if name == "neuron-native" else {}
         kinds = {ran.get(kind, kind) for kind in recorder.kinds}
         assert found.kind in kinds if found.kind == "per-document" else kinds == {found.kind}
-        assert ("seq_len^2" in str(found)) == (found.kind in ("plain", "masked"))
+        assert ("seq_len^2" in str(found)) == (found.kind == "plain")
+        assert ("linear in the sequence" in str(found)) == (found.kind == "blocked")
+        if shape.cp > 1 and wanted == "auto":
+            assert "parallel.cp=2" in str(found)
+    expected = {"flash", "plain"} if name.startswith("neuron") else {""}
     if documents:
-        assert announced == {"per-document" if name == "cpu" else "masked"}
-    else:
-        assert announced == ({"flash", "plain"} if name.startswith("neuron") else {""})
+        expected = {"cpu": {"per-document"}, "cuda": {"flex"}}.get(name, set())
+    assert announced == {"blocked", *expected}
+
+
+def test_the_scores_of_a_block_are_those_of_the_blocks_that_run(recorder: Recorder) -> None:
+    """Sizes in the announced line are those of the spans of queries and keys."""
+    shape = AttentionShape(2, 4096, 8, 64, "fp32", documents=True)
+    cost = shape.blocks_cost("xla")
+    assert (rows := block_rows(16, 4096)) == 256
+    assert f"Each of 16 blocks of {rows} queries" in cost
+    assert f"at most {2 * 8 * rows * 4096 * 4 / 2**20:.3g} MiB" in cost
+    assert "up to its own" in cost
+    shared = replace(shape, cp=4)
+    assert "Each of 4 blocks of 256 queries meets all 4,096 keys of a row" in shared.blocks_cost("xla")
+    assert "Each of 2 blocks of 512 queries meets all 1,024 keys of a rank" in shared.blocks_cost("cuda")
+    assert "the keys that its queries see" in shared.blocks_cost("cpu")
+
+
+def test_a_window_is_no_work_of_flash_kernels(recorder: Recorder) -> None:
+    shape = AttentionShape(1, 4096, 4, 128, "bf16", window=1024)
+    for name in BACKENDS:
+        backend = opened(name)
+        backend.choose_attention("auto", replace(shape, compiled=name == "cpu compiled"))
+        assert backend.attention is not None
+        assert backend.attention.kind == ("flex" if name == "cuda" else "blocked")
+        assert "a query sees 1,024 keys" in backend.attention.reason
+        backend.choose_attention("auto", replace(shape, window=4096, seq_len=2048, compiled=name == "cpu compiled"))
+        assert backend.attention is None or backend.attention.is_flash or name == "neuron-native"
+
+
+def test_where_flex_attention_fails_blocks_replace_it(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "failure", lambda *_: "RuntimeError: no compiler")
+    shape = AttentionShape(1, 4096, 4, 128, "bf16", documents=True)
+    backend = opened("cuda")
+    backend.choose_attention("auto", shape)
+    assert backend.attention is not None and backend.attention.kind == "blocked"
+    assert "FlexAttention fails here: RuntimeError: no compiler" in backend.attention.reason
+    attend(backend.kernels, shape)
+    assert recorder.kinds == {"blocked"}
 
 
 @pytest.mark.parametrize("name", ["neuron", "neuron-native", "cuda", "xla", "cpu"])
 def test_a_flash_kernel_that_is_insisted_on_is_refused_with_documents(name: str, recorder: Recorder) -> None:
-    shape = AttentionShape(1, 4096, 4, 128, "bf16", documents=True)
-    with pytest.raises(ConfigError, match=r"backend\.attention.*flash") as refused:
-        opened(name).choose_attention("flash", shape)
-    if name.startswith("neuron"):
-        assert "data.doc_mask=true" in refused.value.problems[0].reason
+    for change, why in (({"documents": True}, "data.doc_mask=true"), ({"cp": 2}, "parallel.cp=2")):
+        shape = replace(AttentionShape(1, 4096, 4, 128, "bf16"), **change)
+        with pytest.raises(ConfigError, match=r"backend\.attention.*flash") as refused:
+            opened(name).choose_attention("flash", shape)
+        if name.startswith("neuron"):
+            assert why in refused.value.problems[0].reason
 
 
 @pytest.mark.parametrize("documents", ["true", "false"])
@@ -213,10 +294,9 @@ def test_doctor_graphs_and_plan_announce_what_the_run_does(
 
     machine_name = instance or "trn1.32xlarge"
     prediction, _ = predict(TINY, overrides, Question(instance=machine_name, nodes=1), Assumptions())
-    is_masked = backend.attention is not None and backend.attention.kind == "masked"
-    if name != "xla":  # without a kernel, all scores are computed with documents and without
-        assert (prediction.job.attention in ("masked", "scores")) == is_masked
+    is_blocked = backend.attention is not None and backend.attention.kind == "blocked"
+    assert (prediction.job.attention == "blocked") == is_blocked
     shown = CliRunner().invoke(app, ["plan", str(TINY), *overrides, "--instance", machine_name, "--nodes", "1"])
     assert shown.exit_code == 0, shown.output
     assert ("data.doc_mask=true" in shown.output) == (documents == "true")
-    assert ("seq_len^2" in shown.output) == is_masked
+    assert ("memory is linear in the sequence" in " ".join(shown.output.split())) == is_blocked

@@ -203,9 +203,9 @@ def test_attention_is_the_kernel_where_its_conditions_hold(
     backend.choose_attention("auto", shape)
     (note,) = backend.notes()
     assert backend.kernels.grouped is (not obstacle)
-    assert note.startswith("plain attention: " if obstacle else "flash attention: ")
+    assert note.startswith("blocked attention: " if obstacle else "flash attention: ")
     assert obstacle in note
-    assert "seq_len^2" in note or not obstacle
+    assert "linear in the sequence" in note or not obstacle
     wrong = "flash" if obstacle else "plain"
     with pytest.raises(ConfigError, match=r"backend\.attention: .*(flash cannot be had|own kernel)"):
         backend.choose_attention(wrong, shape)

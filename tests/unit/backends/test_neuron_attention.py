@@ -72,10 +72,12 @@ def test_the_kernel_is_taken_where_everything_fits() -> None:
 
 
 def test_plain_attention_is_taken_when_asked_for_and_told_its_cost() -> None:
-    found = choose("plain", SHAPE, TRN1, SDK, NXD)
+    found = choose("plain", replace(SHAPE, seq_len=2048), TRN1, SDK, NXD)
     assert not found.is_flash
-    cost = "Each block's scores take 128 MiB (micro_batch x heads per rank x seq_len^2 x 2 bytes)"
+    cost = "Each block's scores take 32 MiB (micro_batch x heads per rank x seq_len^2 x 2 bytes)"
     assert str(found) == f"plain attention: as backend.attention=plain asks; {cost}"
+    found = choose("plain", SHAPE, TRN1, SDK, NXD)
+    assert str(found).startswith("blocked attention: as backend.attention=plain asks; Each of 8 blocks of 512 queries")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_the_backend_chooses_once_and_says_so(backend: NeuronBackend) -> None:
     backend.choose_attention("plain", SHAPE)
     taken.append(backend.kernels.attention(q, q[:, :, :2], q[:, :, :2]))
     torch.testing.assert_close(*taken)
-    assert backend.notes()[0].startswith("plain attention: as backend.attention=plain asks")
+    assert backend.notes()[0].startswith("blocked attention: as backend.attention=plain asks")
 
 
 def test_a_function_that_cannot_be_imported_is_an_error_and_no_silent_change(

@@ -1,0 +1,92 @@
+"""Attention to ranges of keys by torch's FlexAttention, whose block mask is built on the device, without a host read.
+
+A block of queries meets two kinds of blocks of keys. In full ones every query sees every key, so that no mask is
+applied. In the others a mask compares positions. Further blocks are left out. The keys of a query are adjacent, and so
+are the blocks of each kind, so that their numbers follow from the first key of each query.
+
+Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension, Q blocks of a row.
+
+Source: Dong et al. 2024 (arXiv:2412.05496) for the block mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+"""Queries and keys of a block, the default of FlexAttention."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    """Causal attention of whole rows to the keys from a first one on.
+
+    Args:
+        q: (S, B, N, H).
+        k, v: (S, B, K, H).
+        first: (B, S) int64, first position that each query sees, at most the query's own; ascending.
+
+    Returns:
+        (S, B, N, H).
+    """
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    is_grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out: Any = attend(q, k, v, block_mask=block_mask(first), enable_gqa=is_grouped)
+    return out.permute(2, 0, 1, 3)  # type: ignore[no-any-return]
+
+
+def block_mask(first: Tensor) -> Any:
+    """`BlockMask` of FlexAttention for queries that see the keys from a first one to their own.
+
+    Args:
+        first: As for `flex_attention`.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first[batch, query])
+
+    length = first.shape[1]
+    num_blocks = -(-length // BLOCK)
+    numbers = torch.arange(num_blocks, device=first.device)
+    # Rows are ascending: the first query of a block sees the most keys, and the last one the fewest.
+    lowest = first[:, ::BLOCK] // BLOCK
+    ends = F.pad(first, (0, num_blocks * BLOCK - length), mode="replicate")[:, BLOCK - 1 :: BLOCK]
+    first_full = torch.minimum((ends + BLOCK - 1) // BLOCK, numbers)
+    num_full, num_before = numbers - first_full, first_full - lowest
+    full = (first_full.unsqueeze(-1) + numbers).clamp(max=num_blocks - 1)
+    # Partial blocks are those before the full ones, and the block of the queries themselves.
+    before = lowest.unsqueeze(-1) + numbers
+    partial = torch.where(numbers < num_before.unsqueeze(-1), before, numbers.unsqueeze(-1)).clamp(max=num_blocks - 1)
+    counts = [(x.to(torch.int32)).unsqueeze(1) for x in (num_before + 1, num_full)]
+    indices = [(x.to(torch.int32)).unsqueeze(1) for x in (partial, full)]
+    return BlockMask.from_kv_blocks(
+        counts[0], indices[0], counts[1], indices[1], BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+    )
+
+
+def compiled() -> Attend:
+    """`flex_attention` as one kernel forward and few backward, compiled for each shape when it is first used."""
+    # Static shapes: a run has one or two, and none grows from step to step.
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def failure(attend: Attend, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Try a forward and a backward pass on a device; return the reason why FlexAttention fails, or nothing."""
+    try:
+        q = torch.zeros(2 * BLOCK, 1, 2, head_size, device=device, dtype=dtype, requires_grad=True)
+        kv = torch.zeros(2 * BLOCK, 1, 1, head_size, device=device, dtype=dtype, requires_grad=True)
+        first = torch.zeros(1, 2 * BLOCK, device=device, dtype=torch.int64)
+        attend(q, kv, kv, first).sum().backward()
+    except Exception as error:  # compilers and drivers raise errors of their own
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"[:200]
+    return ""

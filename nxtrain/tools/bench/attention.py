@@ -1,0 +1,134 @@
+"""Cost of attention inside of documents by the length of a row: block by block, by a mask of all scores, by document.
+
+A side computes one row forward and backward. The measures are the CPU time of this process, and the most bytes of
+tensors alive at once. A measure that grows as a power of the length has that power as its exponent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.torch_attention import repeat_heads
+from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.tools.bench import harness
+from nxtrain.tools.trace.fake_rank import LiveBytes
+
+HEADS, KV_HEADS, HEAD_SIZE = 2, 1, 64
+DOCUMENT = 1000
+"""Tokens of a document."""
+
+SHORTEST = 1024
+LONGEST_MASK = 16384
+"""Tokens of the longest row that is computed with a mask: four times the memory of half as many."""
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """`Kernels.document_attention` by torch's attention with a mask of all pairs of positions."""
+    repeats, length = q.shape[2] // k.shape[2], q.shape[0]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (repeat_heads(x, repeats) for x in (k, v))
+    places = torch.arange(length)
+    visible = (places <= places[:, None]) & (places >= starts[:, :, None])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+    return out.permute(2, 0, 1, 3)
+
+
+SIDES: dict[str, Attention] = {
+    "blocked": PlainKernels().document_attention,
+    "mask": masked_attention,
+    "per-document": CpuKernels().document_attention,
+}
+"""Attention of devices whose ranges the host does not read; with a mask; and of the CPU."""
+
+
+def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -> None:
+    """Measure time and memory of each side over lengths that double, and print the exponents.
+
+    Args:
+        longest: Most tokens of a row; at least `2 * SHORTEST`.
+        rounds: Times that each side runs at each length, in turns.
+        threads: Number of CPU threads; 0: all cores.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    lengths = [SHORTEST << power for power in range(int(math.log2(longest / SHORTEST)) + 1)]
+    rows, points = list[dict[str, Any]](), list[tuple[str, int, float, int]]()
+    for length in lengths:
+        given = _inputs(length)
+        sides = {name: side for name, side in SIDES.items() if name != "mask" or length <= LONGEST_MASK}
+        turns = {name: partial(_cpu_s, side, given) for name, side in sides.items()}
+        seconds = harness.take_turns(turns, rounds, warm_up=0, label=f"{length:,} tokens, ")
+        for name, side in sides.items():
+            peak = _peak_bytes(side, given)
+            rows.append(harness.row(f"{name} {length}", "s", seconds[name], peak_bytes=peak))
+            points.append((name, length, rows[-1]["value"], peak))
+    found = {name: exponents([point[1:] for point in points if point[0] == name]) for name in SIDES}
+    result = {"machine": harness.machine(), "threads": torch.get_num_threads(), "rows": rows, "exponents": found}
+    harness.present(result, lambda: _shown(result, points), as_json=as_json)
+
+
+def exponents(points: Sequence[tuple[int, float, int]]) -> dict[str, float]:
+    """Exponents of time and memory by least squares of the logarithms, over the longer half of the lengths.
+
+    Args:
+        points: Length, seconds and bytes.
+    """
+    longer = points[len(points) // 2 - 1 :]
+    lengths = [math.log(length) for length, _, _ in longer]
+    return {
+        "time": _slope(lengths, [math.log(seconds) for _, seconds, _ in longer]),
+        "memory": _slope(lengths, [math.log(size) for _, _, size in longer]),
+    }
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    middle = sum(xs) / len(xs)
+    return sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
+
+
+def _inputs(length: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(length, 1, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    places = torch.arange(length)
+    return q, k, v, (places - places % DOCUMENT).unsqueeze(0)
+
+
+def _pass(side: Attention, given: Sequence[Tensor]) -> None:
+    q, k, v, starts = given
+    out = side(q, k, v, starts)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def _cpu_s(side: Attention, given: Sequence[Tensor]) -> float:
+    began = time.process_time()
+    _pass(side, given)
+    return time.process_time() - began
+
+
+def _peak_bytes(side: Attention, given: Sequence[Tensor]) -> int:
+    with LiveBytes(list(given)) as live:
+        _pass(side, given)
+    return live.peak
+
+
+def _shown(result: Mapping[str, Any], points: Sequence[tuple[str, int, float, int]]) -> list[Any]:
+    cells = [(name, f"{length:,}", f"{s * 1e3:,.0f}", f"{peak / 2**20:,.0f}") for name, length, s, peak in points]
+    lines = [
+        f"{name}: time grows as S^{found['time']:.2f}, memory as S^{found['memory']:.2f}"
+        for name, found in result["exponents"].items()
+    ]
+    title = f"attention of one row, {HEADS} heads of {HEAD_SIZE}, documents of {DOCUMENT} tokens"
+    caption = f"processor time of {result['threads']} threads, forward and backward"
+    return [harness.table(title, ("attention", "S", "ms", "MiB"), cells, caption), *lines]
