@@ -62,6 +62,7 @@ class DecoderFamily(ModelFamily):
             tied=decoder.tie_word_embeddings,
             qkv_bias=decoder.qkv_bias,
             head_norms=decoder.head_norms,
+            window=decoder.window_of(decoder.num_hidden_layers - 1),
         )
 
     @property

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from nxtrain.backends.limits import LONGEST_SCORES, MIN_FLEX_HEAD, block_rows
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.sequence_cut import ContextMethod
+from nxtrain.config.schema import ON_XLA
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
@@ -48,7 +50,7 @@ class AttentionShape:
     documents: bool = False
     compiled: bool = False
     cp: int = 1
-    cp_method: str = "auto"
+    cp_method: Literal["auto"] | ContextMethod = "auto"
     window: int | None = None
 
     @staticmethod
@@ -64,6 +66,7 @@ class AttentionShape:
             compiled=config.compile.torch_compile,
             cp=config.parallel.cp,
             cp_method=config.parallel.cp_method,
+            window=dimensions.window,
         )
 
     @property
@@ -102,14 +105,18 @@ class AttentionShape:
             backend: `cpu`, `cuda`, `xla` ...
         """
         queries = self.seq_len // self.cp
-        passes = self.cp > 1 and (self.cp_method == "ring" or (self.cp_method == "auto" and backend in EAGER))
-        keys = queries if passes else self.seq_len
+        passes = self.cp > 1 and context_method(self.cp_method, backend) == "ring"
+        keys = self.seq_len
+        if passes:
+            keys = queries
         heads = self.micro_batch * self.num_heads
         rows = min(block_rows(heads, keys), queries)
         if backend == "cpu" and not self.compiled:
             met = "the keys that its queries see"
-        elif self.cp > 1:
-            met = f"all {keys:,} keys of a rank, one rank after the other" if passes else f"all {keys:,} keys of a row"
+        elif passes:
+            met = "the keys up to its own of one rank after the other"
+        elif self.cp > 1 and backend in ON_XLA:
+            met = f"all {keys:,} keys of a row"
         elif self.has_window:
             met = "the keys of its window"
         else:
@@ -120,10 +127,6 @@ class AttentionShape:
             f"most {mib:,.3g} MiB (micro_batch x heads per rank x queries x keys x 4 bytes), and memory is linear in "
             "the sequence"
         )
-
-
-EAGER = ("cpu", "cuda", "neuron-native")
-"""Backends that compute operation by operation, where `parallel.cp_method=auto` is ring."""
 
 
 @dataclass(frozen=True)
@@ -212,3 +215,16 @@ def choose_by(
     if wanted == "plain":
         return AttentionChoice(kind, f"as backend.attention=plain asks; {cost}")
     return AttentionChoice(kind, f"{'; '.join(obstacles)}. {cost}") if obstacles else flash
+
+
+def context_method(wanted: Literal["auto"] | ContextMethod, backend: str) -> ContextMethod:
+    """Exchange of keys and values over cp as configured; `auto` is a ring on cpu and cuda.
+
+    Whole recorded steps have one graph for all ranks, and a ring orders its work by rank. On Trainium no transfer in
+    the middle of attention was timed.
+    """
+    if wanted != "auto":
+        return wanted
+    if backend in ("cpu", "cuda"):
+        return "ring"
+    return "gather"

@@ -28,6 +28,7 @@ class Dimensions:
         positions: Rows of a learned position embedding; 0: none.
         qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
         head_norms: Every head of the queries and keys is normalized.
+        window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
     """
 
     vocab_size: int
@@ -43,6 +44,7 @@ class Dimensions:
     positions: int = 0
     qkv_bias: bool = False
     head_norms: bool = False
+    window: int | None = None
 
     @cached_property
     def column_params(self) -> int:

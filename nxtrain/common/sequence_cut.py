@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Literal
 
 CutLayout = Literal["contiguous", "zigzag", "striped"]
+ContextMethod = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ class SequenceCut:
             return (range(rank * length, (rank + 1) * length),)
         length = self.seq_len // (2 * self.size)
         return tuple(range(piece * length, (piece + 1) * length) for piece in (rank, 2 * self.size - 1 - rank))
+
+    @property
+    def rank_of_last(self) -> int:
+        """Rank with the last position, whose queries may see all keys."""
+        if self.layout == "zigzag":
+            return 0
+        return self.size - 1
 
     def listed(self, rank: int) -> tuple[int, ...]:
         """Positions of a rank, one by one."""

@@ -140,8 +140,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
-    """State that is sharded over dp x cp: nothing, optimizer state, gradients too, parameters too, or those in a
-    node."""
+    """State sharded over dp x cp: nothing, optimizer state, gradients too, parameters too, or those in a node."""
     shard_size: DerivedDegree = 0
     """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
     bucket_mib: Size = 64
@@ -161,11 +160,6 @@ class ParallelConfig(Section):
     def ranks_per_replica(self) -> int:
         """Ranks that compute one sequence together."""
         return self.tp * self.cp * self.pp
-
-    @property
-    def degree_names(self) -> str:
-        """Product of the degrees in messages; cp is named where it is used."""
-        return "tp x pp x dp" if self.cp == 1 else "tp x cp x pp x dp"
 
     @property
     def degrees(self) -> str:

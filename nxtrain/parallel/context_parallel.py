@@ -17,7 +17,7 @@ the gather.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.kernels import Kernels, KeyRanges
 from nxtrain.common.layers import ContextAttention
 from nxtrain.common.mesh import Axis
-from nxtrain.common.sequence_cut import SequenceCut
-
-ContextMethod = Literal["gather", "ring"]
+from nxtrain.common.sequence_cut import ContextMethod, SequenceCut
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from nxtrain.plan.job import SIZES, Job, once_per_job
 FLOAT, POSITION = SIZES["fp32"], 8
 """Bytes of a float32 number, and of a position."""
 
-FORWARD_SCORES, BACKWARD_SCORES = 3, 4
+FORWARD_SCORES, BACKWARD_SCORES = 1, 2
 """Float32 tensors of a block's scores that exist at once."""
 
 MASK_BYTES = 3
@@ -82,7 +82,7 @@ def _copied_keys(job: Job) -> int:
 
 
 def _block_bytes(job: Job, num_scores: int) -> int:
-    """Bytes of the scores of a block of queries, and of its mask; of several blocks, some of the one before as well."""
+    """Bytes of the scores of a block of queries, and of its mask, on the rank whose last queries see all keys."""
     num_keys = job.local_len
     if job.cp_method == "gather":
         num_keys = job.config.train.seq_len
@@ -90,8 +90,8 @@ def _block_bytes(job: Job, num_scores: int) -> int:
     heads = batch * job.local_heads
     rows = min(job.local_len, block_rows(heads, num_keys))
     scores = num_scores * FLOAT
-    if rows < job.local_len:
-        scores += FLOAT + job.params_size
+    if job.params_size < FLOAT and job.backend != "cpu":  # a CPU multiplies in float32
+        scores += job.params_size
     return rows * num_keys * (heads * scores + batch * MASK_BYTES)
 
 

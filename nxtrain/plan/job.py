@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
-from nxtrain.backends.attention_choice import AttentionShape, choose_torch
+from nxtrain.backends.attention_choice import AttentionShape, choose_torch, context_method
 from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE, keeps_probabilities
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.machines import Machine
+from nxtrain.common.sequence_cut import ContextMethod
 from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
@@ -90,12 +91,9 @@ class Job:
         return self.config.parallel.dp * self.config.parallel.cp
 
     @cached_property
-    def cp_method(self) -> Literal["gather", "ring"]:
-        """Exchange of keys and values over cp, as `train/build.py:context_parallel_of` chooses it."""
-        method = self.config.parallel.cp_method
-        if method != "auto":
-            return method
-        return "gather" if self.is_lazy else "ring"
+    def cp_method(self) -> ContextMethod:
+        """Exchange of keys and values over cp."""
+        return context_method(self.config.parallel.cp_method, self.backend)
 
     @cached_property
     def shard_size(self) -> int:

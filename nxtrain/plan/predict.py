@@ -107,7 +107,7 @@ class Prediction:
             )
         if self.job.world > num_devices:
             reasons.append(
-                f"{self.job.config.parallel.degree_names} = {self.job.world} ranks, and {self.job.nodes} x "
+                f"{self.job.config.parallel.degrees} = {self.job.world} ranks, and {self.job.nodes} x "
                 f"{machine.name} has {num_devices} devices"
             )
         return reasons

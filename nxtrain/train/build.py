@@ -10,6 +10,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from nxtrain.backends.attention_choice import context_method
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.convert.hf_folder import HfWeights
 from nxtrain.checkpoint.convert.peft import AdapterWeights
@@ -205,12 +206,7 @@ def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> Context
     parallel = plan.config.parallel
     if mesh.cp_size == 1:
         return None
-    method = parallel.cp_method
-    if method == "auto":
-        # On Trainium nobody has timed transfers between ranks in the middle of attention.
-        method = "gather"
-        if backend.name in ("cpu", "cuda"):
-            method = "ring"
+    method = context_method(parallel.cp_method, backend.name)
     cut = SequenceCut.of(plan.config.train.seq_len, mesh.cp_size, parallel.cp_layout)
     return ContextParallel(mesh.cp, cut, method, backend.collectives, backend.kernels)
 

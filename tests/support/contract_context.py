@@ -13,8 +13,8 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.kernels import Kernels, KeyRanges
-from nxtrain.common.sequence_cut import CutLayout, SequenceCut
-from nxtrain.parallel.context_parallel import ContextMethod, ContextParallel, _Gather, _Ring
+from nxtrain.common.sequence_cut import ContextMethod, CutLayout, SequenceCut
+from nxtrain.parallel.context_parallel import ContextParallel, _Gather, _Ring
 from tests.support.contract import Operand, Work
 from tests.support.contract_ranges import LENGTHS, drawn_ranges, drawn_starts, exact_ranged, ranged_shapes, ranges_on
 

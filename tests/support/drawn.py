@@ -80,16 +80,13 @@ class Degrees:
     def divides(self) -> int:
         """Number that divides the tokens of a sequence."""
         pieces = self.cp * (2 if self.cp_layout == "zigzag" else 1)
-        if self.sequence_parallel:
-            return math.lcm(pieces, self.cp * self.tp)
-        return pieces
+        return math.lcm(pieces, self.cp * self.tp) if self.sequence_parallel else pieces
 
     @property
     def factors(self) -> tuple[object, ...]:
         """Values that a covering array pairs."""
-        if self.cp == 1:
-            return astuple(self)[: -len(("cp", "cp_layout", "cp_method"))]
-        return astuple(self)
+        values = astuple(self)
+        return values if self.cp > 1 else values[:-3]
 
 
 ONE = Degrees()

@@ -35,6 +35,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.kernels import Rows
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.config.check import Resolved, family_of, resolve_model
 from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
@@ -146,7 +147,7 @@ class FakeBackend(C10dBackend):
 
 
 def trace_job(job: Job, stage: int) -> Traced:
-    """Memory of the first rank of a pipeline stage, with as many micro-batches as memory depends on.
+    """Memory of a stage's rank with the last position, with as many micro-batches as memory depends on.
 
     Raises:
         ConfigError: No code of nxtrain builds the rank, or fake tensors cannot tell where its tensors are.
@@ -167,7 +168,9 @@ def trace_job(job: Job, stage: int) -> Traced:
         "compile": config.compile.model_copy(update={"torch_compile": False}),
     }
     resolved = Resolved(config.model_copy(update=changes), family, resolve_model(config))
-    return trace_rank(resolved, job.world, stage * (job.world // parallel.pp), job.machine.devices, job.attention)
+    cut = SequenceCut.of(config.train.seq_len, parallel.cp, parallel.cp_layout)
+    rank = stage * (job.world // parallel.pp) + cut.rank_of_last * parallel.tp
+    return trace_rank(resolved, job.world, rank, job.machine.devices, job.attention)
 
 
 def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:

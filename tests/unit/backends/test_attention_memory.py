@@ -23,9 +23,9 @@ from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.sequence_cut import SequenceCut
+from nxtrain.common.sequence_cut import ContextMethod, SequenceCut
 from nxtrain.nn.attention import CausalAttention
-from nxtrain.parallel.context_parallel import ContextMethod, ContextParallel
+from nxtrain.parallel.context_parallel import ContextParallel
 from tests.support.contract_functions import Echo
 
 LENGTH, HEADS, WIDTH = 4096, 2, 8

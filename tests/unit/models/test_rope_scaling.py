@@ -184,15 +184,6 @@ def test_llama_3_has_its_published_length_unless_that_is_the_original_one(positi
     assert [bool(family.check(config, tp=1, seq_len=length)) for length in (longest, longest + 1)] == [False, True]
 
 
-def test_a_window_within_the_scaled_length_limits_sequences() -> None:
-    family = find_family("mistral")
-    scaling = {"rope_type": "linear", "factor": 4.0}
-    model = {**SIZES, "max_position_embeddings": 100, "rope_scaling": scaling}
-    for window, longest in ((300, ("sliding_window", 300)), (500, ("original length * rope_scaling.factor", 400))):
-        config = family.config_type.model_validate({**model, "sliding_window": window})
-        assert config.longest_sequence == longest
-
-
 @pytest.mark.parametrize(
     ("scaling", "key", "words"),
     [

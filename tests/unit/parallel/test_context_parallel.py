@@ -41,6 +41,7 @@ def test_every_position_is_of_one_rank_and_ascends(layout: CutLayout, size: int,
     assert sorted(chain(*by_rank)) == list(range(cut.seq_len))
     assert {len(positions) for positions in by_rank} == {2 * pieces}
     assert all(positions == sorted(positions) for positions in by_rank)
+    assert by_rank[cut.rank_of_last][-1] == cut.seq_len - 1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
