@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.nxd_golden import CASES, Distance, bound, recorded
-from tests.support.nxd_record import record
+from tests.support.nxd_stages import record
 from tests.support.ranks import RankPool
 
 EXAMPLE = "NXD_EXAMPLE"

@@ -10,9 +10,8 @@ import pytest
 
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from tests.support.context_mutants import MUTANTS, documents_with_mutant
 from tests.support.corpora import END
-from tests.support.document_rows import documents_alone, documents_on_rank, drawn_rows
+from tests.support.document_rows import MUTANTS, documents_alone, documents_on_rank, documents_with_mutant, drawn_rows
 from tests.support.drawn import one_in
 from tests.support.models import weights_of
 from tests.support.parity import layout, relative_errors, whole

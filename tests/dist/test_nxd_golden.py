@@ -1,6 +1,6 @@
 """Our runs meet what NeuronX Distributed's own Llama went through where it is exact, and leave it where it is wrong.
 
-Its courses were recorded on gloo (`tests/support/nxd_record.py`); both sides start from the same weights and tokens.
+Its courses were recorded on gloo (`tests/support/nxd_stages.py`); both sides start from the same weights and tokens.
 """
 
 from __future__ import annotations

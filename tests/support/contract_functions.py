@@ -34,7 +34,6 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
-from tests.support.contract_context import gathered_context, ranged, ring_context
 from tests.support.contract_kernels import (
     EPS,
     WideKernels,
@@ -45,7 +44,7 @@ from tests.support.contract_kernels import (
     rotated_operands,
     swiglu_shape,
 )
-from tests.support.contract_ranges import LENGTHS
+from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context
 
 
 class Echo(Collectives):

@@ -25,7 +25,7 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support.scalings import SCALING_TYPES, draw_scaling
+from tests.support.models import SCALING_TYPES, draw_scaling
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"

@@ -1,7 +1,7 @@
 """A small run that nxtrain and NeuronX Distributed both take, and the recorded course of the latter.
 
 Everything that the run starts from is made here, without NeuronX Distributed: weights by nxtrain's own draw, tokens by
-numpy's PCG64. `nxd_oracle` takes the same start through NeuronX Distributed, `nxd_record` writes what came out to
+numpy's PCG64. `nxd_oracle` takes the same start through NeuronX Distributed, `nxd_stages` writes what came out to
 `tests/golden/nxd_llama.json`.
 """
 

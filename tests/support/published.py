@@ -1,4 +1,4 @@
-"""Published throughput of training, and the predictions for the same runs."""
+"""Predictions of `nxtrain plan` next to measurements: memory of ranks, and figures that others published."""
 
 from __future__ import annotations
 

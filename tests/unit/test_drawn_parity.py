@@ -13,7 +13,7 @@ from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_fp16 import WORSE, Distance, distances, root_mean_square
 from tests.support.drawn_runs import error_of, failures, ours, wanted
 from tests.support.drawn_runs import first_weights as weights_of
-from tests.support.scalings import SCALING_TYPES
+from tests.support.models import SCALING_TYPES
 
 BATCHES, EACH = 8, 25
 NUM_BF16 = 40

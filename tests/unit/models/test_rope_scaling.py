@@ -22,8 +22,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.nn.rope_scaling import YarnScaling
 from nxtrain_models.decoder.config import DecoderConfig
 from tests.support.drawn import FAMILIES
-from tests.support.models import hf_model, our_model, plan, tokens, weights_of
-from tests.support.scalings import SCALING_TYPES, draw_scaling
+from tests.support.models import SCALING_TYPES, draw_scaling, hf_model, our_model, plan, tokens, weights_of
 
 TOLERANCE = 1e-5
 

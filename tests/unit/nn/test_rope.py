@@ -18,8 +18,7 @@ from nxtrain.nn import rope as rope_module
 from nxtrain.nn.init import materialize
 from nxtrain.nn.rope import Rope, frequencies, linear_frequencies, llama3_frequencies, yarn_frequencies
 from nxtrain.nn.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, read_scaling
-from tests.support.models import random
-from tests.support.scalings import SCALING_TYPES, draw_scaling
+from tests.support.models import SCALING_TYPES, draw_scaling, random
 
 S, B, N, H = 40, 2, 3, 8
 THETA = 10_000.0
