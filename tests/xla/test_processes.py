@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from nxtrain.backends.base import Backend
-from tests.support import processes
+from tests.support import starting
 from tests.support.forked_python import play
 from tests.support.ports import patient_s
 from tests.support.xla_engine import run_devices, start_devices
@@ -54,7 +54,7 @@ def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: 
 
     Background jobs of a script ignore SIGINT, and what they start inherits that.
     """
-    argv = [sys.executable, "-m", processes.__name__, "first", "an argument"]
+    argv = [sys.executable, "-m", starting.__name__, "first", "an argument"]
     env = {**os.environ, VARIABLE: "set", "PJRT_DEVICE": "CPU"}  # else torch-xla tells of its choice
     real = subprocess.run(
         argv,
@@ -67,6 +67,6 @@ def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: 
     )
     forked = start(play_with, ignored, argv, env, env=env, log=tmp_path / "log.txt").ended(patient_s(60))
     assert (forked.code, forked.printed) == (real.returncode, real.stdout)
-    assert real.returncode == processes.CODE
+    assert real.returncode == starting.CODE
     assert real.stdout.count("session of its own") == 1, real.stdout
     assert real.stdout.count("SIGINT") == (0 if ignored else 5), real.stdout
