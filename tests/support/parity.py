@@ -266,6 +266,7 @@ def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
 
 
 class _NoBackend:
+    name = "cpu"
     collectives = C10dCollectives(1)
     kernels = PlainKernels()
     binding = Binding()

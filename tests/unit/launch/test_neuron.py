@@ -132,7 +132,7 @@ def test_compiler_flags_follow_the_attention_that_a_rank_will_choose(
     config = load(TINY, [*overrides, "precision.update=fp32_master"]).config
     wanted = neuron.needs(config, {}, 8)
     assert wanted.problems == ()
-    assert any(line.startswith("flash attention" if flash else "plain attention") for line in wanted.about)
+    assert any(line.startswith("flash attention" if flash else "blocked attention") for line in wanted.about)
     (flags,) = (variable.value for variable in wanted.variables if variable.name == "NEURON_CC_FLAGS")
     assert (STRATEGY in flags) is not flash
 
