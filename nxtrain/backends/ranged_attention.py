@@ -11,8 +11,8 @@ Source: Dao et al. 2022 (arXiv:2205.14135) for the sums that are saved, and for 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -137,12 +137,19 @@ class Blocks:
             low, high = 0, num_keys
             if known is not None:
                 lasts, positions = known
-                high = bisect_right(positions, lasts[end - 1])
+                high = _number_before(positions, lasts[end - 1] + 1)
                 if firsts is not None:
-                    low = bisect_left(positions, min(firsts[start:end]))
+                    low = _number_before(positions, min(firsts[start:end]))
                 elif ranges.window is not None:
-                    low = bisect_left(positions, lasts[start] - ranges.window + 1)
+                    low = _number_before(positions, lasts[start] - ranges.window + 1)
             yield _Span(start, end, low, max(low, high))
+
+
+def _number_before(positions: Sequence[int], position: int) -> int:
+    """Number of ascending positions before a position."""
+    if isinstance(positions, range):  # all of a row; a compiler of graphs does not take `bisect`
+        return min(max(position, 0), len(positions))
+    return bisect_left(positions, position)
 
 
 def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
