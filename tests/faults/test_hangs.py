@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_answer_is_named_by_the_other(
     assert f"error: rank 0: rank 1 did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds and gives" in said
     assert "rank 1 was last in step" in said
     if kind == "gil":
-        assert "in _hold_gil" in ranks.said()[1]
+        assert "in _hang" in ranks.said()[1]
 
 
 def as_launched_alone_on_a_node(config: Path) -> None:
