@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,13 @@ import pytest
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from tests.support.corpora import END
-from tests.support.document_rows import MUTANTS, documents_alone, documents_on_rank, documents_with_mutant, drawn_rows
+from tests.support.document_rows import (
+    MUTANTS,
+    documents_alone,
+    documents_on_rank,
+    documents_with_mutant,
+    hold_documents,
+)
 from tests.support.drawn import one_in
 from tests.support.models import weights_of
 from tests.support.parity import layout, relative_errors, whole
@@ -55,23 +60,7 @@ def drawn_layout(random: Random, index: int) -> Resolved:
 @pytest.mark.parametrize("index", one_in(2, range(CASES)))
 def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: RankPool, index: int) -> None:
     random = Random(SEED + index)
-    resolved = drawn_layout(random, index)
-    config: Any = resolved.config
-    rows = drawn_rows(random, config.train.global_batch, config.train.seq_len, resolved.model.vocab_size)
-    weights = weights_of(resolved)
-    loss, number, grads = documents_alone(resolved, weights, rows)
-    world = config.parallel.ranks_per_replica * config.parallel.dp
-    found = ranks.run(world, documents_on_rank, resolved, weights, rows)
-    for rank, evaluated in found:
-        assert rank.num_tokens == number
-        assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
-    ours = whole([rank.shards for rank, _ in found], resolved)
-    # A query that sees one key weighs it by 1: of documents of one token, queries and keys have gradients of rounding.
-    rounding = 1e-6 * max(grad.norm() for grad in grads.values())
-    zeros = {name for name, grad in grads.items() if grad.norm() < rounding}
-    assert all(ours.pop(name).norm() < rounding for name in zeros), zeros
-    errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
-    assert max(errors.values()) < 1e-5, errors
+    hold_documents(ranks, drawn_layout(random, index), random, bound=1e-5)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import pytest
 
 from nxtrain.config.check import Resolved
-from tests.support.document_rows import documents_alone, documents_on_rank, drawn_rows
-from tests.support.models import weights_of
-from tests.support.parity import layout, relative_errors, whole
+from tests.support.document_rows import hold_documents
+from tests.support.parity import layout
 from tests.support.ranks import RankPool
 
 SEED, CASES = 0, 10
@@ -40,15 +38,4 @@ def drawn_layout(random: Random, index: int) -> Resolved:
 @pytest.mark.parametrize("index", range(CASES))
 def test_documents_of_a_drawn_layout_with_stages_are_those_of_transformers(ranks: RankPool, index: int) -> None:
     random = Random(SEED + index)
-    resolved = drawn_layout(random, index)
-    config: Any = resolved.config
-    rows = drawn_rows(random, config.train.global_batch, config.train.seq_len, resolved.model.vocab_size)
-    weights = weights_of(resolved)
-    loss, number, grads = documents_alone(resolved, weights, rows)
-    degrees = config.parallel
-    found = ranks.run(degrees.pp * degrees.tp * degrees.dp, documents_on_rank, resolved, weights, rows)
-    for rank, evaluated in found:
-        assert rank.num_tokens == number
-        assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
-    errors = relative_errors(whole([rank.shards for rank, _ in found], resolved), grads)
-    assert max(errors.values()) < 5e-6, errors
+    hold_documents(ranks, drawn_layout(random, index), random, bound=5e-6)

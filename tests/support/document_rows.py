@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,8 +27,9 @@ from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.train import step
 from nxtrain.train.step import DeviceBatch, eval_step
 from tests.support.corpora import END, drawn_row
-from tests.support.models import hf_model
-from tests.support.parity import Gradient, gradient, start
+from tests.support.models import hf_model, weights_of
+from tests.support.parity import Gradient, gradient, relative_errors, start, whole
+from tests.support.ranks import RankPool
 
 Rows = NDArray[np.int64]
 
@@ -53,6 +55,26 @@ def documents_on_rank(
     batch = DeviceBatch.of(inputs, targets, backend.put, starts, state.positions)
     losses, numbers = zip(*eval_step(state, batch), strict=True)
     return gradient(state, batch), float(sum(losses)) / float(sum(numbers))
+
+
+def hold_documents(ranks: RankPool, resolved: Resolved, random: Random, *, bound: float) -> None:
+    """Compare gradients and losses of packed documents, by all ranks of a layout, with transformers on each alone."""
+    train, parallel = resolved.config.train, resolved.config.parallel
+    rows = drawn_rows(random, train.global_batch, train.seq_len, resolved.model.vocab_size)
+    weights = weights_of(resolved)
+    loss, number, grads = documents_alone(resolved, weights, rows)
+    world = parallel.ranks_per_replica * parallel.dp
+    found = ranks.run(world, documents_on_rank, resolved, weights, rows)
+    for rank, evaluated in found:
+        assert rank.num_tokens == number
+        assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
+    ours = whole([rank.shards for rank, _ in found], resolved)
+    # A query that sees one key weighs it by 1: of documents of one token, queries and keys have gradients of rounding.
+    rounding = 1e-6 * max(grad.norm() for grad in grads.values())
+    zeros = {name for name, grad in grads.items() if grad.norm() < rounding}
+    assert all(ours.pop(name).norm() < rounding for name in zeros), zeros
+    errors = relative_errors(ours, {name: grad for name, grad in grads.items() if name not in zeros})
+    assert max(errors.values()) < bound, errors
 
 
 def documents_alone(
