@@ -233,6 +233,12 @@ class Kernels(ABC):
             inputs: Arguments; tensors among them receive gradients, like the parameters that the function uses.
         """
 
+    def order(self, tensors: Sequence[Tensor]) -> None:
+        """Make a compiler of graphs compute all of some tensors before what is computed from any of them afterwards.
+
+        Eager devices compute in the order of the code.
+        """
+
     @abstractmethod
     def row_square_sums(self, x: Tensor) -> Tensor:
         """Sum of the squares of each row in float32: (R, C) to (R,)."""

@@ -97,19 +97,19 @@ def _adapt_layer(
     # The mean square of PEFT's initial A, which is uniform up to 1 / sqrt(I).
     drawn = Init("uniform", 1 / math.sqrt(3 * in_features))
     zeros = Init("zeros")
-    forward: Callable[[Any, Tensor], Tensor]
+    methods: dict[str, Callable[..., Any]]
     sequence: Axis | None = None
     if isinstance(layer, ColumnLinear):
         segments = [spec.segments[index] for index in chosen]
         features = range(in_features)
-        forward = _column_forward
+        methods = {"forward": _column_forward, "enter": _column_enter, "product": _column_product}
         if tp.sequence_parallel:
             sequence = tp.axis
     else:
         segments = [Segment("", out_features)]
         first = spec.pieces(tp.axis)[0].start
         features = range(first, first + spec.local_shape(tp.axis)[1])
-        forward = _row_forward
+        methods = {"forward": _row_forward, "product": _row_product, "exit": _row_exit}
     a, b = adapter_specs(spec, segments, config.r, partial_gradient=tp.sequence_parallel)
     with torch.device("meta"):
         for leaf, matrix in ((A, replace(a, init=drawn)), (B, replace(b, init=zeros))):
@@ -120,8 +120,10 @@ def _adapt_layer(
         drop = dropout.of_layer(path, features, sequence)
     adapted = cast(Any, layer)
     adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
+    layer.is_uniform = drop is None
     # One function serves all layers, so that a compiler sees equal blocks.
-    adapted.forward = MethodType(forward, layer)
+    for name, method in methods.items():
+        setattr(adapted, name, MethodType(method, layer))
     return names
 
 
@@ -153,19 +155,35 @@ class _Adapters:
 def _column_forward(layer: Any, x: Tensor) -> Tensor:
     """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
     out = ColumnLinear.forward(layer, x)
+    return out + _column_update(layer, out, *_column_enter(layer, x))
+
+
+def _column_enter(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """`ColumnLinear.enter` with adapters: (S/tp, B, I) to (S, B, n R)."""
     adapters: _Adapters = layer.adapters
-    tp = adapters.tp
-    parts = tp.enter(adapters.down(x, layer.lora_A)).split(adapters.r, dim=-1)
+    return (adapters.tp.enter(adapters.down(x, layer.lora_A)),)
+
+
+def _column_product(layer: Any, x: Tensor, columns: Tensor) -> Tensor:
+    """`ColumnLinear.product` with adapters."""
+    out = ColumnLinear.product(layer, x)
+    return out + _column_update(layer, out, columns)
+
+
+def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
+    """Share of the adapters in an output, from their columns: (T, B, n R) to (T, B, O/tp)."""
+    adapters: _Adapters = layer.adapters
+    parts = columns.split(adapters.r, dim=-1)
     rows = layer.lora_B.split([layer.split_sizes[index] for index in adapters.chosen])
     updates: dict[int, Tensor] = {}
     for index, part, b in zip(adapters.chosen, parts, rows, strict=True):
-        updates[index] = tp.kernels.linear(part, b)
+        updates[index] = adapters.tp.kernels.linear(part, b)
     for index, width in enumerate(layer.split_sizes):
         if index not in updates:
             updates[index] = out.new_zeros(*out.shape[:-1], width)
     if len(updates) == 1:
-        return out + updates[0]
-    return out + torch.cat([updates[index] for index in range(len(updates))], dim=-1)
+        return updates[0]
+    return torch.cat([updates[index] for index in range(len(updates))], dim=-1)
 
 
 def _row_forward(layer: Any, x: Tensor) -> Tensor:
@@ -174,6 +192,18 @@ def _row_forward(layer: Any, x: Tensor) -> Tensor:
     down = tp.exit(layer.adapters.down(x, layer.lora_A))
     update: Tensor = tp.kernels.linear(down, layer.lora_B)
     return out + update
+
+
+def _row_product(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """`RowLinear.product` with an adapter, whose columns are partial sums as well."""
+    return *RowLinear.product(layer, x), layer.adapters.down(x, layer.lora_A)
+
+
+def _row_exit(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
+    """`RowLinear.exit` with an adapter: (S, B, O), (S, B, R) to (S/tp, B, O)."""
+    tp = layer.adapters.tp
+    update: Tensor = tp.kernels.linear(tp.exit(columns), layer.lora_B)
+    return RowLinear.exit(layer, out) + update
 
 
 def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -5,13 +5,15 @@ Shapes: S sequence, B batch, D hidden, F intermediate of this rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.common.dimensions import gate_up_segments
 from nxtrain.common.sharding import Init
+from nxtrain.parallel.chunks import in_chunks
+from nxtrain.parallel.linear import ColumnLinear, RowLinear, SplitBackward
 
 if TYPE_CHECKING:
     from nxtrain.common.family import BuildContext
@@ -52,3 +54,41 @@ class GatedMLP(nn.Module):
         else:
             hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(hidden)  # type: ignore[no-any-return]
+
+    def num_chunks(self, x: Tensor, longest: int) -> int:
+        """Chunks of at most some positions; 1 if the layers cannot be computed in chunks.
+
+        Layers of another library cannot, nor layers that postpone their weight gradients, which keep all activations.
+        """
+        for layer in (*self._columns, self.down_proj):
+            if not isinstance(layer, SplitBackward) or layer.postpone is not None or not layer.is_uniform:
+                return 1
+        tp, length = self._row.tp, x.shape[0]
+        if tp.sequence_parallel:
+            length *= tp.axis.size
+        return -(-length // longest)
+
+    def in_chunks(self, x: Tensor, num_chunks: int) -> Tensor:
+        """`forward` in chunks of the sequence, which the backward pass computes again: (S/tp, B, D) to (S/tp, B, D)."""
+        first, *others = self._columns
+        row, entered = self._row, first.enter(x)
+        of_first = len(entered)
+        for layer in others:
+            entered += layer.enter(x)
+
+        def products(part: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+            gate = first.product(part, *parts[:of_first])
+            if self._fused:
+                return row.product(self._kernels.swiglu(gate))
+            return row.product(F.silu(gate) * others[0].product(part, *parts[of_first:]))
+
+        return row.exit(*in_chunks(products, x, entered, [*self.parameters()], row.tp, num_chunks))
+
+    @property
+    def _columns(self) -> tuple[ColumnLinear, ...]:
+        layers = (self.gate_up_proj,) if self._fused else (self.gate_proj, self.up_proj)
+        return cast("tuple[ColumnLinear, ...]", layers)
+
+    @property
+    def _row(self) -> RowLinear:
+        return cast(RowLinear, self.down_proj)

@@ -1,7 +1,8 @@
 """Activation recomputation in the backward pass, by blocks or by their attention cores and feed-forwards.
 
 Model code is unchanged: the forward of existing modules is replaced. Only the inputs of such a module are saved; the
-module runs again, with its collectives, when its backward pass begins.
+module runs again, with its collectives, when its backward pass begins. Feed-forwards of long rows run in chunks of the
+sequence, so that their memory does not grow with the rows.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198) section 5.
 """
@@ -13,6 +14,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.limits import LONG_SEQUENCE
@@ -32,22 +34,34 @@ def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Cal
         seq_len: Tokens per sequence.
         recompute: `Kernels.recompute` of the device.
     """
+    if remat == "none":
+        return
 
     def recomputed(part: nn.Module, *inputs: Any) -> Tensor:
         return recompute(partial(type(part).forward, part), *inputs)
 
-    for part in _parts(model, remat, seq_len):
+    def fed_forward(part: GatedMLP, x: Tensor) -> Tensor:
+        num_chunks = 1
+        if not torch.compiler.is_compiling():
+            num_chunks = part.num_chunks(x, LONG_SEQUENCE)
+        if num_chunks > 1:
+            return part.in_chunks(x, num_chunks)
+        if remat == "full":  # of the block
+            return GatedMLP.forward(part, x)
+        return recomputed(part, x)
+
+    parts = _parts(model, remat)
+    if seq_len >= LONG_SEQUENCE:
+        parts = [*parts, *(module for module in model.modules() if isinstance(module, GatedMLP))]
+    for part in parts:
         # A wrapper module would rename the parameters and hide the module from its hooks: sharding gathers a block
         # before its backward pass, so that the recomputation finds the whole block. One function serves all parts, so
         # that a compiler sees equal blocks, and compiles one.
-        part.forward = MethodType(recomputed, part)
+        function = fed_forward if isinstance(part, GatedMLP) else recomputed
+        part.forward = MethodType(function, part)
 
 
-def _parts(model: nn.Module, remat: Remat, seq_len: int) -> Iterable[nn.Module]:
-    if remat == "none":
-        return ()
+def _parts(model: nn.Module, remat: Remat) -> Iterable[nn.Module]:
     if remat == "full":
         return cast(CausalLM, model).blocks
-    if seq_len >= LONG_SEQUENCE:
-        return [module for module in model.modules() if isinstance(module, CausalAttention | GatedMLP)]
     return [module for module in model.modules() if isinstance(module, CausalAttention)]

@@ -36,7 +36,7 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return tp.kernels.linear(_whole(x, tp), weight)
+        return tp.kernels.linear(tp.whole(x), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -67,7 +67,7 @@ class _SplitProduct(torch.autograd.Function):
         ctx.tp, ctx.enters, ctx.postpone = tp, enters, postpone
         ctx.save_for_backward(x, weight)
         if enters:
-            x = _whole(x, tp)
+            x = tp.whole(x)
         return tp.kernels.linear(x, weight)
 
     @staticmethod
@@ -100,20 +100,13 @@ class _Biased(torch.autograd.Function):
 
 def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel, enters: bool) -> Tensor:
     if enters:
-        x = _whole(x, tp)
+        x = tp.whole(x)
     return _outer(grad, x, tp)
 
 
 def _outer(grad: Tensor, x: Tensor, tp: TensorParallel) -> Tensor:
     """Gradient of a weight: (..., O), (..., I) to (O, I)."""
     return tp.kernels.matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
-
-
-def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Input gathered over the sequence under sequence parallelism; else the input itself."""
-    if tp.sequence_parallel:
-        return tp.comm.all_gather(x.contiguous(), tp.axis)
-    return x
 
 
 class SplitBackward(nn.Module):
@@ -124,9 +117,13 @@ class SplitBackward(nn.Module):
         postpone: Stores the product that computes the gradient; None: the backward pass computes it.
         restored: Product of an input that needs no gathering with a frozen weight of another form; None: `weight` is
             the weight.
+        tp: Tensor parallel context of the layer.
+        is_uniform: The layer computes the same function at every position.
     """
 
     weight: nn.Parameter
+    tp: TensorParallel
+    is_uniform: bool = True
     postpone: Postpone | None = None
     restored: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -154,11 +151,11 @@ class ColumnLinear(SplitBackward):
             self.specs["bias"] = spec.of_bias()
             self.bias = tp.empty(spec.of_bias())
         self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp.axis))
-        self._tp = tp
+        self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
-        tp = self._tp
+        tp = self.tp
         out: Tensor
         if self.postpone is not None:
             out = _SplitProduct.apply(x, self.weight.detach(), tp, True, self.postpone)
@@ -168,6 +165,17 @@ class ColumnLinear(SplitBackward):
             out = tp.kernels.linear(x, self.weight)
         else:
             out = _ColumnProduct.apply(x, self.weight, tp)
+        if self.bias is not None:
+            out = _Biased.apply(out, self.bias)
+        return out
+
+    def enter(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Activations of the whole sequence that `product` takes beside the input, (S, B, ...) each; none here."""
+        return ()
+
+    def product(self, x: Tensor, *entered: Tensor) -> Tensor:
+        """Part of `forward` without communication, at any positions: (T, B, I) to (T, B, O/tp)."""
+        out = _local_product(self, x)
         if self.bias is not None:
             out = _Biased.apply(out, self.bias)
         return out
@@ -188,11 +196,11 @@ class RowLinear(SplitBackward):
         spec = ShardSpec.row(in_features, out_features, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self._tp = tp
+        self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
-        tp = self._tp
+        tp = self.tp
         out: Tensor
         if self.postpone is not None:
             out = _SplitProduct.apply(x, self.weight.detach(), tp, False, self.postpone)
@@ -201,3 +209,17 @@ class RowLinear(SplitBackward):
         else:
             out = tp.kernels.linear(x, self.weight)
         return tp.exit(out)
+
+    def product(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Part of `forward` without communication, at any positions: (T, B, I/tp) to the arguments of `exit`."""
+        return (_local_product(self, x),)
+
+    def exit(self, out: Tensor, *others: Tensor) -> Tensor:
+        """Sum of the parts of all ranks: (S, B, O), overwritten, to (S/tp, B, O)."""
+        return self.tp.exit(out)
+
+
+def _local_product(layer: SplitBackward, x: Tensor) -> Tensor:
+    if layer.restored is not None:
+        return layer.restored(x, layer.weight)
+    return layer.tp.kernels.linear(x, layer.weight)

@@ -98,6 +98,12 @@ class TensorParallel:
         function = _GatherSequence if self.sequence_parallel else _ReduceGradient
         return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
 
+    def whole(self, x: Tensor) -> Tensor:
+        """Gather an activation inside of an autograd function: (S / tp, B, D) under sequence parallelism; else `x`."""
+        if self.sequence_parallel:
+            return self.comm.all_gather(x.contiguous(), self.axis)
+        return x
+
     def exit(self, x: Tensor) -> Tensor:
         """Sum the partial results of all ranks.
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE, block_rows
+from nxtrain.common.sharding import ShardSpec
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
 from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
 from nxtrain.plan.job import SIZES, Job, once_per_job
+from nxtrain.plan.shapes import sum_entries
 
 FLOAT = SIZES["fp32"]
 
@@ -55,7 +57,9 @@ def kept_tensors(job: Job, remat: str) -> Tensors:
     kept += _linear_tensors(job, ATTENTION_IN, stream)
     kept += _attention_tensors(job, recomputed=remat == "selective")
     kept += [("post_attention_layernorm", "input", stream), ("post_attention_layernorm", "root of each row", row_roots)]
-    if remat == "selective" and _is_long(job):
+    if num_chunks(job) > 1:
+        kept += [(RECOMPUTED, "input", stream), *_entered_tensors(job)]
+    elif remat == "selective" and _is_long(job):
         kept.append((RECOMPUTED, "input", stream))
     else:
         kept += _linear_tensors(job, MLP_IN, stream)
@@ -149,6 +153,15 @@ def _mlp_tensors(job: Job) -> Tensors:
     return kept + _linear_tensors(job, MLP_OUT, size)
 
 
+def _entered_tensors(job: Job) -> Tensors:
+    """Columns of adapters that a feed-forward in chunks keeps: those of its inputs, and the sums of its output's."""
+    kept = []
+    for names, tokens in ((MLP_IN, job.micro_tokens), (MLP_OUT, job.sequence_rows)):
+        for layer in _adapted(job, names):
+            kept.append((RECOMPUTED, "columns of adapters", layer.width * tokens * job.params_size))
+    return kept
+
+
 def _product_bytes(job: Job) -> int:
     """Bytes of the input of the feed-forward's row layer."""
     return job.inner_width * job.micro_tokens * job.params_size
@@ -217,8 +230,13 @@ def working_bytes(job: Job) -> int:
     if remat == "selective":
         attention += _total(_attention_tensors(job, recomputed=False))
         attention -= _total(_attention_tensors(job, recomputed=True))
+        if num_chunks(job) > 1:
+            return max(_chunk_work_bytes(job), attention)
         if _is_long(job):
             return max(mlp + mlp_kept, attention)
+    elif num_chunks(job) > 1:
+        kept = _total(kept_tensors(job, "none")) - boundary_bytes(job)
+        return max(_chunk_work_bytes(job), attention, norm_work_bytes(job)) + kept
     # Then the feed-forward's tensors are free, but postponed weight gradients keep as many.
     later = max(attention, norm_work_bytes(job))
     if job.postpones:
@@ -229,6 +247,47 @@ def working_bytes(job: Job) -> int:
     if remat == "full":
         work += _total(kept_tensors(job, "none")) - boundary_bytes(job)
     return work
+
+
+@once_per_job
+def num_chunks(job: Job) -> int:
+    """Chunks of the sequence in which recomputed feed-forwards are computed, as `nn/mlp.py` decides."""
+    config = job.config
+    is_whole = config.train.remat == "none" or job.postpones or config.compile.torch_compile or job.has_nxd_layers
+    if is_whole or (config.finetune.dropout and _adapted(job, (*MLP_IN, *MLP_OUT))):
+        return 1
+    return -(-job.local_len // LONG_SEQUENCE)
+
+
+@once_per_job
+def _chunk_work_bytes(job: Job) -> int:
+    """Largest tensors of the backward pass of a feed-forward in chunks, as `parallel/chunks.py` allocates them.
+
+    Gradients of parameters are summed in float32, beside those of a chunk. Sequence parallelism gathers the input and
+    the gradient. At last the gradients of the chunks' inputs are joined, and those of parameters get their type.
+    """
+    length = -(-job.local_len // num_chunks(job))
+    in_chunk = (_mlp_work_bytes(job) + _total(_mlp_tensors(job))) * length // job.local_len
+    whole = job.micro_tokens * job.dimensions.hidden_size * job.params_size
+    gathered = 0
+    if job.config.parallel.sequence_parallel:
+        gathered = 2 * whole
+    trained = _mlp_params(job)
+    sums, narrow = trained * FLOAT, 0
+    if job.params_size < FLOAT:
+        narrow = trained * job.params_size
+    return sums + gathered + max(in_chunk + whole, narrow + 2 * whole)
+
+
+def _mlp_params(job: Job) -> int:
+    """Trained parameters of a feed-forward that a rank computes with."""
+    specs: dict[str, ShardSpec] = {}
+    if job.adapters is None:
+        block = job.stage(0).block_specs(job.config.parallel.tp)
+        specs |= {name: spec for name, spec in block.items() if name.startswith("mlp.")}
+    for layer in _adapted(job, (*MLP_IN, *MLP_OUT)):
+        specs |= layer.specs()
+    return sum_entries(specs, job.config.parallel.tp, 1).local
 
 
 def _mlp_work_bytes(job: Job) -> int:
@@ -244,7 +303,8 @@ def _mlp_work_bytes(job: Job) -> int:
 def first_working_bytes(job: Job) -> int:
     """As `working_bytes`, of the model's first block, whose backward pass ends at its first adapter."""
     remat = job.config.train.remat
-    if job.adapters is None or _adapted(job, ATTENTION_IN) or (remat == "selective" and _is_long(job)):
+    is_recomputed = num_chunks(job) > 1 or (remat == "selective" and _is_long(job))
+    if job.adapters is None or _adapted(job, ATTENTION_IN) or is_recomputed:
         return working_bytes(job)
     work = boundary_bytes(job)
     if _adapted(job, ATTENTION_OUT):
@@ -361,34 +421,3 @@ def postponed_block_bytes(job: Job) -> int:
     row_grads = 2 * job.dimensions.hidden_size
     per_token = (row_inputs + column_grads + row_grads) * job.params_size
     return 2 * boundary_bytes(job) + job.micro_tokens * per_token
-
-
-@once_per_job
-def kept_logits_bytes(job: Job) -> int:
-    """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
-    rows = job.micro_tokens
-    if job.adapters is None:
-        rows += job.vocab_rows
-    return rows * job.dimensions.hidden_size * job.params_size
-
-
-@once_per_job
-def chunk_bytes(job: Job) -> int:
-    """Bytes of the projection and loss beside what they keep, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
-
-    A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
-    Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
-    """
-    size, hidden, tokens, rows = job.params_size, job.dimensions.hidden_size, job.micro_tokens, job.vocab_rows
-    is_padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
-    wide_copies = 2 * FLOAT if is_padded else FLOAT
-    entry = wide_copies if size == FLOAT else FLOAT + 2 * size
-    if job.config.precision.params == "fp16":
-        entry += wide_copies
-    chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
-    if chunk >= tokens:
-        return tokens * rows * entry
-    num_bytes = chunk * rows * entry + tokens * hidden * size
-    if job.adapters is None:
-        num_bytes += rows * hidden * FLOAT
-    return num_bytes

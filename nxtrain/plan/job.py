@@ -119,6 +119,13 @@ class Job:
         return self.config.parallel.schedule == "zero_bubble" and self.adapters is None
 
     @property
+    def has_nxd_layers(self) -> bool:
+        """True if the layers are NeuronX Distributed's, as `auto` takes them on a machine that has them."""
+        if self.config.backend.layers == "auto":
+            return self.backend == "neuron" and not self.config.needs_own_layers
+        return self.config.backend.layers == "nxd"
+
+    @property
     def has_params_on_host(self) -> bool:
         """True if the stored parameters, and their reduced gradients, are in host memory."""
         return "params" in self.config.parallel.offload and self.is_fully_sharded

@@ -17,10 +17,8 @@ from nxtrain.plan.activations import (
     attention_work_bytes,
     block_bytes,
     boundary_bytes,
-    chunk_bytes,
     first_working_bytes,
     forward_working_bytes,
-    kept_logits_bytes,
     norm_work_bytes,
     postponed_block_bytes,
     untracked_bytes,
@@ -28,6 +26,7 @@ from nxtrain.plan.activations import (
 )
 from nxtrain.plan.adapters import adapter_entries
 from nxtrain.plan.job import SIZES, Job
+from nxtrain.plan.logits import chunk_bytes, kept_logits_bytes
 from nxtrain.plan.shapes import block_entries, rest_entries
 
 NORM_ROW_BYTES = 4

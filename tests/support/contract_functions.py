@@ -25,6 +25,7 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
 from nxtrain.nn.quantized import _RestoredProduct
+from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
@@ -206,6 +207,35 @@ def column_product(ranks: Ranks, rng: Random) -> Work:
     return Work(label, operands, lambda x, w: _ColumnProduct.apply(x, w, tp), exact, in_float64=alone)
 
 
+def chunks(ranks: Ranks, rng: Random) -> Work:
+    """A unit of two inputs, chunk by chunk, with a part of its sum over the ranks."""
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5, drawn_kernels(rng))
+    shape, num_chunks, width = ranks.draw_shape(rng, 4), rng.choice((1, 2, 3)), rng.choice((1, 3))
+    of_rows = shape[0] * (ranks.axis.size if tp.sequence_parallel else 1)
+
+    def unit(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight) + other
+
+    def call(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        def products(part: Tensor, part_of_other: Tensor) -> tuple[Tensor, ...]:
+            return unit(part, part_of_other, weight), part_of_other.square()
+
+        out, square = in_chunks(products, x, [other], [weight, bias], tp, num_chunks)
+        return out + square + bias
+
+    def exact(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x = ranks.heard(x)
+        return unit(ranks.gathered(x) if tp.sequence_parallel else x, other, weight) + other.square() + bias
+
+    operands = {
+        "x": Operand(shape),
+        "other": Operand((of_rows, shape[1], width)),
+        "weight": Operand((width, 4)),
+        "bias": Operand((width,)),
+    }
+    return Work(f"_InChunks on {shape}, {num_chunks} chunks, {tp}", operands, call, exact)
+
+
 def split_product(ranks: Ranks, rng: Random) -> Work:
     """A product whose weight gets its gradient later."""
     tp = ranks.parallel(torch.float32, rng.random() < 0.5, drawn_kernels(rng))
@@ -375,6 +405,8 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _RestoredProduct: restored_product,
     _ColumnProduct: column_product,
     _SplitProduct: split_product,
+    _Saved: chunks,
+    _InChunks: chunks,
     _Gradient: gradient,
     _Leave: leave,
     _Sleep: sleep,

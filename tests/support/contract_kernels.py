@@ -367,5 +367,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles"}
-"""Operations that are given shapes, types or functions alone."""
+TAKE_NO_TENSORS = {"fuse", "tiles", "order"}
+"""Operations that are given shapes, types or functions alone, or change the order of computations alone."""

@@ -181,6 +181,11 @@ class XlaKernels(PlainKernels):
         out: Tensor = checkpoint(partial(function), *inputs, preserve_rng_state=False)
         return out
 
+    def order(self, tensors: Sequence[Tensor]) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.optimization_barrier_(list(tensors))
+
 
 class XlaDiagnostics(Diagnostics):
     """Counts of torch-xla."""

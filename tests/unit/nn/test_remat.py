@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +19,11 @@ from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
+from nxtrain.parallel import chunks
 from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_model
 from tests.support.models import our_model, plan, tokens, weights_of
-from tests.support.parity import Gradient, layout, rank_gradient
+from tests.support.parity import Gradient, layout, rank_gradient, relative_errors
 
 POLICIES = ("none", "selective", "full")
 
@@ -177,6 +178,61 @@ def test_a_recomputed_feed_forward_changes_no_bit(backend: CpuBackend) -> None:
         model.loss(rows[:, :-1], rows[:, 1:]).backward()  # type: ignore[operator]
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])  # type: ignore[arg-type]
+
+
+def feed_forward_gradients(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, longest: int, params: str, rows: int = 2, **model: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a model whose feed-forwards take at most some positions at a time."""
+    monkeypatch.setattr("nxtrain.nn.remat.LONG_SEQUENCE", longest)
+    resolved = plan(
+        "gqa2",
+        train={"seq_len": LENGTH, "remat": "selective"},
+        precision={"params": params, "update": "fp32" if params == "fp32" else "fp32_master"},
+        model=model,
+    )
+    built = our_model(resolved, backend, Mesh.build(1, 0), weights_of(resolved))
+    given = tokens(resolved, rows)
+    loss = built.loss(given[:, :-1], given[:, 1:])  # type: ignore[operator]
+    loss.backward()
+    grads = {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+    return loss.item(), grads
+
+
+LENGTH = 61
+"""Tokens of a row, a prime."""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("longest", [1, 7, 31, 60])
+@pytest.mark.parametrize("kernels", [CpuKernels(), PlainKernels()], ids=["cpu", "plain"])
+def test_chunks_of_a_feed_forward_have_the_result_of_the_whole(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, longest: int, fused: bool
+) -> None:
+    backend.kernels = kernels
+    want = feed_forward_gradients(backend, monkeypatch, LENGTH, "fp32", fused_gate_up=fused)
+    found = feed_forward_gradients(backend, monkeypatch, longest, "fp32", fused_gate_up=fused)
+    assert found[0] == pytest.approx(want[0], rel=1e-6)
+    assert max(relative_errors(found[1], want[1]).values()) < 1e-6
+
+
+def narrow_sums(params: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(param) for param in params]
+
+
+@pytest.mark.parametrize("sums", [chunks._sums, narrow_sums], ids=["float32", "bfloat16"])
+def test_sums_over_chunks_are_as_precise_as_one_product(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, sums: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> None:
+    """Gradients in bfloat16, compared with float32: sums in bfloat16 would lose more than the product rounds."""
+    monkeypatch.setattr(chunks, "_sums", sums)
+    _, exact = feed_forward_gradients(backend, monkeypatch, LENGTH, "fp32")
+    errors = {}
+    for longest in (LENGTH, 2):
+        _, grads = feed_forward_gradients(backend, monkeypatch, longest, "bf16")
+        of_mlp = [error for name, error in relative_errors(grads, exact).items() if ".mlp." in name]
+        errors[longest] = sum(of_mlp) / len(of_mlp)
+    assert (errors[2] < 1.02 * errors[LENGTH]) == (sums is not narrow_sums), errors
 
 
 def test_policies_leave_names_and_evaluation_alone(backend: CpuBackend) -> None:

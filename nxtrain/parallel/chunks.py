@@ -1,0 +1,120 @@
+"""Functions of activations, computed for a chunk of the sequence at a time, forward and backward.
+
+Only the inputs are saved. The backward pass computes each chunk again, so that tensors inside of the function exist for
+one chunk at a time. Gradients of parameters are summed in float32.
+
+Shapes: S sequence, B batch, D hidden; S/tp under sequence parallelism, else S.
+
+Source: Liu and Abbeel 2023 (arXiv:2305.19370) for feed-forwards in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nxtrain.parallel.regions import TensorParallel
+
+Product: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""Function of activations at some positions, without communication, that treats all positions alike."""
+
+
+def in_chunks(
+    function: Product,
+    x: Tensor,
+    entered: Sequence[Tensor],
+    params: Sequence[Tensor],
+    tp: TensorParallel,
+    num_chunks: int,
+) -> tuple[Tensor, ...]:
+    """Results of a function, computed in chunks.
+
+    Args:
+        function: Function of a part of the input, and of the same part of what entered.
+        x: (S/tp, B, D), which each rank needs whole, and gathers once in each pass.
+        entered: Other activations of the whole sequence, (S, B, ...) each.
+        params: Parameters that the function may use.
+        tp: Tensor parallel context.
+        num_chunks: Number of chunks.
+
+    Returns:
+        The function's results for the whole sequence, (S, B, ...) each.
+    """
+    trained = [param for param in params if param.requires_grad]
+    inputs = _Saved.apply(1 + len(entered), x, *entered, *trained)
+    out: tuple[Tensor, ...] = _InChunks.apply(function, tp, num_chunks, len(inputs), *inputs, *trained)
+    return out
+
+
+class _Saved(torch.autograd.Function):
+    """Inputs of `_InChunks`, saved by a node of their own.
+
+    Recomputation of a block stops after the last tensor that the block saves: here, before the chunks are computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.num_params = len(tensors) - num_inputs
+        inputs = tensors[:num_inputs]
+        ctx.save_for_backward(*inputs)
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grads, *[None] * ctx.num_params
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Product, tp: TensorParallel, num_chunks: int, num_inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        x, *entered = tensors[:num_inputs]
+        ctx.saved, ctx.params = x.grad_fn, tensors[num_inputs:]
+        ctx.function, ctx.tp, ctx.num_chunks = function, tp, num_chunks
+        results: list[tuple[Tensor, ...]] = []
+        for parts in _parts((tp.whole(x), *entered), num_chunks):
+            if results:
+                tp.kernels.order([*parts, *results[-1]])
+            results.append(function(*parts))
+        return tuple(torch.cat(each) for each in zip(*results, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *entered = ctx.saved.saved_tensors
+        tp, params = ctx.tp, ctx.params
+        sums = _sums(params)
+        input_grads: list[Sequence[Tensor]] = []
+        grad_parts = _parts(grads, ctx.num_chunks)
+        for parts, part_grads in zip(_parts((tp.whole(x), *entered), ctx.num_chunks), grad_parts, strict=True):
+            # A compiler of graphs would else merge this computation with that of the forward pass, and keep the latter.
+            tp.kernels.order([*parts, *part_grads, *sums])
+            inputs = [part.requires_grad_() for part in parts]
+            with torch.enable_grad():
+                results = ctx.function(*inputs)
+            found = torch.autograd.grad(results, [*inputs, *params], part_grads, allow_unused=True)
+            input_grads.append(found[: len(inputs)])
+            for total, grad in zip(sums, found[len(inputs) :], strict=True):
+                if grad is not None:
+                    total.add_(grad)
+            del results, found  # else they stay while the next chunk is computed
+        of_inputs = [torch.cat(each) for each in zip(*input_grads, strict=True)]
+        if tp.axis.size > 1:
+            reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
+            of_inputs[0] = reduce(of_inputs[0], tp.axis)
+        of_params = [total.to(param.dtype) for total, param in zip(sums, params, strict=True)]
+        return None, None, None, None, *of_inputs, *of_params
+
+
+def _sums(params: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of parameters before the first chunk, in a type that loses nothing from chunk to chunk."""
+    return [torch.zeros(param.shape, dtype=torch.float32, device=param.device) for param in params]
+
+
+def _parts(tensors: Sequence[Tensor], num_chunks: int) -> list[tuple[Tensor, ...]]:
+    """Chunks of some tensors, without their history: views of the first dimension."""
+    rows = -(-tensors[0].shape[0] // num_chunks)
+    return list(zip(*(x.detach().split(rows) for x in tensors), strict=True))
