@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nxtrain.common.kernels import Kernels
-    from nxtrain.common.layers import ContextAttention, LayerSet
+    from nxtrain.common.layers import ContextAttention, LayerSet, RouterLosses
 
 
 class ModelConfig(BaseModel):
@@ -67,6 +67,8 @@ class BuildContext:
         decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
         context_parallel: Ranks that share the positions of a sequence; None: each rank has whole sequences.
+        router_losses: Losses of the routers; None: none.
+        moe_capacity_factor: Slots that an expert computes, relative to an even load; None: all.
     """
 
     layers: LayerSet
@@ -79,6 +81,8 @@ class BuildContext:
     decay_norms: bool = False
     parts: tuple[StagePart, ...] = ()
     context_parallel: ContextAttention | None = None
+    router_losses: RouterLosses | None = None
+    moe_capacity_factor: float | None = None
 
 
 class CausalLM(Protocol):

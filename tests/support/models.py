@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
@@ -181,7 +182,7 @@ def hf_model(
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in hf_tensors(resolved.dimensions, model.named_parameters()).items():
                 if weights is not None:
                     parameter.copy_(weights[name])
                     continue
@@ -189,9 +190,33 @@ def hf_model(
     return model
 
 
+def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of transformers' model by their names in checkpoints, as views.
+
+    transformers 5 stacks the matrices of all experts into one tensor, and renames them, when it loads a checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    mixture = dimensions.mixture
+    for name, tensor in tensors:
+        prefix, _, leaf = name.rpartition(".experts.")
+        if mixture is None:
+            found[name] = tensor
+        elif prefix:
+            prefix = prefix.removesuffix("mlp") + mixture.module
+            for expert, matrix in enumerate(tensor):
+                parts = {mixture.down: matrix}
+                if leaf == "gate_up_proj":
+                    parts = dict(zip((mixture.gate, mixture.up), matrix.chunk(2), strict=True))
+                found |= {f"{prefix}.experts.{expert}.{part}.weight": view for part, view in parts.items()}
+        else:
+            found[name.replace(".mlp.gate.", f".{mixture.module}.gate.")] = tensor
+    return found
+
+
 def weights_of(resolved: Resolved, std: float = 0.05) -> dict[str, Tensor]:
     """Whole weights of `hf_model`, by global name, in float32."""
-    return {name: p.detach() for name, p in hf_model(resolved, std=std).named_parameters()}
+    model = hf_model(resolved, std=std)
+    return {name: tensor.detach() for name, tensor in hf_tensors(resolved.dimensions, model.named_parameters()).items()}
 
 
 def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping[str, Tensor]) -> nn.Module:
