@@ -130,6 +130,7 @@ class CausalDecoder(nn.Module):
         parts = context.parts or (self._whole,)
         self.model = DecoderBody(config, context, parts)
         self._router_losses = context.router_losses
+        self._num_experts = 0 if config.mixture is None else config.mixture.num_experts
         if any(part.last for part in parts):
             self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
         if config.tie_word_embeddings:
@@ -140,31 +141,41 @@ class CausalDecoder(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built; see `CausalLM.run`.
-
-        Inputs: tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last part. Output: hidden
-        states (S/tp, B, D) or a loss ().
-        """
+    def run(
+        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """Compute one of the parts that were built; see `CausalLM.run`."""
         documents = () if starts is None else (starts,)
-        hidden, _ = self.model(x.t() if part.first else x, part, *documents)
-        return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
+        x, *before = state
+        routing = before[0] if before else None
+        hidden, routing = self.model(x.t() if part.first else x, part, *documents, routing=routing)
+        if targets is not None:
+            return (self._loss(hidden, routing, targets),)
+        if self._num_experts == 0:
+            return (hidden,)
+        if routing is None:
+            routing = torch.zeros(2 * self._num_experts + 2, device=hidden.device)
+        return hidden, routing
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Sum of the tokens' cross entropies, of a model that was built whole; see `CausalLM.loss`."""
         documents = () if starts is None else (starts,)
         hidden, routing = self.model(inputs.t(), self._whole, *documents)
-        loss = self.lm_head.loss(hidden, targets.t())
-        if routing is None or self._router_losses is None:
-            return loss
-        scale = None if self.lm_head.scale is None else self.lm_head.scale()
-        return self._router_losses.add_to(loss, routing, targets, scale)
+        return self._loss(hidden, routing, targets)
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
         """(B, S) to (B, S, V) float32, of a model built whole; see `CausalLM.logits`."""
         documents = () if starts is None else (starts,)
         hidden, _ = self.model(inputs.t(), self._whole, *documents)
         return self.lm_head.logits(hidden).transpose(0, 1)
+
+    def _loss(self, hidden: Tensor, routing: Tensor | None, targets: Tensor) -> Tensor:
+        """Sum of the tokens' cross entropies, with the gradient of the routers' losses as well."""
+        loss = self.lm_head.loss(hidden, targets.t())
+        if routing is None or self._router_losses is None:
+            return loss
+        scale = None if self.lm_head.scale is None else self.lm_head.scale()
+        return self._router_losses.add_to(loss, routing, targets, scale)
 
     def _tie(self) -> None:
         """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""

@@ -93,16 +93,19 @@ class CausalLM(Protocol):
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def run(
+        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+    ) -> Sequence[Tensor]:
         """Compute one of the model's parts on a pipeline stage.
 
         Args:
-            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
+            state: (B, S) tokens for the first part. For others (S/tp, B, D), and in a model with E experts the routing
+                of all blocks before the part, (2E + 2,) float32.
             targets: (B, S) for the last part.
             starts: As for `loss`, in every part.
 
         Returns:
-            () float32, the sum of the tokens' cross entropies, for the last part; (S/tp, B, D) for other parts.
+            () float32, the sum of the tokens' cross entropies, for the last part; the state of the next for others.
         """
         ...
 

@@ -342,14 +342,17 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     num_rows = run.train.seq_len // mesh.cp_size
     if run.parallel.sequence_parallel:
         num_rows = num_rows // mesh.tp_size
-    blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)
+    blanks = [torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)]
+    mixture = plan.dimensions.mixture
+    if mixture is not None:
+        blanks.append(torch.zeros(2 * mixture.num_experts + 2))
     return Pipeline(
         cast(CausalLM, model),
         parts_of(plan, mesh),
         mesh,
         backend.collectives,
         backend.step_boundary,
-        backend.put(blank),
+        [backend.put(blank) for blank in blanks],
         WeightGradients(model) if run.parallel.schedule == "zero_bubble" else None,
     )
 

@@ -68,6 +68,34 @@ def draw_scaling(rope_type: str, rng: Random, seq_len: int) -> dict[str, Any]:
     return {"rope_scaling": scaling, "max_position_embeddings": rng.choice((original, int(original * factor)))}
 
 
+def draw_experts(family: str, rng: Random, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides for experts of any number and width, with losses of the routers.
+
+    A capacity is drawn so large that no token is left out: transformers has none.
+    """
+    number = rng.choice((1, 2, 3, rng.randint(4, 9)))
+    shape: dict[str, Any] = {
+        "num_experts_per_tok": rng.randint(1, number),
+        "router_aux_loss_coef": rng.choice((0.0, 0.02, 0.5)),
+    }
+    if family == "mixtral":
+        shape |= {"num_local_experts": number, "intermediate_size": rng.randint(1, 60)}
+    else:
+        layers = range(given["model.config.num_hidden_layers"])
+        shape |= {
+            "num_experts": number,
+            "moe_intermediate_size": rng.randint(1, 60),
+            "norm_topk_prob": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice((1, 1, 2)),
+            "mlp_only_layers": [layer for layer in layers if rng.random() < 0.2],
+        }
+    found: dict[str, Any] = {f"model.config.{key}": value for key, value in shape.items()}
+    found["model.moe_z_loss"] = rng.choice((0.0, 0.001, 0.1))
+    if rng.random() < 0.3:
+        found |= {"model.moe_dispatch": "capacity", "model.moe_capacity_factor": float(number)}
+    return found
+
+
 Layer = TypeVar("Layer", bound=nn.Module)
 
 ALONE = Axis("tp", 0, ((0,),))
@@ -181,6 +209,8 @@ def hf_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if resolved.dimensions.mixture is not None:
+            model.set_experts_implementation("eager")  # the default one has no float64
         with torch.no_grad():
             for name, parameter in hf_tensors(resolved.dimensions, model.named_parameters()).items():
                 if weights is not None:
