@@ -133,6 +133,7 @@ class ShardSpec:
             of the sequence, or only its heads.
         tied_to: Name of the parameter on the first pipeline stage; this parameter, on the last stage, is its copy.
         has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
+        expert: The segments are matrices of experts, of which a rank may have some only.
     """
 
     shape: tuple[int, ...]
@@ -141,6 +142,7 @@ class ShardSpec:
     partial_gradient: bool = False
     tied_to: str | None = None
     has_copy: bool = False
+    expert: bool = False
     decay: bool = True
     init: Init = field(default_factory=Init)
 
@@ -339,7 +341,11 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
 
 
 def global_name(parameter: str, segment: Segment) -> str:
-    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`."""
+    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`.
+
+    The name of a segment may have several parts: `a.experts.down_proj.weight` and `3.down_proj` give
+    `a.experts.3.down_proj.weight`.
+    """
     if not segment.name:
         return parameter
     module, _, leaf = parameter.rpartition(".")

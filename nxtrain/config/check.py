@@ -91,6 +91,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         family = family_of(config)
         problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
         problems += stages(parallel, model.num_hidden_layers)
+        problems += _experts(config, family.dimensions(model))
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel
@@ -197,6 +198,24 @@ def _profile(config: RunConfig) -> Iterator[Problem]:
     if steps and not (len(steps) == 2 and 0 <= steps[1] - steps[0] < MOST_PROFILED):  # noqa: PLR2004 - first and last
         reason = f"{toml_value(steps)} is not the first and the last of at most {MOST_PROFILED} steps"
         yield Problem("metrics.profile_steps", reason, hint="use such as [10, 12]")
+
+
+def _experts(config: RunConfig, dimensions: Dimensions) -> Iterator[Problem]:
+    """Problems of keys about experts, and of experts with other features."""
+    model = config.model
+    if dimensions.mixture is not None:
+        if config.backend.name in ON_XLA:
+            reason = f"{config.backend.name} needs graphs that depend on no routing, which experts do not have yet"
+            yield Problem("backend.name", reason, hint="use cpu, cuda or neuron-native")
+        if config.compile.torch_compile:
+            reason = "the host reads the number of rows of each expert, which a compiled block cannot"
+            yield Problem("compile.torch_compile", reason, hint="use false")
+        return
+    for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):
+        value = getattr(model, key)
+        if value != off:
+            reason = f"{value} is for models with experts, and this one has none"
+            yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
 
 
 def _model_choice(config: RunConfig) -> Iterator[Problem]:

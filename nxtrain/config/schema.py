@@ -113,6 +113,12 @@ class ModelChoiceConfig(Section):
     """One matrix for the query, key and value projections."""
     fused_gate_up: bool = True
     """One matrix for the gate and up projections."""
+    moe_dispatch: Literal["dropless", "capacity"] = "dropless"
+    """Tokens that experts compute: all, or as many for each as moe_capacity_factor allows."""
+    moe_capacity_factor: PositiveFloat = 1.25
+    """With moe_dispatch=capacity, most tokens of an expert in a micro-batch, relative to an even load."""
+    moe_z_loss: NonNegativeFloat = 0.0
+    """Factor of the routers' z-loss, which keeps their logits small; 0: none."""
 
 
 class ParallelConfig(Section):
@@ -135,8 +141,7 @@ class ParallelConfig(Section):
     cp_layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
     """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
-    """Exchange of keys and values over cp: gathered, or passed on in a ring, which holds two blocks at a time; auto:
-    ring on cpu and cuda, gather on Neuron devices and xla."""
+    """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, else gather."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
@@ -332,8 +337,7 @@ class BackendConfig(Section):
     in_flight: Annotated[int, Field(ge=1, le=63)] = 3
     """On backend.name=neuron before SDK 2.31, graphs that the host submits before the first is done."""
     allow_unverified: bool = False
-    """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose source nobody has compared: its
-    gradients may be wrong without an error. Otherwise auto takes our own, and layers=nxd ends with code 5."""
+    """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose gradients nobody has compared."""
 
     @model_validator(mode="before")
     @classmethod
@@ -382,8 +386,7 @@ class CompileConfig(Section):
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
-    """Compile each block with torch.compile, by inductor or TorchNeuron, there with loss, norm and update too;
-    PyTorch/XLA compiles whole steps anyway."""
+    """Compile each block with torch.compile, on TorchNeuron also loss, norm and update; PyTorch/XLA compiles anyway."""
     allow_fallbacks: bool = False
     """On neuron-native, take operations in the training step that TorchNeuron computes on the host, slowly; otherwise
     the run ends with code 5 after its first step."""

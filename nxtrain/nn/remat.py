@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nxtrain.backends.limits import LONG_SEQUENCE
 from nxtrain.common.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
+from nxtrain.nn.mixture import MixtureOfExperts
 from nxtrain.nn.mlp import GatedMLP
 
 Remat = Literal["none", "selective", "full"]
@@ -52,7 +53,9 @@ def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Cal
 
     parts = _parts(model, remat)
     if seq_len >= LONG_SEQUENCE:
-        parts = [*parts, *(module for module in model.modules() if isinstance(module, GatedMLP))]
+        # Of a whole block, experts are recomputed with the block.
+        kinds = GatedMLP if remat == "full" else GatedMLP | MixtureOfExperts
+        parts = [*parts, *(module for module in model.modules() if isinstance(module, kinds))]
     for part in parts:
         # A wrapper module would rename the parameters and hide the module from its hooks: sharding gathers a block
         # before its backward pass, so that the recomputation finds the whole block. One function serves all parts, so

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from nxtrain.common.dimensions import Mixture
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.embedding import VocabEmbedding
+from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.regions import TensorParallel
@@ -32,6 +34,11 @@ class NativeLayers(LayerSet):
 
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> VocabEmbedding:
         return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)
+
+    def experts(
+        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+    ) -> Experts:
+        return Experts(hidden_size, mixture, init, init_out, self._parallel, capacity_factor=capacity_factor)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
         return VocabHead(vocab_size, hidden_size, init, self._parallel, chunk_bytes=self._loss_chunk_bytes)

@@ -66,6 +66,17 @@ class _ReduceSum(torch.autograd.Function):
         return grad, None, None
 
 
+def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+    """Sum of what every rank has, equal on all ranks; the gradient is that of one rank's own summand.
+
+    Args:
+        x: Summand of this rank; overwritten.
+    """
+    if axis.size == 1:
+        return x
+    return _ReduceSum.apply(x, comm, axis)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """Tensor parallel context with which every sharded layer is built.

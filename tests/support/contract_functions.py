@@ -24,9 +24,11 @@ from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
+from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
+from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -35,9 +37,10 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
+from tests.support.contract_experts import collect, expert_products, spread, with_gradient_of
 from tests.support.contract_kernels import (
     EPS,
-    WideKernels,
+    drawn_kernels,
     exact_attention,
     exact_rms_norm,
     exact_rotate,
@@ -154,11 +157,6 @@ def wide_flash(ranks: Ranks, rng: Random) -> Work:
     q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
     operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
     return Work(f"_WideFlashAttention on {q} and {kv}", operands, wide_flash_attention, exact_attention)
-
-
-def drawn_kernels(rng: Random) -> Kernels:
-    """Kernels that multiply matrices as they are, or copies of a wider type."""
-    return rng.choice((FusedKernels(), WideKernels()))
 
 
 def product(ranks: Ranks, rng: Random) -> Work:
@@ -290,7 +288,7 @@ def leave(ranks: Ranks, rng: Random) -> Work:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def call(x: Tensor) -> Tensor:
-        return _Leave.apply(x, _Exit(value.to(x.device, x.dtype)))  # type: ignore[no-any-return]
+        return _Leave.apply(_Exit([value.to(x.device, x.dtype)]), x)  # type: ignore[no-any-return]
 
     return Work(f"_Leave on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
 
@@ -408,6 +406,10 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Saved: chunks,
     _InChunks: chunks,
     _Gradient: gradient,
+    _Spread: spread,
+    _Collect: collect,
+    ExpertProducts: expert_products,
+    _WithGradientOf: with_gradient_of,
     _Leave: leave,
     _Sleep: sleep,
     _Backward: record_backward,

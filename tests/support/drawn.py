@@ -25,7 +25,7 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support.models import SCALING_TYPES, draw_scaling
+from tests.support.models import SCALING_TYPES, draw_experts, draw_scaling
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
@@ -43,6 +43,9 @@ STEPS = (2, 4)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
+
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts, which are drawn where a test asks for them."""
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200
@@ -145,14 +148,7 @@ def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
 
 @lru_cache(maxsize=1024)
 def draw(
-    lane: str,
-    seed: int,
-    index: int,
-    degrees: Degrees = ONE,
-    *,
-    bf16: bool = False,
-    xla: bool = False,
-    family: str = "",
+    lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False, family: str = ""
 ) -> Drawn:
     """One run of a layout."""
     family = family or FAMILIES[(seed + index) % len(FAMILIES)]
@@ -161,6 +157,8 @@ def draw(
         overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
         if not xla:
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
+        if family in MIXTURES:
+            overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)
         if "model.config.rope_scaling" in overrides:
             overrides |= _of_scaling(Random(f"scaling/{lane}/{seed}/{index}/{attempt}"), overrides)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
@@ -273,7 +271,7 @@ def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, An
         return window
     if family == "qwen2":
         return {**window, "max_window_layers": model["vocab_size"] % (model["num_hidden_layers"] + 1)}
-    if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
+    if family in ("qwen3", "qwen3_moe"):  # RMSNorm of few entries, as of the hidden size
         return {"head_dim": max(8, model["head_dim"])}
     return {}
 
