@@ -142,6 +142,8 @@ class ParallelConfig(Section):
     """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
     """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, else gather."""
+    ep: Degree = 1
+    """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"

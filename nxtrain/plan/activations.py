@@ -12,6 +12,7 @@ from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE, block_rows
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
 from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
+from nxtrain.plan.experts import expert_forward_bytes, expert_tensors, expert_work_bytes
 from nxtrain.plan.job import SIZES, Job, once_per_job
 from nxtrain.plan.shapes import sum_entries
 
@@ -62,7 +63,8 @@ def kept_tensors(job: Job, remat: str) -> Tensors:
     elif remat == "selective" and _is_long(job):
         kept.append((RECOMPUTED, "input", stream))
     else:
-        kept += _linear_tensors(job, MLP_IN, stream)
+        if job.dimensions.mixture is None:
+            kept += _linear_tensors(job, MLP_IN, stream)
         kept += _mlp_tensors(job)
     return kept
 
@@ -144,6 +146,8 @@ def _kernel_bytes(job: Job) -> int:
 
 
 def _mlp_tensors(job: Job) -> Tensors:
+    if job.dimensions.mixture is not None:
+        return expert_tensors(job)
     size = _product_bytes(job)
     kept = [("mlp", "up", size)]
     if job.dimensions.gated:
@@ -291,6 +295,8 @@ def _mlp_params(job: Job) -> int:
 
 
 def _mlp_work_bytes(job: Job) -> int:
+    if job.dimensions.mixture is not None:
+        return expert_work_bytes(job)
     tensors = 2
     if job.dimensions.gated:
         tensors = 5 if job.config.model.fused_gate_up else 3
@@ -348,7 +354,10 @@ def forward_working_bytes(job: Job) -> int:
     if _adapted(job, MLP_IN):
         is_stack = job.config.model.fused_gate_up and job.dimensions.gated
         parts = 8 if is_stack else 4
-    return 2 * boundary_bytes(job) + max(attention, parts * _product_bytes(job))
+    mlp = parts * _product_bytes(job)
+    if job.dimensions.mixture is not None:
+        mlp = expert_forward_bytes(job)
+    return 2 * boundary_bytes(job) + max(attention, mlp)
 
 
 def _blocks_work_bytes(job: Job, scores: int) -> int:

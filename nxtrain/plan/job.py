@@ -226,8 +226,16 @@ class Job:
 
     @cached_property
     def inner_width(self) -> int:
-        """Columns of a rank inside the feed-forward, padding included."""
-        return -(-self.dimensions.intermediate_size // self.config.parallel.tp)
+        """Columns of a rank inside the feed-forward or inside an expert, padding included."""
+        mixture = self.dimensions.mixture
+        width = self.dimensions.intermediate_size if mixture is None else mixture.expert_size
+        return -(-width // self.config.parallel.tp)
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank's experts compute for a micro-batch if routers balance the load; 0 without experts."""
+        mixture = self.dimensions.mixture
+        return 0 if mixture is None else self.micro_tokens * mixture.experts_per_token
 
     @cached_property
     def vocab_rows(self) -> int:
@@ -246,7 +254,7 @@ class Job:
     def stages(self) -> tuple[Stage, ...]:
         """Kind of every pipeline rank's stage."""
         model, parallel = self.config.model, self.config.parallel
-        shape = Stage(self.dimensions, (), False, False, model.fused_qkv, model.fused_gate_up)
+        shape = Stage(self.dimensions, (), False, False, model.fused_qkv, model.fused_gate_up, parallel.ep)
         return pipeline_stages(
             shape, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )

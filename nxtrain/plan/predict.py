@@ -198,6 +198,7 @@ class Prediction:
             "in_flight": in_flight(job, self.stage),
             "micro_batches": job.num_micro,
             "params": job.dimensions.num_params,
+            "active_params": job.dimensions.num_active_params,
             "method": job.method,
             "trained_params": self.trained_params,
             "trained_share": self.trained_params / job.dimensions.num_params,
@@ -247,7 +248,7 @@ class Prediction:
         }
 
     def _run_json(self) -> dict[str, Any]:
-        params, tokens, days = self.job.dimensions.num_params, self.tokens, self.days
+        params, tokens, days = self.job.dimensions.num_active_params, self.tokens, self.days
         goodput = self._checkpoint_json()["goodput"]
 
         def of_run(per_token: float) -> float | None:
@@ -296,6 +297,7 @@ def layout_json(job: Job) -> Mapping[str, Any]:
         "cp_method": parallel.cp_method,
         "pp": parallel.pp,
         "dp": parallel.dp,
+        "ep": parallel.ep,
         "virtual_pp": parallel.virtual_pp,
         "schedule": parallel.schedule,
         "sequence_parallel": parallel.sequence_parallel,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from nxtrain.common.dimensions import Dimensions, is_matrix
@@ -142,6 +144,9 @@ def impossible(job: Job) -> Iterator[Problem]:
                 if problems:
                     yield problems[0]
                     break
+    if job.shard_size > 1 and job.shard_size % parallel.ep:
+        reason = f"ep={parallel.ep} does not divide the {job.shard_size} ranks that share state"
+        yield Problem("parallel.ep", reason, hint=f"use one of {divisors(job.shard_size)}")
     yield from stages(parallel, dimensions.num_layers)
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
@@ -159,12 +164,12 @@ def _degrees_of(dimensions: Dimensions) -> str:
 def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
     lazy = Job(dimensions, machine, nodes, config).is_lazy
     for tp, pp, copies in _products(dimensions, machine, nodes):
-        for cp in _context_degrees(copies, config):
+        for cp, ep in product(_context_degrees(copies, config), _expert_degrees(copies, dimensions)):
             modes = ["none"] if copies == 1 else ["none", "zero1"] if lazy else ["none", "zero1", "grad_op", "full"]
             if nodes > 1 and not lazy and copies > 1:
                 modes.append("hybrid")
             for mode in modes:
-                changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": copies // cp, "cp": cp, "shard": mode}
+                changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": copies // cp, "cp": cp, "ep": ep, "shard": mode}
                 changes["sequence_parallel"] = tp > 1
                 if mode not in FULLY_SHARDED:
                     changes |= {"prefetch": 1, "forward_prefetch": True, "backward_prefetch": "before"}
@@ -194,6 +199,13 @@ def _context_degrees(copies: int, config: RunConfig) -> list[int]:
     """Context parallel degrees of a search: 1, and those that leave a rank a long part of a sequence."""
     most = max(1, config.train.seq_len // MIN_POSITIONS)
     return [cp for cp in divisors(copies) if cp <= most and config.train.seq_len % cp == 0]
+
+
+def _expert_degrees(copies: int, dimensions: Dimensions) -> list[int]:
+    """Expert parallel degrees of a search: those that divide the experts evenly; 1 without experts."""
+    if dimensions.mixture is None:
+        return [1]
+    return divisors(math.gcd(copies, dimensions.mixture.num_experts))
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:

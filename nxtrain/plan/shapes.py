@@ -22,21 +22,29 @@ class Entries:
         rows: Entries of the same that the first of the ranks sharing training state holds, padding included.
         largest: Local entries of the largest parameter.
         padded: Local entries of the parameters whose rows these ranks cannot share evenly.
+        experts: Local entries of experts.
     """
 
     local: int
     rows: int
     largest: int
     padded: int = 0
+    experts: int = 0
 
     def times(self, number: int) -> Entries:
         """Entries of so many equal blocks."""
-        return Entries(number * self.local, number * self.rows, self.largest, number * self.padded)
+        largest = self.largest if number else 0
+        return Entries(number * self.local, number * self.rows, largest, number * self.padded, number * self.experts)
 
     def plus(self, other: Entries) -> Entries:
         """Entries of both."""
-        largest = max(self.largest, other.largest)
-        return Entries(self.local + other.local, self.rows + other.rows, largest, self.padded + other.padded)
+        return Entries(
+            self.local + other.local,
+            self.rows + other.rows,
+            max(self.largest, other.largest),
+            self.padded + other.padded,
+            self.experts + other.experts,
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -52,20 +60,22 @@ def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> Entries:
     local = math.prod(shape)
     rows = -(-shape[0] // shard) * math.prod(shape[1:])
     padded = local if rows * shard > local else 0
-    return Entries(local, rows, local, padded)
+    return Entries(local, rows, local, padded, local if spec.expert else 0)
 
 
-def sum_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int) -> Entries:
+def sum_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int, ep: int = 1) -> Entries:
     """Entries of parameters.
 
     Args:
         specs: Sharding of each parameter.
         tp: Ranks that share each layer.
-        shard: Ranks that share the rows of every parameter.
+        shard: Ranks that share the rows of every parameter but those of experts.
+        ep: Ranks that share the experts; of `shard` ranks, every `ep`-th has the same experts.
     """
     total = Entries(0, 0, 0)
     for spec in specs.values():
-        total = total.plus(_spec_entries(spec, tp, shard))
+        rows = max(1, shard // ep) if spec.expert else shard
+        total = total.plus(_spec_entries(spec, tp, rows))
     return total
 
 
@@ -78,6 +88,8 @@ class Stage:
         blocks: Number of blocks of each chunk.
         first, last: The rank has the embedding, and the output projection.
         fused_qkv, fused_gate_up: As in `[model]`.
+        ep: Ranks that share the experts of a block.
+        num_dense: Blocks without experts, in a model whose other blocks have experts.
     """
 
     dimensions: Dimensions
@@ -86,15 +98,28 @@ class Stage:
     last: bool
     fused_qkv: bool = True
     fused_gate_up: bool = True
+    ep: int = 1
+    num_dense: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Blocks of all chunks."""
         return sum(self.blocks)
 
+    @property
+    def dense(self) -> Stage:
+        """The same stage of a model whose blocks are all those without experts."""
+        return replace(self, dimensions=self.dimensions.dense, ep=1, num_dense=0)
+
     def block_specs(self, tp: int) -> dict[str, ShardSpec]:
-        """Parameters of each block, by names inside the block."""
-        return block_specs(self.dimensions, tp, fused_qkv=self.fused_qkv, fused_gate_up=self.fused_gate_up)
+        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them."""
+        dimensions = self.dimensions
+        specs = block_specs(dimensions, tp, fused_qkv=self.fused_qkv, fused_gate_up=self.fused_gate_up)
+        mixture = dimensions.mixture
+        if mixture is None or self.ep == 1:
+            return specs
+        own = mixture.specs(dimensions.hidden_size, range(mixture.num_experts // self.ep))
+        return specs | {f"{mixture.module}.{name}": spec for name, spec in own.items()}
 
     def rest_specs(self) -> dict[str, ShardSpec]:
         """Parameters outside the blocks."""
@@ -120,20 +145,23 @@ def pipeline_stages(shape: Stage, seq_len: int, pp: int, virtual_pp: int, cuts: 
     for parts in stage_parts(shape.dimensions, seq_len, pp, virtual_pp, cuts):
         blocks = tuple(len(part.blocks) for part in parts)
         first, last = any(part.first for part in parts), any(part.last for part in parts)
-        stages.append(replace(shape, blocks=blocks, first=first, last=last))
+        num_dense = sum(index in part.blocks for part in parts for index in shape.dimensions.dense_layers)
+        stages.append(replace(shape, blocks=blocks, first=first, last=last, num_dense=num_dense))
     return tuple(stages)
 
 
 @lru_cache(maxsize=65_536)
 def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
     """Entries of all parameters of a stage."""
-    return block_entries(stage, tp, shard).times(stage.num_blocks).plus(rest_entries(stage, tp, shard))
+    blocks = block_entries(stage, tp, shard).times(stage.num_blocks - stage.num_dense)
+    dense = block_entries(stage.dense, tp, shard).times(stage.num_dense)
+    return blocks.plus(dense).plus(rest_entries(stage, tp, shard))
 
 
 @lru_cache(maxsize=65_536)
 def block_entries(stage: Stage, tp: int, shard: int) -> Entries:
-    """Entries of one block of a stage."""
-    return sum_entries(stage.block_specs(tp), tp, shard)
+    """Entries of one block of a stage; in a model with experts, of a block that has them."""
+    return sum_entries(stage.block_specs(tp), tp, shard, stage.ep)
 
 
 @lru_cache(maxsize=65_536)

@@ -62,6 +62,7 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     nd = "flops_4nd" if "flops_4nd" in run else "flops_6nd"
     rows = [
         ("trained", f"{data['trained_share']:.2%}", f"{data['trained_params']:,} parameters, by {data['method']}"),
+        *_experts(found.job),
         ("whole model", f"{model['total'] / 1e9:,.4g} GB", kinds),
         ("step", duration(time.step_s), f"compute {duration(time.compute_s)}, update {duration(time.update_s)}"),
         ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
@@ -100,6 +101,15 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
     return rows
+
+
+def _experts(job: Job) -> list[tuple[str, str, str]]:
+    dimensions, mixture = job.dimensions, job.dimensions.mixture
+    if mixture is None:
+        return []
+    share = f"{dimensions.num_active_params / dimensions.num_params:.1%}"
+    chosen = f"{mixture.experts_per_token} of {mixture.num_experts} experts"
+    return [("active", share, f"{dimensions.num_active_params:,} parameters, with {chosen} for each token")]
 
 
 def _data_set(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:

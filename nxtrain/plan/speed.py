@@ -11,11 +11,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nxtrain.plan.context import context_bytes
+from nxtrain.plan.experts import exchange_bytes
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import optimizer_bytes, params_bytes
 from nxtrain.plan.moments import reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
-from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes
+from nxtrain.plan.traffic import (
+    Links,
+    Traffic,
+    exchange_s,
+    gather_bytes,
+    link_of,
+    pp_bytes,
+    ring_s,
+    sync_bytes,
+    tp_bytes,
+)
 from nxtrain.plan.work import Work, model_flops_per_token, passes, restored_bytes
 
 
@@ -116,6 +127,7 @@ class PartTime(NamedTuple):
     backward_s: float
     tp_s: float
     cp_s: float
+    ep_s: float
 
 
 def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -> StepTime:
@@ -160,15 +172,17 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
     flops = model_flops_per_token(job) * job.tokens_per_step
     own = parts[slowest :: parallel.pp]
     tp_own_s, cp_own_s = sum(part.tp_s for part in own), sum(part.cp_s for part in own)
+    ep_own_s = sum(part.ep_s for part in own)
     num = job.num_micro
     return StepTime(
         step_s=step_s,
-        compute_s=num * (busy[slowest] - tp_own_s - cp_own_s),
+        compute_s=num * (busy[slowest] - tp_own_s - cp_own_s - ep_own_s),
         update_s=update_s,
         bubble=waiting,
         traffic=(
             *_tp_traffic(job, slowest, links, num * tp_own_s),
             *_cp_traffic(job, slowest, links, num * cp_own_s),
+            *_ep_traffic(job, slowest, num * ep_own_s),
             *_dp_traffic(job, slowest, (num * gather_s, num * exposed_gather_s), (sync_s, exposed_sync_s)),
             *_pp_traffic(job, num * send_s, num * sends_s),
         ),
@@ -224,11 +238,16 @@ def _part(job: Job, num_blocks: int, has_head: bool, links: Links, rates: Rates,
     sent_forward, sent_backward = context_bytes(job, num_blocks)
     cp_forward_s = _cp_seconds(job, sent_forward, links, code.cp_overlap, forward.attention / rates.attention)
     cp_backward_s = _cp_seconds(job, sent_backward, links, code.cp_overlap, backward.attention / rates.attention)
-    forward_s = rates.seconds(forward) + tp_forward_s + cp_forward_s + restore_s
+    parallel = job.config.parallel
+    ep_forward_s, ep_backward_s = (
+        exchange_s(job, parallel.ep, sent, links, spread=parallel.tp) for sent in exchange_bytes(job, num_blocks)
+    )
+    forward_s = rates.seconds(forward) + tp_forward_s + cp_forward_s + ep_forward_s + restore_s
     if job.config.train.remat == "full":
         restore_s *= 2
-    backward_s = rates.seconds(backward) + tp_backward_s + cp_backward_s + restore_s
-    return PartTime(forward_s, backward_s, tp_forward_s + tp_backward_s, cp_forward_s + cp_backward_s)
+    backward_s = rates.seconds(backward) + tp_backward_s + cp_backward_s + ep_backward_s + restore_s
+    tp_s, cp_s, ep_s = tp_forward_s + tp_backward_s, cp_forward_s + cp_backward_s, ep_forward_s + ep_backward_s
+    return PartTime(forward_s, backward_s, tp_s, cp_s, ep_s)
 
 
 def _cp_seconds(job: Job, num_bytes: float, links: Links, overlap: float, attention_s: float) -> float:
@@ -318,6 +337,15 @@ def _cp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterato
         sent = job.num_micro * sum(context_bytes(job, blocks))
         seconds = ring_s(job, parallel.cp, sent, links, spread=parallel.tp)
         yield Traffic("cp", link_of(job, parallel.cp, parallel.tp), int(sent), seconds, _hidden(seconds, exposed_s))
+
+
+def _ep_traffic(job: Job, stage: int, seconds: float) -> Iterator[Traffic]:
+    """Exchange of tokens between the ranks that divide the experts; nothing hides it."""
+    parallel = job.config.parallel
+    if parallel.ep > 1:
+        blocks = sum(len(part.blocks) for part in job.parts[stage]) - job.stage(stage).num_dense
+        sent = job.num_micro * sum(exchange_bytes(job, blocks))
+        yield Traffic("ep", link_of(job, parallel.ep, parallel.tp), int(sent), seconds, 0.0)
 
 
 def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:

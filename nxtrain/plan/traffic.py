@@ -21,7 +21,7 @@ class Traffic:
     """Communication of one rank over one axis in a step.
 
     Args:
-        axis: `tp`, `cp`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp.
+        axis: `tp`, `cp`, `ep`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp.
         link: Slowest link that the axis spans: between devices of a machine, or between machines.
         bytes: Bytes that a rank sends.
         seconds: Time of the transfers.
@@ -98,6 +98,25 @@ def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) 
     return max(device_s, rings * num_bytes / links.network)
 
 
+def exchange_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
+    """Seconds in which the ranks of each group send `num_bytes` each, in equal parts to all others of the group.
+
+    Args:
+        job, size, links, spread: As for `ring_s`.
+        num_bytes: Bytes that each rank sends.
+    """
+    if size == 1 or not num_bytes:
+        return 0.0
+    per_node = max(1, min(size, job.machine.devices // spread))
+    within = num_bytes * (per_node - 1) / (size - 1)
+    device_s = within / links.device if within and links.device else 0.0
+    if size <= per_node:
+        return device_s
+    if not links.network:
+        return float("inf")
+    return max(device_s, min(job.world, job.machine.devices) * (num_bytes - within) / links.network)
+
+
 def link_of(job: Job, size: int, spread: int) -> Link:
     """Slowest link of a group."""
     if size == 1:
@@ -113,14 +132,15 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
     An all-reduce sends twice (n-1)/n of its bytes, a reduce-scatter or an all-gather once.
     """
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    local = job.trained(stage, 1).local
-    share = (job.copies - 1) / job.copies
+    trained = job.trained(stage, 1)
+    experts = (job.copies // parallel.ep - 1) / (job.copies // parallel.ep) * trained.experts
+    sent = (job.copies - 1) / job.copies * (trained.local - trained.experts) + experts
     if job.is_fully_sharded:
         replicas = job.copies // job.shard_size
         return 0.0, 2 * (replicas - 1) / replicas * reduced_bytes(job, stage)
     if parallel.shard == "zero1":
-        return share * local * (reduce + job.params_size), 0.0
-    return 2 * share * local * reduce, 0.0
+        return sent * (reduce + job.params_size), 0.0
+    return 2 * sent * reduce, 0.0
 
 
 def gather_bytes(job: Job, stage: int) -> float:
@@ -128,11 +148,14 @@ def gather_bytes(job: Job, stage: int) -> float:
     if not job.is_fully_sharded:
         return 0.0
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    trained, frozen = job.trained(stage, 1).local, job.frozen(stage)
+    trained, frozen = job.trained(stage, 1), job.frozen(stage)
     gathers = 1 if parallel.shard == "grad_op" else 2
     share = (job.shard_size - 1) / job.shard_size
     base = sum(job.stage(stage).blocks) * frozen.block + frozen.rest
-    return share * (gathers * (base + trained * job.params_size) + trained * reduce)
+    holders = job.shard_size // parallel.ep
+    experts = (holders - 1) / holders * trained.experts
+    sent = share * (trained.local - trained.experts) + experts
+    return share * gathers * base + sent * (gathers * job.params_size + reduce)
 
 
 def pp_bytes(job: Job) -> float:

@@ -73,6 +73,9 @@ def _moved_bytes(job: Job) -> int:
     stream = 10 * job.sequence_rows * job.dimensions.hidden_size
     tensors = 3 if job.dimensions.gated else 2
     per_token = tensors * job.inner_width
+    if job.dimensions.mixture is not None:
+        # Rows are gathered and their outputs are summed by token; each is read and written.
+        per_token = job.dimensions.mixture.experts_per_token * (per_token + 4 * job.dimensions.hidden_size)
     if not job.dimensions.positions:
         per_token += 2 * (job.query_width + job.key_width)
     return (stream + job.micro_tokens * per_token) * job.params_size

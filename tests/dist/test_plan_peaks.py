@@ -49,6 +49,8 @@ FOUR: Tables = {
 }
 """Four blocks whose shards on four ranks are small beside what is gathered."""
 
+EXPERTS = {"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
 FEW = {"seq_len": 16, "micro_batch": 1}
 """So few tokens that parameters take most of the memory."""
 
@@ -161,6 +163,26 @@ RUNS: dict[str, Tables] = {
         "model": {"intermediate_size": 1024, "fused_gate_up": False},
         "train": {"global_batch": 12, "remat": "selective"},
     },
+    "experts": {"model": EXPERTS},
+    "experts, full remat": {"model": EXPERTS, "train": {"remat": "full"}},
+    "experts, few tokens": {"model": EXPERTS, "train": {**FEW, "global_batch": 4}, "precision": MASTER},
+    "wide experts": {"model": {**EXPERTS, "intermediate_size": 1024, "num_hidden_layers": 1}, "train": LONG},
+    "experts, sequence parallel": {"model": EXPERTS, "parallel": {"tp": 2, "sequence_parallel": True}},
+    "experts, full": {
+        "model": EXPERTS,
+        "parallel": {"dp": 2, "shard": "full"},
+        "precision": MASTER,
+        "train": {**FEW, "global_batch": 4},
+    },
+    "experts in half of the blocks": {
+        "model": {
+            "family": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "mlp_only_layers": [0, 2],
+        }
+    },
     "qlora": {"finetune": {"method": "qlora", "r": 16}, "precision": MASTER, "train": {"seq_len": 32}},
     "qlora, tp": {
         "finetune": {"method": "qlora", "r": 8},
@@ -199,7 +221,7 @@ OTHER_VALUES: dict[tuple[str, str], Any] = {
 def resolved_of(tables: Tables) -> Resolved:
     given = {name: dict(table) for name, table in tables.items()}
     model = given.pop("model", {})
-    own: dict[str, Any] = {key: model.pop(key) for key in ("fused_qkv", "fused_gate_up") if key in model}
+    own: dict[str, Any] = {key: model.pop(key) for key in ("family", "fused_qkv", "fused_gate_up") if key in model}
     parallel: dict[str, Any] = {"dp": 1, **given.pop("parallel", {})}
     train = {"seq_len": 256, "micro_batch": 4, "global_batch": 8 * parallel["dp"], **given.pop("train", {})}
     return plan(

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.dimensions import Dimensions
-from nxtrain.common.family import find_family
+from nxtrain.common.dimensions import Dimensions, Mixture
+from nxtrain.common.family import family_names, find_family
 from nxtrain.common.machines import GB, GIGABIT, Machine
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
@@ -37,6 +37,10 @@ HELD_OUT = GOLDEN / "held_out_throughput.json"
 """Rows that chose no constant."""
 CONTEXT = GOLDEN / "context_throughput.json"
 """Rows with context parallelism, which chose no constant."""
+EXPERTS = GOLDEN / "expert_throughput.json"
+"""Rows with experts, which chose no constant."""
+GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
+"""Blocks and experts of models that are no family here."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def job_of(row: dict[str, Any]) -> Job:
                 "dp": dp,
                 "cp": cp,
                 "cp_method": row.get("cp_method", "auto"),
+                "ep": row.get("ep", 1),
                 "virtual_pp": row.get("virtual_pp", 1),
                 "shard": row["shard"],
                 "sequence_parallel": row.get("sequence_parallel", row["tp"] > 1),
@@ -111,8 +116,22 @@ def _decoder(name: str) -> Dimensions:
         return SHAPES[name].dimensions
     if name in (own := _own_models()):
         return own[name]
-    family = find_family("llama")
-    return family.dimensions(family.preset(name))
+    if name in GPT_OSS:
+        num_layers, num_experts = GPT_OSS[name]
+        return Dimensions(
+            vocab_size=201_088,
+            hidden_size=2880,
+            num_layers=num_layers,
+            num_heads=64,
+            num_kv_heads=8,
+            head_size=64,
+            intermediate_size=2880,
+            mixture=Mixture(num_experts, experts_per_token=4, expert_size=2880),
+        )
+    for family in map(find_family, family_names()):
+        if name in family.presets:
+            return family.dimensions(family.preset(name))
+    raise KeyError(name)
 
 
 @cache
@@ -136,6 +155,12 @@ def held_out() -> tuple[Compared, ...]:
 def with_context() -> tuple[Compared, ...]:
     """All rows with context parallelism."""
     return _compared(CONTEXT)
+
+
+@cache
+def with_experts() -> tuple[Compared, ...]:
+    """All rows with experts."""
+    return _compared(EXPERTS)
 
 
 def _compared(path: Path) -> tuple[Compared, ...]:

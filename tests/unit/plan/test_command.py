@@ -112,7 +112,7 @@ def test_a_layout_of_a_search_is_what_a_plan_of_it_predicts() -> None:
     assert {key: one[key] for key in CONTRACT} == {key: best[key] for key in CONTRACT}
 
 
-PARALLEL = ("tp", "cp", "cp_method", "pp", "dp", "virtual_pp", "schedule", "sequence_parallel", "shard")
+PARALLEL = ("tp", "cp", "cp_method", "pp", "dp", "ep", "virtual_pp", "schedule", "sequence_parallel", "shard")
 
 
 def test_what_does_not_fit_is_reported_with_the_arithmetic() -> None:

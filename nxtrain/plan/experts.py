@@ -1,0 +1,72 @@
+"""Memory and traffic of experts: tensors of the router and of the rows that experts compute, and their exchange.
+
+Counts mirror `nn/mixture.py`, `parallel/dispatch.py` and `parallel/experts.py`. Routers are taken to balance the load,
+as their losses make them: then each rank's experts compute as many rows as the rank has slots.
+"""
+
+from __future__ import annotations
+
+from nxtrain.plan.job import SIZES, Job, once_per_job
+
+FLOAT, INDEX = SIZES["fp32"], 8
+"""Bytes of a number of the router, and of the number of a slot."""
+
+
+def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
+    """Tensors that autograd keeps of the feed-forward of a block with experts; empty without experts."""
+    mixture, hidden = job.dimensions.mixture, job.dimensions.hidden_size
+    if mixture is None:
+        return []
+    tokens, k = job.sequence_rows, mixture.experts_per_token
+    kept = [("gate", "input", tokens * hidden * job.params_size)]
+    if job.params_size != FLOAT:
+        kept.append(("gate", "input in float32", tokens * hidden * FLOAT))
+    # Logits and probabilities; indices, and the weights before and after their sum becomes 1.
+    chosen = INDEX + (2 * FLOAT if mixture.is_normalized else 0)
+    kept.append(("gate", "logits and probabilities", 2 * tokens * mixture.num_experts * FLOAT))
+    kept.append(("gate", "experts of each token", tokens * k * chosen))
+    kept.append(("experts", "rows", job.slots * hidden * job.params_size))
+    kept.append(("experts", "gate and up", 2 * job.slots * job.inner_width * job.params_size))
+    kept.append(("experts", "slots and weights", job.slots * (INDEX + FLOAT)))
+    return kept
+
+
+@once_per_job
+def expert_work_bytes(job: Job) -> int:
+    """Bytes of the backward pass of experts: gradients of rows and of matrices, and the tensors of one expert.
+
+    The gradients of all matrices of the block exist at once, beside the sums of earlier micro-batches. One expert may
+    get every token once, however well the others are balanced.
+    """
+    mixture = job.dimensions.mixture
+    if mixture is None:
+        return 0
+    experts = mixture.num_experts // job.config.parallel.ep
+    rows = 2 * job.slots * job.dimensions.hidden_size
+    one = 6 * job.micro_tokens * job.inner_width
+    matrices = 0
+    if job.num_micro > 1:
+        matrices = 3 * experts * job.inner_width * job.dimensions.hidden_size
+    return (rows + one + matrices) * job.params_size
+
+
+@once_per_job
+def expert_forward_bytes(job: Job) -> int:
+    """Bytes of the forward pass of experts if nothing is kept: rows, their projections, outputs, and their sums."""
+    rows = job.slots * job.dimensions.hidden_size
+    return (3 * rows + 2 * job.slots * job.inner_width) * job.params_size
+
+
+def exchange_bytes(job: Job, num_blocks: int) -> tuple[float, float]:
+    """Bytes that a rank sends over ep for one micro-batch through some blocks: forward and backward.
+
+    Rows go to the ranks of their experts, and their outputs come back; the backward pass has both again, for gradients.
+    A recomputed block repeats the forward pass. Each tensor parallel rank exchanges whole rows. The counts of rows are
+    small and left out.
+    """
+    parallel = job.config.parallel
+    if parallel.ep == 1:
+        return 0.0, 0.0
+    rows = job.slots * job.dimensions.hidden_size * job.params_size * (parallel.ep - 1) / parallel.ep
+    repeats = 4 if job.config.train.remat == "full" else 2
+    return num_blocks * 2 * rows, num_blocks * repeats * rows
