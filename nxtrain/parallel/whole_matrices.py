@@ -79,9 +79,9 @@ class WholeMatrices:
         returned = self._comm.start_all_to_all(results, self._holders).wait()
         everyones = self._comm.start_all_gather(returned, self._helpers).wait()
         found = {}
-        for name, result in zip(of.owned, everyones.unbind(), strict=True):
+        for index, name in enumerate(of.owned):
             if name:
-                found[name] = result[: rows[name].shape[0]].to(home)
+                found[name] = everyones[index, : rows[name].shape[0]].to(home)
         return found
 
 
