@@ -22,6 +22,7 @@ from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of
+from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
@@ -121,6 +122,7 @@ def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = T
     yield from _layers(config)
     yield from _compile(config)
     yield from finetune(config, has_weights=has_weights)
+    yield from muon_problems(config.optim, lr=config.optim.lr, method=config.finetune.method)
     yield from transport(config)
     yield from order(config)
 

@@ -87,15 +87,16 @@ def precision(config: RunConfig) -> Iterator[Problem]:
     if update not in _UPDATES[params]:
         reason = f"{update} does not fit params={params}: {_UPDATE_REASONS[params]}"
         yield Problem("precision.update", reason, hint=f"use {' or '.join(_UPDATES[params])}")
-    for index, beta in enumerate(config.optim.betas):
+    decays = {f"optim.betas[{index}]": beta for index, beta in enumerate(config.optim.betas)}
+    if config.optim.name == "muon":
+        decays["optim.muon_momentum"] = config.optim.muon_momentum
+    for key, beta in decays.items():
         if types.state == "bf16" and update != "bf16_stochastic" and beta > MAX_ROUNDED_BETA:
             reason = (
-                f"bf16 rounds to nearest under update={update}: with optim.betas[{index}]={beta} each step changes the "
+                f"bf16 rounds to nearest under update={update}: with {key}={beta} each step changes the "
                 "running mean by less than half the distance to the next number, and it stays where it is"
             )
-            hint = (
-                f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[{index}]={MAX_ROUNDED_BETA} or less"
-            )
+            hint = f"use precision.state=fp32, update=bf16_stochastic, or {key}={MAX_ROUNDED_BETA} or less"
             yield Problem("precision.state", reason, hint=hint)
     if config.backend.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
         reason = f"hardware rounds at random on Trainium alone, not on {config.backend.name}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nxtrain.optim.update_rules import Compensated, Copied, Elsewhere, InPlace, 
 from nxtrain.parallel.precision import Precision
 
 _MEANS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class AdamW:
 
     Attributes:
         state: Optimizer state in checkpoints, by kind and parameter name: `exp_avg` and `exp_avg_sq`; `master`, the
-            float32 copies of `fp32_master`; `compensation`, the rounding errors that `bf16_kahan` carries over.
+            float32 copies of `fp32_master`; `compensation`, the rounding errors that `bf16_kahan` carries over;
+            `momentum_buffer` of a subclass with another rule for some parameters.
         num_updates: (2,) float32, the number of steps done, twice, since torch-xla may fold a single number into a
             constant of a graph.
 
@@ -48,9 +50,10 @@ class AdamW:
         seed: Seed of the run, for stochastic rounding.
         optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
         apart: Parameters lie on another device than the state, where the update runs.
+        others: Parameters that a subclass updates by one running mean; None: there is no such subclass.
     """
 
-    def __init__(  # 8 arguments: kernels, and both places of what they update
+    def __init__(  # 9 arguments: kernels, and both places of what they update
         self,
         shards: Mapping[str, Tensor],
         layout: Layout,
@@ -61,6 +64,7 @@ class AdamW:
         seed: int,
         optim: OptimConfig,
         apart: bool = False,
+        others: Collection[str] | None = None,
     ) -> None:
         self._apart = apart
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
@@ -68,19 +72,23 @@ class AdamW:
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
         # that of all steps.
         self.num_updates = put(torch.zeros(2))
-        self.state = {kind: self._zeros(precision.state, put) for kind in _MEANS}
+        own = {name: shard for name, shard in shards.items() if name not in (others or ())}
+        self.state = {kind: _zeros(own, precision.state, put) for kind in _MEANS}
+        if others is not None:
+            self.state[MOMENTUM] = _zeros({name: shards[name] for name in others}, precision.state, put)
+        means = tuple(self.state)
         if precision.update == "fp32_master":
             stored_wide = all(shard.dtype == torch.float32 for shard in shards.values())
-            self.state["master"] = dict(shards) if stored_wide else self._zeros(torch.float32, put)
+            self.state["master"] = dict(shards) if stored_wide else _zeros(shards, torch.float32, put)
         if precision.update == "bf16_kahan":
-            self.state["compensation"] = self._zeros(torch.bfloat16, put)
+            self.state["compensation"] = _zeros(shards, torch.bfloat16, put)
         self._keys: dict[str, dict[str, RoundingKey]] = {}
         if precision.update == "bf16_stochastic":
-            rounded = ("param", *_MEANS) if precision.state == torch.bfloat16 else ("param",)
+            rounded = ("param", *means) if precision.state == torch.bfloat16 else ("param",)
             self._keys = {kind: rounding_keys(layout, shards, kind, seed, put) for kind in rounded}
         self._groups = []
         for decays, weight_decay in ((True, optim.weight_decay), (False, 0.0)):
-            shapes = {name: shard.shape for name, shard in shards.items() if layout.table[name].decay == decays}
+            shapes = {name: shard.shape for name, shard in own.items() if layout.table[name].decay == decays}
             for call in kernels.tiles(shapes):
                 tiles = [
                     _Tile(rows, self._param(rows), self._mean("exp_avg", rows), self._mean("exp_avg_sq", rows))
@@ -122,10 +130,13 @@ class AdamW:
             skip = None
         step = self.num_updates[0]
         skip = None if skip is None else skip.to(step.device)
+        self._step(grads, AdamStep(lr, step, grad_scale, self._betas, self._eps, self._weight_decay, skip))
+
+    def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
+        """Update every parameter by gradients on the device of the gradients."""
         for tiles, weight_decay in self._groups:
-            parts = [tile.rows.of(grads[tile.rows.name]).to(step.device) for tile in tiles]
-            how = AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay, skip)
-            self._update(tiles, parts, how)
+            parts = [tile.rows.of(grads[tile.rows.name]).to(how.step.device) for tile in tiles]
+            self._update(tiles, parts, replace(how, weight_decay=weight_decay))
 
     def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep) -> None:
         """Update tiles by their gradients."""
@@ -151,21 +162,28 @@ class AdamW:
 
         Source: Yu et al. 2024 (arXiv:2405.03637), lost arithmetic.
         """
-        beta1, beta2 = self._betas
-        lr, step = lr.to(self.num_updates.device), self.num_updates[0]
-        correction1, correction2 = bias_correction(beta1, step), bias_correction(beta2, step)
-        for name, shard in self._shards.items():
-            mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
-            update = (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
-            param = shard.to(step.device, self._precision.params)
+        lr = lr.to(self.num_updates.device)
+        for name, update in self._directions():
+            shard = self._shards[name]
+            param = shard.to(update.device, self._precision.params)
             if self._layout.table[name].decay:
                 update.add_(param * self._weight_decay)
-            update.mul_(lr)
+            update.mul_(self._rate_of(name, lr))
             unchanged = (param.float() - update).to(param.dtype) == param
             yield name, (unchanged & (update != 0)).float().to(shard.device)
 
-    def _zeros(self, dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in self._shards.items()}
+    def _directions(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and last update of each parameter without learning rate and weight decay, in the layout's order."""
+        beta1, beta2 = self._betas
+        step = self.num_updates[0]
+        correction1, correction2 = bias_correction(beta1, step), bias_correction(beta2, step)
+        for name in self.state[_MEANS[0]]:
+            mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
+            yield name, (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
+
+    def _rate_of(self, name: str, lr: Tensor) -> Tensor:
+        """Learning rate of a parameter, given that of the schedule."""
+        return lr
 
     def _param(self, rows: Rows) -> ParamStorage:
         value = rows.of(self._shards[rows.name])
@@ -192,3 +210,7 @@ class AdamW:
     def _stochastic(self, kind: str, value: Tensor, rows: Rows) -> Stochastic:
         key = self._keys[kind][rows.name].narrow(rows.start, rows.number)
         return Stochastic(value, key, self._kernels.stochastic_round)
+
+
+def _zeros(shards: Mapping[str, Tensor], dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in shards.items()}

@@ -14,12 +14,13 @@ from nxtrain.backends.attention_choice import context_method
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.convert.hf_folder import HfWeights
 from nxtrain.checkpoint.convert.peft import AdapterWeights
+from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import BuildContext, CausalLM
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import SequenceCut
-from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
@@ -33,6 +34,7 @@ from nxtrain.nn.offload import offload_activations
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
+from nxtrain.optim.muon import Muon
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
@@ -43,6 +45,7 @@ from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
+from nxtrain.parallel.whole_matrices import WholeMatrices
 from nxtrain.train.health.step_history import StepHistory
 from nxtrain.train.step import TrainState
 
@@ -279,23 +282,13 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model).of_trained(model), mesh)
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
-    offload = run.parallel.offload
-    optimizer = AdamW(
-        data_parallel.shards,
-        layout,
-        *_storage(backend, on_host="optimizer" in offload),
-        precision=precision,
-        seed=run.run.seed,
-        optim=run.optim,
-        apart=("params" in offload) != ("optimizer" in offload),
-    )
-    kernels, put = _storage(backend, on_host="params" in offload)
+    kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
     context_parallel = context_parallel_of(plan, backend, mesh)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
         gradients=Gradients(data_parallel, backend.collectives, put, kernels),
-        optimizer=optimizer,
+        optimizer=_optimizer(plan, model, data_parallel, backend, precision),
         pipeline=_pipeline(plan, model, backend, mesh, precision),
         num_params=num_trained(plan, backend),
         backend=backend,
@@ -306,6 +299,34 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
         positions=None if context_parallel is None else context_parallel.positions,
     )
+
+
+def _optimizer(
+    plan: Resolved, model: nn.Module, data_parallel: DataParallel, backend: Backend, precision: Precision
+) -> AdamW:
+    run, layout = plan.config, data_parallel.layout
+    offload = run.parallel.offload
+    kernels, put = _storage(backend, on_host="optimizer" in offload)
+    apart = ("params" in offload) != ("optimizer" in offload)
+    shards, seed = data_parallel.shards, run.run.seed
+    if run.optim.name == "adamw":
+        return AdamW(shards, layout, kernels, put, precision=precision, seed=seed, optim=run.optim, apart=apart)
+    hidden = hidden_matrices(model, layout.table)
+    num_blocks = -(-plan.model.num_hidden_layers // layout.mesh.pp_size)
+    matrices = WholeMatrices(hidden, layout.mesh, num_blocks, backend.collectives, backend.put)
+    return Muon(shards, layout, kernels, put, matrices, precision=precision, seed=seed, optim=run.optim, apart=apart)
+
+
+def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]:
+    """Sharding of the weights of all linear layers of the blocks, by parameter name."""
+    inner: set[int] = set()
+    for block in cast(CausalLM, model).blocks:
+        inner.update(id(parameter) for parameter in block.parameters())
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in inner and is_matrix(table[name]):
+            matrices[name] = table[name]
+    return matrices
 
 
 def _loss_scale(plan: Resolved, model: nn.Module, backend: Backend) -> LossScale:

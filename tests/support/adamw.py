@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import _muon as torch_muon
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.rounding import step_hash
@@ -126,3 +128,13 @@ def rounded(
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     kernels.stochastic_round(x.clone(), out, key, step_hash(torch.tensor(float(step))))
     return out
+
+
+def wide_newton_schulz() -> Callable[..., Tensor]:
+    """Iteration of torch.optim.Muon in the type of its argument, where torch's own rounds to bfloat16."""
+    source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
+    assert source.count("grad.bfloat16()") == 1
+    names = dict(vars(torch_muon))
+    exec(source.replace("grad.bfloat16()", "grad.clone()"), names)
+    wide: Callable[..., Tensor] = names["_zeropower_via_newtonschulz"]
+    return wide

@@ -66,6 +66,9 @@ class Echo(Collectives):
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         return Done(x.chunk(axis.size)[axis.rank] * (axis.size * scale) if axis.size > 1 else x)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        raise NotImplementedError
+
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import _muon as torch_muon
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.torch_kernels import PlainKernels
@@ -18,9 +19,11 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
+from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from tests.support.adamw import wide_newton_schulz
 from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
 
 LR = 3e-3
@@ -70,17 +73,10 @@ def reference(
     wrapped = wrap(model)
     optim = resolved.config.optim
     trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
-    groups = [
-        {
-            "params": [p for name, p in trained.items() if _decays(name, p, optim.decay_norms) == decays],
-            "weight_decay": optim.weight_decay * decays,
-        }
-        for decays in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    optimizers = _optimizers(trained, optim)
     losses, norms = [], []
     for inputs, targets in data or _pairs(resolved, steps):
-        optimizer.zero_grad()
+        wrapped.zero_grad()
         if resolved.dimensions.mixture is None:
             logits = wrapped(input_ids=inputs).logits.double()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
@@ -92,7 +88,10 @@ def reference(
         if optim.clip:
             torch.nn.utils.clip_grads_with_norm_(trained.values(), optim.clip, norm)
         norms.append(norm.item())
-        optimizer.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_muon, "_zeropower_via_newtonschulz", wide_newton_schulz())
+            for optimizer in optimizers:
+                optimizer.step()
         losses.append(loss.item())
     weights_by_name = hf_tensors(resolved.dimensions, trained.items())
     return Course(losses, norms, {name: p.detach() for name, p in weights_by_name.items()})
@@ -121,6 +120,28 @@ def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Ten
         ((loss + others * (targets[own] != IGNORE_INDEX).sum()) / count).backward()
         total += loss.detach()
     return total / count
+
+
+def _optimizers(trained: Mapping[str, torch.nn.Parameter], optim: OptimConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or torch's Muon for the matrices of the blocks and AdamW for all others."""
+    matrices: list[torch.nn.Parameter] = []
+    if optim.name == "muon":
+        matrices = [p for name, p in trained.items() if ".layers." in name and p.dim() > 1]
+    hidden = {id(p) for p in matrices}
+    groups = []
+    for decays in (True, False):
+        own = [
+            p for name, p in trained.items() if id(p) not in hidden and _decays(name, p, optim.decay_norms) == decays
+        ]
+        groups.append({"params": own, "weight_decay": optim.weight_decay * decays})
+    rate = optim.lr if optim.name == "adamw" else optim.adam_lr or optim.lr
+    adamw = torch.optim.AdamW(groups, lr=rate, betas=optim.betas, eps=optim.eps)
+    if not matrices:
+        return [adamw]
+    rule: dict[str, Any] = {"momentum": optim.muon_momentum, "nesterov": optim.muon_nesterov}
+    scale = {"original": "original", "moonlight": "match_rms_adamw"}[optim.muon_scale]
+    rule |= {"ns_steps": optim.muon_steps, "adjust_lr_fn": scale, "weight_decay": optim.weight_decay}
+    return [adamw, torch.optim.Muon(matrices, lr=optim.lr, **rule)]
 
 
 def _decays(name: str, parameter: Tensor, norms: bool) -> bool:

@@ -84,6 +84,13 @@ class XlaCollectives(Collectives):
             out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        with self._apart(axis):
+            out = self._xm.all_to_all(x, 0, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        return Done(out)
+
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:

@@ -209,6 +209,12 @@ class C10dCollectives(Collectives):
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
         return _Async(_started(dist.reduce_scatter_tensor(out, x, group=group, async_op=True)), out, axis, scale)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        out = torch.empty_like(x)
+        return _Async(_started(dist.all_to_all_single(out, x, group=self._ordered(axis), async_op=True)), out, axis)
+
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:

@@ -79,6 +79,13 @@ class Collectives(ABC):
         """`reduce_scatter` that other work may overlap, times `scale`."""
 
     @abstractmethod
+    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        """Send each rank its slice of dimension 0, and concatenate the slices that come, in rank order.
+
+        Other work may overlap. The result has the shape of `x`, (n * size, ...).
+        """
+
+    @abstractmethod
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:

@@ -18,6 +18,7 @@ from nxtrain.common.sharding import ParamTable
 from nxtrain.common.vocab import ID_MASK
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load, values
+from nxtrain.config.muon import MuonConfig
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import Documents, open_lane
 from nxtrain.data.stream_loader import LaneOrder
@@ -132,6 +133,7 @@ def test_a_changed_default_cannot_change_a_recipe(name: str) -> None:
     whole = ("precision.", "optim.", "checkpoint.")
     keys = [key for key in values(loaded.config) if key in RECIPES[name] or key.startswith(whole)]
     idle = {"precision.type", "precision.loss_scale", "precision.loss_scale_every"}  # each key is set; none has fp16
+    idle |= {f"optim.{key}" for key in MuonConfig.model_fields if key != "name"}  # the optimizer is AdamW
     assert {key for key in keys if loaded.origins[key] == "default"} == idle
 
 

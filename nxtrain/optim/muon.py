@@ -1,0 +1,126 @@
+"""Muon for the matrices of the blocks: momentum, made orthogonal by Newton-Schulz steps; AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.rounding import step_hash
+from nxtrain.common.kernels import AdamStep, Kernels, Rows
+from nxtrain.common.sharding import Layout
+from nxtrain.config.schema import OptimConfig
+from nxtrain.optim.adamw import MOMENTUM, AdamW
+from nxtrain.optim.newton_schulz import orthogonalize, update_scale
+from nxtrain.optim.update_rules import ParamStorage
+from nxtrain.parallel.matrix_rounds import Round
+from nxtrain.parallel.precision import DTYPES, Precision
+from nxtrain.parallel.whole_matrices import WholeMatrices
+
+
+class Muon(AdamW):
+    """Momentum whose singular values are made equal, for whole matrices; AdamW for all other parameters.
+
+    Each rank keeps the momentum of its own rows. Each matrix is orthogonalized on one rank, whole and in float32, so
+    that equal gradients give equal weights in every layout. The segments of a fused matrix are matrices of their own.
+
+    Args:
+        shards: Tensors that this rank updates, by parameter name.
+        layout: Position of these entries in the model, and weight decay of each parameter.
+        kernels: Kernels of the device.
+        put: Copies a host tensor to the device.
+        matrices: Exchange of the rows of the matrices that Muon updates.
+        precision: The update rule and the types of the state; the momentum is a running mean.
+        seed: Seed of the run, for stochastic rounding.
+        optim: Keys of Muon and of AdamW.
+        apart: Parameters lie on another device than the state, where the update runs.
+
+    Source: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (arXiv:2502.16982); torch
+    2.9, torch.optim.Muon.
+    """
+
+    def __init__(  # 9 arguments: those of AdamW, and the exchange
+        self,
+        shards: Mapping[str, Tensor],
+        layout: Layout,
+        kernels: Kernels,
+        put: Callable[[Tensor], Tensor],
+        matrices: WholeMatrices,
+        *,
+        precision: Precision,
+        seed: int,
+        optim: OptimConfig,
+        apart: bool = False,
+    ) -> None:
+        names = [name for each in matrices.rounds for name in each.names]
+        super().__init__(
+            shards, layout, kernels, put, precision=precision, seed=seed, optim=optim, others=names, apart=apart
+        )
+        self._matrices, self._optim = matrices, optim
+        self._dtype = DTYPES[optim.muon_precision]
+        self._adam_factor = optim.adam_lr / optim.lr if optim.adam_lr else 1.0
+        self._stores: dict[str, tuple[ParamStorage, ParamStorage]] = {}
+        for name in names:
+            rows = Rows(name, 0, shards[name].shape[0], whole=True)
+            self._stores[name] = self._param(rows), self._mean(MOMENTUM, rows)
+
+    def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
+        super()._step(grads, replace(how, lr=how.lr * self._adam_factor))
+        noise = step_hash(how.step)
+        for each in self._matrices.rounds:  # one after another, since only one round needs memory at a time
+            ahead = {name: self._advance(name, grads[name], noise, how) for name in each.names}
+            for name, update in self._orthogonalized(each, ahead).items():
+                store = self._stores[name][0]
+                decay = self._weight_decay if self._layout.table[name].decay else 0.0
+                old = store.open()
+                _close(store, old, old * (1.0 - how.lr * decay) - update * how.lr, noise, how.skip)
+
+    def _advance(self, name: str, grad: Tensor, noise: Tensor, how: AdamStep) -> Tensor:
+        """Update the running mean of a gradient; return the update before it is made orthogonal, in float32."""
+        # Products and sums alone, which round each entry alike wherever the entry lies in a tensor.
+        store, decay = self._stores[name][1], self._optim.muon_momentum
+        old = store.open()
+        new = grad.float() * how.grad_scale * (1.0 - decay)
+        mean = old * decay + new
+        _close(store, old, mean, noise, how.skip)
+        if self._optim.muon_nesterov:
+            return new + mean * decay
+        return mean
+
+    def _orthogonalized(self, each: Round, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Updates of this rank's rows: whole matrices are made orthogonal and scaled by their shape."""
+        optim = self._optim
+
+        def update(matrix: Tensor) -> Tensor:
+            num_rows, num_columns = matrix.shape
+            scale = update_scale(num_rows, num_columns, optim.muon_scale)
+            return orthogonalize(matrix, optim.muon_steps, self._dtype) * scale
+
+        return self._matrices.apply(each, rows, update)
+
+    def _directions(self) -> Iterator[tuple[str, Tensor]]:
+        # The last gradient is gone, so that the momentum stands for the update.
+        updates: dict[str, Tensor] = {}
+        for each in self._matrices.rounds:
+            momenta = {name: self.state[MOMENTUM][name].float() for name in each.names}
+            updates.update(self._orthogonalized(each, momenta))
+        others = super()._directions()
+        for name in self._shards:
+            if name in updates:
+                yield name, updates[name]
+            else:
+                yield next(others)
+
+    def _rate_of(self, name: str, lr: Tensor) -> Tensor:
+        return lr if name in self._stores else lr * self._adam_factor
+
+
+def _close(store: ParamStorage, wide: Tensor, new: Tensor, noise: Tensor, skip: Tensor | None) -> None:
+    """Store a new value unless the step is skipped.
+
+    Args:
+        wide: Result of `store.open()`, which may be the stored tensor itself.
+    """
+    store.close(wide.copy_(new if skip is None else torch.where(skip, wide, new)), noise, skip)
