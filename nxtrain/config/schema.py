@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -22,7 +20,9 @@ from pydantic import (
 )
 
 from nxtrain.common.io.paths import local, local_or_bucket, storage
-from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS
+from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.config.section import LocalText, Section, Size
 
 
 def _graph_folder(path: Path) -> Path:
@@ -31,7 +31,6 @@ def _graph_folder(path: Path) -> Path:
 
 # TOML has no paths, so a string becomes one.
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
-LocalText = Annotated[str, AfterValidator(local)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
 """Folder or address; `nxtrain.config.check` reports an address without bucket."""
@@ -40,7 +39,6 @@ GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
-Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Degree = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
@@ -66,14 +64,6 @@ ON_GPUS = "cuda"
 
 QUANTIZING = ("auto", "cpu", "cuda")
 """Values of backend.name that may have a library for quantized weights."""
-
-
-class Section(BaseModel):
-    """A table of the configuration file."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class IdentityConfig(Section):
@@ -107,7 +97,7 @@ class ModelChoiceConfig(Section):
     """Hugging Face folder whose config.json gives the shape."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Changes to the shape, under Hugging Face's names, such as `num_hidden_layers`."""
     fused_qkv: bool = True
     """One matrix for the query, key and value projections."""
@@ -235,31 +225,6 @@ class OptimConfig(Section):
     """Weight decay also applies to norm weights; it never applies to biases."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: never clip."""
-
-
-class FinetuneConfig(Section):
-    """[finetune]: trained share of a model that begins from given weights."""
-
-    method: Literal["full", "lora", "qlora"] = "full"
-    """Every weight, or low-rank adapters of linear layers beside frozen weights; with qlora, matrices of the blocks
-    are frozen in NF4."""
-    r: Size = 16
-    """Rank of each adapter."""
-    alpha: PositiveFloat = 32.0
-    """Factor of an adapter's output, divided by r."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the entries of an adapter's input that a training step leaves out at random."""
-    targets: tuple[str, ...] = Field(default=(), strict=False)
-    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
-    rslora: bool = False
-    """Divide alpha by the square root of r instead."""
-    adapter: LocalText = ""
-    """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
-
-    @property
-    def adapts(self) -> bool:
-        """True if adapters are trained beside frozen weights."""
-        return self.method != "full"
 
 
 class DataConfig(Section):

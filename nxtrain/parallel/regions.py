@@ -66,6 +66,13 @@ class _ReduceSum(torch.autograd.Function):
         return grad, None, None
 
 
+def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+    """Sum the partial results of the ranks of an axis, whose gradient is that of the sum; overwrites `x`."""
+    if axis.size == 1:
+        return x
+    return _ReduceSum.apply(x, comm, axis)  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """Tensor parallel context with which every sharded layer is built.
