@@ -297,11 +297,11 @@ def masked_cross_entropy(
     exp = (scores - peak.unsqueeze(1)).exp()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses = sums[0].log() + peak - sums[1]
-    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    counting = torch.where(counted, losses, torch.zeros_like(losses))
     if not needs_grad:
-        return loss, None
+        return counting, None
     grad = exp * (counted.float() / sums[0]).unsqueeze(1) - hit.float()
-    return loss, grad.to(dtype)
+    return counting, grad.to(dtype)
 
 
 def cross_entropy(
@@ -317,9 +317,9 @@ def cross_entropy(
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses = sums[0].log() + peak - sums[1]
-    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    counting = torch.where(counted, losses, torch.zeros_like(losses))
     if not needs_grad:
-        return loss, None
+        return counting, None
     grad = exp.mul_((counted.float() / sums[0]).unsqueeze(1))
     grad.scatter_add_(1, column, -here.float().unsqueeze(1))
-    return loss, grad.to(dtype)
+    return counting, grad.to(dtype)

@@ -96,6 +96,10 @@ def prepare(
     chat: Annotated[
         bool, typer.Option("--chat", help="Documents are conversations: write them by the tokenizer's chat template.")
     ] = False,
+    pairs: Annotated[
+        bool,
+        typer.Option("--pairs", help="Rows are pairs: prompt, chosen, rejected; strings, or with --chat turns."),
+    ] = False,
     lines: Lines = False,
     only: Only = "",
     mixed: Mixed = False,
@@ -122,10 +126,10 @@ def prepare(
 
     if not field:
         field = "text"
-        if chat:
+        if chat and not pairs:
             field = "messages"
     request = PreparationRequest(
-        src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed
+        src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed, pairs=pairs
     )
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)

@@ -105,12 +105,14 @@ class CausalLM(Protocol):
             starts: As for `loss`, in every part.
 
         Returns:
-            () float32, the sum of the tokens' cross entropies, for the last part; the state of the next for others.
+            The loss of the last part, as of `loss`; the state of the next part for others.
         """
         ...
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
+
+        Layers with losses of tokens give (S, B) float32 instead: see `VocabHead`.
 
         Args:
             starts: (B, S) first position of each position's document, for attention and positions inside of

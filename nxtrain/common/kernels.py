@@ -212,7 +212,7 @@ class Kernels(ABC):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum of the cross entropies of some tokens over a sharded vocabulary, and the gradient of the logits.
+        """Cross entropies of some tokens over a sharded vocabulary, and the gradient of their sum by the logits.
 
         The arithmetic on logits is float32.
 
@@ -221,7 +221,8 @@ class Kernels(ABC):
             targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
 
         Returns:
-            The sum, () float32, and the gradient, (T, V) in the type of `logits`, or None.
+            The cross entropies, (T,) float32, 0 for `IGNORE_INDEX`, and the gradient, (T, V) in the type of `logits`,
+            or None.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class Head(Protocol):
     scale: Callable[[], Tensor] | None
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""
+        """Sum of the tokens' cross entropies, or each: (S/tp, B, D), (S, B) to (), or to (S, B)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         has_weights: The weights from which the run begins have to be named.
     """
     tuning, model = config.finetune, config.model
+    if tuning.compares:
+        yield from _preferences(config, has_weights=has_weights)
     if tuning.method == "full":
         if tuning.adapter:
             reason = f"{tuning.adapter} is an adapter, and finetune.method=full trains none"
@@ -38,6 +40,28 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
     if len(set(tuning.targets)) < len(tuning.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
+
+
+def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
+    """Problems of an objective on pairs; arguments as for `finetune`."""
+    tuning, data, key = config.finetune, config.data, "finetune.objective"
+    name = tuning.objective
+    if data.source != "arrow" or data.mixture:
+        reason = f"{name} compares the pairs of one prepared corpus, but "
+        reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"
+        yield Problem(key, reason, hint="set data.source=arrow and data.path, from nxtrain data prepare --pairs")
+    if data.packing != "best_fit" or not data.doc_mask:
+        reason = f"{name} needs whole answers that do not see each other in a row"
+        yield Problem(key, reason, hint="set data.packing=best_fit and data.doc_mask=true")
+    if name == "dpo" and has_weights and config.model.init != "hf":
+        reason = f"dpo compares with the weights from which the run begins, but model.init={config.model.init}"
+        yield Problem(key, reason, hint="set model.hf=FOLDER and model.init=hf")
+    if config.precision.params == "fp16":
+        reason = f"{name} weighs tokens by whole answers, which the loss scale of params=fp16 does not cover"
+        yield Problem("precision.params", reason, hint="use bf16 or fp32")
+    if config.backend.layers == "nxd":
+        reason = f"{name} takes the loss of each token, which the head of backend.layers=nxd does not give"
+        yield Problem(key, reason, hint="use backend.layers=native")
 
 
 def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.muon import MuonConfig
 from nxtrain.config.section import (
     Beta,
@@ -225,31 +226,6 @@ class OptimConfig(MuonConfig):
     """Weight decay also applies to norm weights; it never applies to biases."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: never clip."""
-
-
-class FinetuneConfig(Section):
-    """[finetune]: trained share of a model that begins from given weights."""
-
-    method: Literal["full", "lora", "qlora"] = "full"
-    """Every weight, or low-rank adapters of linear layers beside frozen weights; with qlora, matrices of the blocks
-    are frozen in NF4."""
-    r: Size = 16
-    """Rank of each adapter."""
-    alpha: PositiveFloat = 32.0
-    """Factor of an adapter's output, divided by r."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the entries of an adapter's input that a training step leaves out at random."""
-    targets: tuple[str, ...] = Field(default=(), strict=False)
-    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
-    rslora: bool = False
-    """Divide alpha by the square root of r instead."""
-    adapter: LocalText = ""
-    """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
-
-    @property
-    def adapts(self) -> bool:
-        """True if adapters are trained beside frozen weights."""
-        return self.method != "full"
 
 
 class DataConfig(Section):

@@ -84,13 +84,15 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of token files.
+    """Rows of token files, or of pairs.
 
     Args:
         samples: The rows.
+        amount: Amount of the data in words; empty: the number of rows.
     """
 
     samples: Samples
+    amount: str = ""
 
     @property
     def num_rows(self) -> int | None:
@@ -99,7 +101,7 @@ class TokenRows:
 
     def describe(self) -> str:
         """Amount of the data in words."""
-        return f"{self.samples.num_rows:,} rows"
+        return self.amount or f"{self.samples.num_rows:,} rows"
 
     def batches(self, order: BatchOrder) -> Loader:
         """Open the batches of a rank."""

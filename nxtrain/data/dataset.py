@@ -54,7 +54,7 @@ class Data:
         return self.source.samples
 
 
-def open_data(  # 8 arguments: each is of another part of the run, and there is one call
+def open_data(  # 9 arguments: each is of another part of the run, and there is one call
     config: DataConfig,
     *,
     seq_len: int,
@@ -64,6 +64,7 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     barrier: Callable[[], None],
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
     validation_rows: int = 0,
+    pairs_per_row: int = 0,
 ) -> Data:
     """Open the data of a run; every rank calls this at the same point.
 
@@ -72,6 +73,7 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
         of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
         validation_rows: Rows that an evaluation reads, of a source that is tokenized while it is consumed.
+        pairs_per_row: Most pairs in a row of a run on pairs; 0: the run is not on pairs.
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
@@ -83,7 +85,9 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     if config.source != "tokens":
         from nxtrain.data.arrow.training import prepare_corpora
 
-        make = partial(prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows)
+        make = partial(
+            prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows, pairs_per_row > 0
+        )
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
@@ -103,25 +107,22 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
             raise LostPeerError("the rank that prepares the data failed; its message says why") from error
 
     source: BatchSource
-    validation = None
-    if config.source == "arrow":
+    validation: Samples | None = None
+    if pairs_per_row:
+        source, validation = _open_pairs(config, prepared, seq_len=seq_len, vocab_size=vocab_size, most=pairs_per_row)
+    elif config.source == "arrow":
         from nxtrain.data.arrow.training import open_streams
 
         source = open_streams(config, prepared, seq_len=seq_len, vocab_size=vocab_size)
     else:
         source = _open_rows(config, prepared, seq_len, vocab_size)
     if prepared.validation:
-        validation = _open_stream(prepared.validation, seq_len)
-        held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
-        way_out = "raise the fraction, or set it to 0 to train without evaluation"
-        if config.validation_path:
-            held_out, way_out = f"of data.validation_path={config.validation_path} has", "give more text"
-        _refuse_too_short(validation, held_out, way_out)
+        validation = _open_validation(config, prepared.validation, seq_len)
     return Data(
         source,
         validation,
         prepared.tokenizer,
-        digest(prepared.fingerprint, seq_len),
+        digest(prepared.fingerprint, seq_len, *([pairs_per_row] if pairs_per_row else [])),
         tokenizer_origin=prepared.tokenizer_origin,
         end_of_text=prepared.end_of_text,
         end_id=prepared.end_id,
@@ -179,6 +180,17 @@ def _open_stream(path: Path, seq_len: int) -> StreamSamples:
     return StreamSamples(path, seq_len)
 
 
+def _open_validation(config: DataConfig, path: Path, seq_len: int) -> StreamSamples:
+    """Held-out rows, of which there is at least one."""
+    validation = _open_stream(path, seq_len)
+    held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
+    way_out = "raise the fraction, or set it to 0 to train without evaluation"
+    if config.validation_path:
+        held_out, way_out = f"of data.validation_path={config.validation_path} has", "give more text"
+    _refuse_too_short(validation, held_out, way_out)
+    return validation
+
+
 def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> TokenRows:
     """Rows to train on, of one token file or of a mixture of several."""
     if config.source != "tokens":
@@ -196,6 +208,37 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
     if config.mixture:
         return TokenRows(MixedSamples(Mixture.of(config.mixture, config.weights), parts))
     return TokenRows(parts[0])
+
+
+def _open_pairs(
+    config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int, most: int
+) -> tuple[TokenRows, Samples | None]:
+    """Open the rows of a prepared corpus of pairs, and those that are held out, if any.
+
+    Args:
+        most: Most pairs in a row.
+    """
+    from nxtrain.data.arrow.pairs import PairSamples, check_pairs
+    from nxtrain.data.arrow.training import open_corpora, open_corpus
+
+    (corpus,) = open_corpora(config, Path()).corpora
+    if corpus.identity != prepared.probe:
+        raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
+    rows = partial(PairSamples, seq_len=seq_len, vocab_size=vocab_size, pairs_per_row=most)
+    train, validation = rows(corpus, held_out=config.validation_fraction), None
+    if config.validation_path:
+        evaluated = open_corpus(config, config.validation_path, "data.validation_path")
+        check_pairs(evaluated, True)
+        if evaluated.tokenizer != corpus.tokenizer:
+            what = f"{evaluated.path} has ids of another tokenizer than {corpus.path}"
+            raise DataError(f"data.validation_path: {what}")
+        validation = rows(evaluated)
+    elif config.validation_fraction:
+        validation = rows(corpus, held_out=config.validation_fraction, on_held_out_side=True)
+    amount = f"{train.num_pairs:,} pairs in {train.num_rows:,} rows"
+    if train.num_long:
+        amount += f", without {train.num_long:,} pairs that are longer than a row,"
+    return TokenRows(train, amount), validation
 
 
 def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:

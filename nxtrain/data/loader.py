@@ -19,6 +19,38 @@ _ORDERED_STEPS = 16
 
 
 @dataclass(frozen=True)
+class Answers:
+    """Answers of the pairs in rows: 2k and 2k + 1 are the chosen and the rejected answer of pair k of a row.
+
+    Attributes:
+        numbers: (num_micro, micro_batch, S) int64, number of the answer at each position; more than any after the last.
+        lengths: (num_micro, micro_batch, 2K) float32, targets of each answer; 0 for an answer that is not there.
+        reference: (num_micro, micro_batch, 2K) float32, log-probabilities by a reference that is computed in advance.
+    """
+
+    numbers: NDArray[np.int64]
+    lengths: NDArray[np.float32]
+    reference: NDArray[np.float32] | None = None
+
+    @staticmethod
+    def of(rows: NDArray[np.int64], targets: NDArray[np.int64], pairs_per_row: int) -> Answers:
+        """Answers of rows, whose documents are answers.
+
+        Args:
+            rows: (n, S + 1) marked ids.
+            targets: (num_micro, micro_batch, S) targets of the rows.
+            pairs_per_row: K.
+        """
+        is_end = (rows[:, :-1] != IGNORE_INDEX) & (rows[:, :-1] & END_BIT != 0)
+        numbers = np.cumsum(is_end, axis=1) - is_end
+        num_answers = 2 * pairs_per_row
+        is_target = (targets.reshape(numbers.shape) != IGNORE_INDEX) & (numbers < num_answers)
+        of_rows = np.arange(len(numbers))[:, None] * num_answers + numbers
+        lengths = np.bincount(of_rows[is_target], minlength=len(numbers) * num_answers).astype(np.float32)
+        return Answers(numbers.reshape(targets.shape), lengths.reshape(*targets.shape[:-1], num_answers))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Inputs and targets of one data parallel rank for one step.
 
@@ -27,12 +59,14 @@ class Batch:
         targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type.
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
         starts: First position of each position's document, for masks between documents; same shape and type.
+        answers: Answers of rows of pairs; None for other rows.
     """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     num_tokens: int
     starts: NDArray[np.int64] | None = None
+    answers: Answers | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +93,9 @@ class BatchShare:
         return self.global_batch // self.dp_size
 
 
-def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False) -> Batch:
+def batch_of(
+    rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False, pairs_per_row: int = 0
+) -> Batch:
     """Batch of rows of marked ids.
 
     The documents of a row are those that its packer has marked. An id alone never ends a document: the id of the end of
@@ -69,6 +105,7 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
         rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
         end_id: Input after the last document of a row, where there is no target.
         doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
+        pairs_per_row: Most pairs in a row of pairs; 0: rows of other documents.
     """
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
     is_padding = inputs == IGNORE_INDEX
@@ -86,7 +123,9 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
         begins[:, 1:] = np.where(is_end[:, :-1], np.arange(1, inputs.shape[1]), 0)
         starts = np.maximum.accumulate(begins, axis=1).reshape(shape)
     num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
-    return Batch(inputs.reshape(shape), targets.reshape(shape), num_tokens, starts)
+    targets = targets.reshape(shape)
+    answers = Answers.of(rows, targets, pairs_per_row) if pairs_per_row else None
+    return Batch(inputs.reshape(shape), targets, num_tokens, starts, answers)
 
 
 Skips = tuple[tuple[int, int], ...]
@@ -140,11 +179,20 @@ class Loader:
         """Batch of this rank for a step, counted from 0."""
         share, positions = self._share, self._positions(step)
         num_rows = self._samples.num_rows
-        rows = self._samples.rows(self._indices(step))
-        batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask)
+        indices = self.indices(step)
+        rows = self._samples.rows(indices)
+        pairs_per_row = self._samples.pairs_per_row
+        batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask, pairs_per_row=pairs_per_row)
+        reference = self._samples.reference(indices)
+        if batch.answers is not None and reference is not None:
+            reference = reference.reshape(batch.answers.lengths.shape)
+            batch = replace(batch, answers=replace(batch.answers, reference=reference))
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
             targets = np.where(is_past, IGNORE_INDEX, batch.targets)
+            if batch.answers is not None:
+                lengths = np.where(is_past, np.float32(0), batch.answers.lengths)
+                batch = replace(batch, answers=replace(batch.answers, lengths=lengths))
             return replace(batch, targets=targets, num_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)))
         return batch
 
@@ -163,7 +211,7 @@ class Loader:
         start = self._origin + passed * self._share.global_batch + self._share.dp_rank * self._share.num_rows
         return np.arange(start, start + self._share.num_rows)
 
-    def _indices(self, step: int) -> NDArray[np.int64]:
+    def indices(self, step: int) -> NDArray[np.int64]:
         """Indices of a step's rows, computed for several steps at once: numpy's calls cost most."""
         begin, indices = self._ordered  # read once: two threads may ask for steps that are far apart
         if begin != step - step % _ORDERED_STEPS:

@@ -43,7 +43,7 @@ class RowPacking:
         return 1 - int(self.lengths.sum()) / (self.num_rows * self.capacity) if self.num_rows else 0.0
 
 
-def best_fit(lengths: Counts, capacity: int) -> RowPacking:
+def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPacking:
     """Pack documents by best-fit decreasing: the longest first, each into the fullest row with enough room.
 
     A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
@@ -54,6 +54,7 @@ def best_fit(lengths: Counts, capacity: int) -> RowPacking:
 
     Args:
         lengths: (n,) tokens of each document, 0 or more.
+        most_pieces: Most pieces in a row; 0: any number.
     """
     num_whole, rest = np.divmod(np.asarray(lengths, np.int64), capacity)
     documents = np.repeat(np.arange(num_whole.size), num_whole)
@@ -62,7 +63,7 @@ def best_fit(lengths: Counts, capacity: int) -> RowPacking:
     starts = (np.arange(whole) - first[documents]) * capacity
 
     order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]
-    rows, num_rows = _fit(rest[order].tolist(), capacity)
+    rows, num_rows = _fit(rest[order].tolist(), capacity, most_pieces)
     by_row = np.argsort(rows, kind="stable")
     rests = order[by_row]
     return RowPacking(
@@ -75,11 +76,12 @@ def best_fit(lengths: Counts, capacity: int) -> RowPacking:
     )
 
 
-def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
+def _fit(lengths: list[int], capacity: int, most_pieces: int) -> tuple[Counts, int]:
     """Row of each piece, for descending lengths from 1 to `capacity`, and the number of rows."""
     rows = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity)]  # rows by the tokens that they still can hold
     mask, num_rows = 0, 0  # bit r is set if a row has room for r tokens
+    held: list[int] = []  # pieces of each row
     for piece, length in enumerate(lengths):
         fitting = mask >> length
         if fitting:
@@ -90,9 +92,11 @@ def _fit(lengths: list[int], capacity: int) -> tuple[Counts, int]:
         else:
             room, row = capacity, num_rows
             num_rows += 1
+            held.append(0)
         rows[piece] = row
+        held[row] += 1
         left = room - length
-        if left:
+        if left and held[row] != most_pieces:
             with_room[left].append(row)
             mask |= 1 << left
     return rows, num_rows

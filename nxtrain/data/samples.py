@@ -32,10 +32,12 @@ class Samples(ABC):
     Attributes:
         num_rows: Rows in an epoch.
         seq_len: S, targets in a row.
+        pairs_per_row: K, most pairs in a row of pairs; 0: rows of other documents.
     """
 
     num_rows: int
     seq_len: int
+    pairs_per_row: int = 0
 
     @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -52,17 +54,33 @@ class Samples(ABC):
         del num_rows
         return {}
 
+    def reference(self, indices: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Log-probabilities of the answers in rows of pairs, (n,) to (n, 2K); None if they are not known in advance."""
+        del indices
+        return None
+
 
 class TableSamples(Samples):
-    """Rows of a table in memory: (num_rows, S + 1) ids of any integer type."""
+    """Rows of a table in memory: (num_rows, S + 1) ids of any integer type.
 
-    def __init__(self, table: Tokens) -> None:
-        self._table = table
+    Args:
+        has_reference: The rows are of pairs, whose answers have a reference of zeros.
+    """
+
+    def __init__(self, table: Tokens, *, pairs_per_row: int = 0, has_reference: bool = False) -> None:
+        self._table, self._has_reference = table, has_reference
         self.num_rows, self.seq_len = len(table), int(table.shape[1]) - 1
+        self.pairs_per_row = pairs_per_row
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
+
+    def reference(self, indices: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Zeros for the answers in rows, (n,) to (n, 2K); None without a reference."""
+        if not self._has_reference:
+            return None
+        return np.zeros((indices.size, 2 * self.pairs_per_row), np.float32)
 
 
 class FileSamples(Samples):

@@ -13,7 +13,8 @@ Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -27,13 +28,15 @@ from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.decode import nearest
-from nxtrain.config.schema import FinetuneConfig
+from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.nn.dropout import Dropout, LayerDropout
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
 
 A, B = "lora_A", "lora_B"
 """Names of the parameters of an adapted layer, PEFT's names of its modules."""
+
+_SWITCH = "adapter_switch"
 
 
 def is_adapter(parameter: str) -> bool:
@@ -61,13 +64,15 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         ConfigError: A target is not a linear layer of the blocks, or the rank is larger than every adapted layer.
     """
     model.requires_grad_(False)
+    switch = _Switch()
+    setattr(model, _SWITCH, switch)
     names: set[str] = set()
     widest = 0
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = cast(CausalLM, model).blocks
     for layer in (module for block in blocks for module in block.modules()):
         if isinstance(layer, ColumnLinear | RowLinear):
-            names.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout))
+            names.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout, switch))
             if A in layer.specs:
                 widest = max(widest, *layer.specs["weight"].shape)
     missing = sorted({*config.targets} - names)
@@ -82,8 +87,31 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         blocks[0].register_forward_pre_hook(_require_gradient)
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which an adapted model computes what its frozen weights alone compute, bit for bit."""
+    switch: _Switch = getattr(model, _SWITCH)
+    switch.is_off = True
+    try:
+        yield
+    finally:
+        switch.is_off = False
+
+
+@dataclass
+class _Switch:
+    """Switch of all adapters of a model."""
+
+    is_off: bool = False
+
+
 def _adapt_layer(
-    layer: ColumnLinear | RowLinear, path: str, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None
+    layer: ColumnLinear | RowLinear,
+    path: str,
+    config: FinetuneConfig,
+    tp: TensorParallel,
+    dropout: Dropout | None,
+    switch: _Switch,
 ) -> Sequence[str]:
     """Add the adapters of one layer, and return the names of the layer's segments."""
     spec = layer.specs["weight"]
@@ -119,7 +147,7 @@ def _adapt_layer(
     if dropout is not None:
         drop = dropout.of_layer(path, features, sequence)
     adapted = cast(Any, layer)
-    adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
+    adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop, switch)
     layer.is_uniform = drop is None
     # One function serves all layers, so that a compiler sees equal blocks.
     for name, method in methods.items():
@@ -137,6 +165,7 @@ class _Adapters:
         scale: Factor of their output.
         tp: Tensor parallel context of the layer.
         drop: Masks of their input; None: the input is whole.
+        switch: Switch of the model's adapters.
     """
 
     chosen: tuple[int, ...]
@@ -144,6 +173,7 @@ class _Adapters:
     scale: float
     tp: TensorParallel
     drop: LayerDropout | None
+    switch: _Switch
 
     def down(self, x: Tensor, a: Tensor) -> Tensor:
         """Scaled product with A: (..., I) to (..., n R)."""
@@ -155,19 +185,25 @@ class _Adapters:
 def _column_forward(layer: Any, x: Tensor) -> Tensor:
     """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
     out = ColumnLinear.forward(layer, x)
+    if layer.adapters.switch.is_off:
+        return out
     return out + _column_update(layer, out, *_column_enter(layer, x))
 
 
 def _column_enter(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """`ColumnLinear.enter` with adapters: (S/tp, B, I) to (S, B, n R)."""
+    """`ColumnLinear.enter` with adapters: (S/tp, B, I) to (S, B, n R); nothing if the adapters are off."""
     adapters: _Adapters = layer.adapters
+    if adapters.switch.is_off:
+        return ()
     return (adapters.tp.enter(adapters.down(x, layer.lora_A)),)
 
 
-def _column_product(layer: Any, x: Tensor, columns: Tensor) -> Tensor:
+def _column_product(layer: Any, x: Tensor, *columns: Tensor) -> Tensor:
     """`ColumnLinear.product` with adapters."""
     out = ColumnLinear.product(layer, x)
-    return out + _column_update(layer, out, columns)
+    if not columns:
+        return out
+    return out + _column_update(layer, out, *columns)
 
 
 def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
@@ -189,6 +225,8 @@ def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
 def _row_forward(layer: Any, x: Tensor) -> Tensor:
     """Forward pass of a row layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
     out, tp = RowLinear.forward(layer, x), layer.adapters.tp
+    if layer.adapters.switch.is_off:
+        return out
     down = tp.exit(layer.adapters.down(x, layer.lora_A))
     update: Tensor = tp.kernels.linear(down, layer.lora_B)
     return out + update
@@ -196,13 +234,17 @@ def _row_forward(layer: Any, x: Tensor) -> Tensor:
 
 def _row_product(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     """`RowLinear.product` with an adapter, whose columns are partial sums as well."""
+    if layer.adapters.switch.is_off:
+        return RowLinear.product(layer, x)
     return *RowLinear.product(layer, x), layer.adapters.down(x, layer.lora_A)
 
 
-def _row_exit(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
+def _row_exit(layer: Any, out: Tensor, *columns: Tensor) -> Tensor:
     """`RowLinear.exit` with an adapter: (S, B, O), (S, B, R) to (S/tp, B, O)."""
+    if not columns:
+        return RowLinear.exit(layer, out)
     tp = layer.adapters.tp
-    update: Tensor = tp.kernels.linear(tp.exit(columns), layer.lora_B)
+    update: Tensor = tp.kernels.linear(tp.exit(*columns), layer.lora_B)
     return RowLinear.exit(layer, out) + update
 
 

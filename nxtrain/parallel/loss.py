@@ -24,6 +24,8 @@ LOGIT_BYTES = 4
 class VocabHead(nn.Module):
     """Output projection: `logits` for generation, `loss` for training.
 
+    The loss is a sum over tokens, or with `token_losses` the cross entropy of each token.
+
     Attributes:
         scale: Factor of the gradients of the loss, () float32; None: 1.
 
@@ -33,6 +35,7 @@ class VocabHead(nn.Module):
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
         chunk_bytes: Most bytes of float32 logits that exist at once.
+        token_losses: Return each token's loss, for an objective that weighs tokens by the losses of whole answers.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class VocabHead(nn.Module):
         tp: TensorParallel,
         *,
         chunk_bytes: int,
+        token_losses: bool = False,
     ) -> None:
         super().__init__()
         self.scale: Callable[[], Tensor] | None = None
@@ -50,7 +54,8 @@ class VocabHead(nn.Module):
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
         self._tp = tp
-        self._chunk = _chunk_of(tp.kernels)
+        self._token_losses = token_losses
+        self._chunk = _chunk_of(tp.kernels, token_losses=token_losses)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         self._chunk_rows = max(1, chunk_bytes // (LOGIT_BYTES * self._piece.local_length))
@@ -73,16 +78,21 @@ class VocabHead(nn.Module):
         return buffers
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum over the tokens of -log p(target).
+        """Sum over the tokens of -log p(target), or each of them.
 
         Args:
             hidden: (S/tp, B, D).
-            targets: (S, B) integers; `IGNORE_INDEX` does not count.
+            targets: (S, B) integers; `IGNORE_INDEX` does not count, and has a loss of 0.
 
         Returns:
-            () float32, equal on all tp ranks.
+            () float32, or with `token_losses` (S, B) float32, equal on all tp ranks.
         """
         whole = self._tp.enter(hidden)
+        columns = VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis)
+        if self._token_losses:
+            given = (whole.flatten(0, -2), self.weight, targets.flatten(), columns, self._chunk_rows, self._chunk)
+            losses: Tensor = _TokenCrossEntropy.apply(*given)
+            return losses.view(targets.shape)
         chunk = self._chunk
         if self.scale is not None:
             chunk = partial(chunk, scale=self.scale())
@@ -90,7 +100,7 @@ class VocabHead(nn.Module):
             whole.flatten(0, -2),
             self.weight,
             targets.flatten(),
-            VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
+            columns,
             self._chunk_rows,
             chunk,
         )
@@ -107,8 +117,11 @@ class VocabHead(nn.Module):
 _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
-def _chunk_of(kernels: Kernels) -> _Chunk:
-    """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
+def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
+    """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None.
+
+    A `scale` multiplies the gradients: () of all tokens, or (T, 1) of each.
+    """
 
     def chunk(
         hidden: Tensor,
@@ -122,7 +135,8 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         logits = kernels.linear(hidden, weight)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
         scaled = logits if scale is None else logits.float()
-        loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
+        losses, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
+        loss = losses if token_losses else losses.sum()
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
@@ -186,3 +200,56 @@ class _VocabCrossEntropy(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad.mul_(grad.to(weight_grad.dtype))
         return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """Cross entropy of each token, chunk by chunk; tokens are weighed by the gradients that come back.
+
+    The weights follow from the losses of whole answers, after forward. Beside a frozen matrix, forward computes the
+    gradients of the hidden states already, and backward weighs their rows: there is no further product. A trained
+    matrix needs the weights inside of a sum over tokens. Backward then computes the logits again: one product of four,
+    instead of logits that are kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        columns: VocabColumns,
+        chunk_rows: int,
+        chunk: _Chunk,
+    ) -> Tensor:
+        ctx.is_trained = ctx.needs_input_grad[1]
+        is_weighed_later = ctx.needs_input_grad[0] and not ctx.is_trained
+        losses: list[Tensor] = []
+        hidden_grads: list[Tensor] = []
+        for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
+            chunk_losses, hidden_part, _ = chunk(h, weight, target, columns, is_weighed_later, False)
+            losses.append(chunk_losses)
+            if hidden_part is not None:
+                hidden_grads.append(hidden_part)
+        if ctx.is_trained:
+            ctx.columns, ctx.chunk_rows, ctx.chunk = columns, chunk_rows, chunk
+            ctx.save_for_backward(hidden, weight, targets)
+        elif hidden_grads:
+            ctx.save_for_backward(torch.cat(hidden_grads))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights = grad.unsqueeze(1)
+        if not ctx.is_trained:
+            (hidden_grad,) = ctx.saved_tensors
+            return (hidden_grad * weights).to(hidden_grad.dtype), None, None, None, None, None
+        hidden, weight, targets = ctx.saved_tensors
+        hidden_grads: list[Tensor] = []
+        weight_grad: Tensor | None = None
+        parts = (x.split(ctx.chunk_rows) for x in (hidden, targets, weights))
+        for h, target, weighing in zip(*parts, strict=True):
+            _, hidden_part, part = ctx.chunk(h, weight, target, ctx.columns, True, True, weighing)
+            hidden_grads.append(hidden_part)
+            weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
+        assert weight_grad is not None
+        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), None, None, None, None

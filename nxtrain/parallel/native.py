@@ -18,11 +18,14 @@ class NativeLayers(LayerSet):
     Args:
         parallel: Tensor parallel context of the layers.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
+        token_losses: The head returns each token's loss in place of the sum.
     """
 
-    def __init__(self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20, token_losses: bool = False
+    ) -> None:
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
-        self._parallel, self._loss_chunk_bytes = parallel, loss_chunk_bytes
+        self._parallel, self._loss_chunk_bytes, self._token_losses = parallel, loss_chunk_bytes, token_losses
 
     def column(
         self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False
@@ -41,4 +44,11 @@ class NativeLayers(LayerSet):
         return Experts(hidden_size, mixture, init, init_out, self._parallel, capacity_factor=capacity_factor)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
-        return VocabHead(vocab_size, hidden_size, init, self._parallel, chunk_bytes=self._loss_chunk_bytes)
+        return VocabHead(
+            vocab_size,
+            hidden_size,
+            init,
+            self._parallel,
+            chunk_bytes=self._loss_chunk_bytes,
+            token_losses=self._token_losses,
+        )

@@ -44,8 +44,11 @@ MicroBatches = Sequence[tuple[Tensor, ...]]
 Only the first stage reads tokens, and only the last reads targets. Every stage has the starts from its own loader.
 """
 
-Found = Callable[[Tensor, Tensor], None]
-"""Function called with the loss and the targets of each micro-batch, in order, on the last stage."""
+Found = Callable[[Tensor, Tensor], Tensor]
+"""Function called with the model's loss and the targets of each micro-batch, in order, on the last stage.
+
+The function returns the () loss with which backward begins.
+"""
 
 
 class StageError(RuntimeError):
@@ -214,8 +217,8 @@ class Pipeline:
         with saving:
             out = self._model.run(part, state, targets if part.last else None, *documents)
         if part.last:
-            (end,) = out
-            found(end, targets)
+            (loss,) = out
+            end = found(loss, targets)
         else:
             underway.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
             end = _Leave.apply(exit_, *out)

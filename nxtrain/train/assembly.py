@@ -27,6 +27,7 @@ from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.reference import with_reference
 from nxtrain.train.results import base_fingerprint
 from nxtrain.train.run import Run
 from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
@@ -42,6 +43,8 @@ def assemble(context: RunContext) -> Run:
     data = open_run_data(context, mirrored)
     context = _with_steps(context, data)
     config, backend = context.config, context.backend
+    if config.finetune.stores_reference:
+        data = with_reference(context, data)
     if context.is_leader:
         refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
     base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")

@@ -47,6 +47,7 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.parallel.whole_matrices import WholeMatrices
 from nxtrain.train.health.step_history import StepHistory
+from nxtrain.train.preferences import SUMS, Preferences
 from nxtrain.train.step import TrainState
 
 
@@ -168,7 +169,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         dtype,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
     )
-    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
+    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20, token_losses=run.finetune.compares)
     context_parallel = context_parallel_of(plan, backend, mesh)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
@@ -284,6 +285,9 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
     context_parallel = context_parallel_of(plan, backend, mesh)
+    preferences: Preferences | None = None
+    if run.finetune.compares:
+        preferences = Preferences(run.finetune, mesh.cp, backend.collectives, backend.put)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -294,10 +298,11 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
-        sums=backend.put(torch.zeros(2)),
+        sums=backend.put(torch.zeros(2 if preferences is None else len(SUMS))),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
         positions=None if context_parallel is None else context_parallel.positions,
+        preferences=preferences,
     )
 
 

@@ -18,7 +18,8 @@ from nxtrain.common.errors import CheckpointError
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import FinetuneConfig, RunConfig
+from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.parallel.precision import Precision, dtype_name
 

@@ -155,7 +155,11 @@ def _short(config: RunConfig, mesh: Mesh) -> RunConfig:
 
 def _loader(config: RunConfig, mesh: Mesh) -> Loader:
     return Loader(
-        TableSamples(np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8)),
+        TableSamples(
+            np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8),
+            pairs_per_row=config.finetune.pairs_per_row if config.finetune.compares else 0,
+            has_reference=config.finetune.stores_reference,
+        ),
         BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),
         seed=0,
         shuffle=False,

@@ -65,7 +65,7 @@ class Run:
         if config.finetune.adapts:
             meta = meta_at(0, context.plan, self.inputs)
             save_adapter(config.run.dir / ADAPTER_DIR, self.trainer.state, meta)
-        if context.is_leader and val_loss is not None:
+        if context.is_leader and val_loss is not None and not config.finetune.compares:
             num_rows = config.train.eval_batches * config.train.global_batch
             summary = Summary.of(val_loss, self.data, num_rows, doc_mask=config.data.doc_mask)
             summarize(config.run.dir, summary, context.print_line)

@@ -24,6 +24,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
         validation_rows=config.train.eval_batches * config.train.global_batch if config.train.eval_every else 0,
+        pairs_per_row=config.finetune.pairs_per_row if config.finetune.compares else 0,
     )
     if data.tokenizer_origin:
         context.print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.metrics.run_observer import RunObserver, Section
+from nxtrain.nn.lora import without_adapters
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.data_parallel import DataParallel
@@ -24,6 +25,7 @@ from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.schedule import Action
 from nxtrain.train.health.step_history import StepHistory, not_finite
+from nxtrain.train.preferences import SUMS, Pairs, Preferences
 
 _SECTIONS: dict[str, Section] = {"forward": "forward", "backward": "backward", "weight": "backward"}
 """Sections of a pipeline's actions; transfers belong to the section before them."""
@@ -43,11 +45,13 @@ class TrainState:
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
-        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; on pairs, the sums
+            that `Preferences.loss` names.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
+        preferences: Objective on pairs; None: the cross entropy of tokens.
     """
 
     model: nn.Module
@@ -64,6 +68,7 @@ class TrainState:
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
     positions: Tensor | None = None
+    preferences: Preferences | None = None
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
         """The same state, whose steps report their sections."""
@@ -111,11 +116,13 @@ class DeviceBatch:
         inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
             count.
         starts: First position of each position's document, likewise; empty without masks between documents.
+        pairs: Pairs of each micro-batch; empty without an objective on pairs.
     """
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     starts: Sequence[Tensor] = ()
+    pairs: Sequence[Pairs] = ()
 
     @property
     def micro_batches(self) -> MicroBatches:
@@ -129,6 +136,7 @@ class DeviceBatch:
         put: Callable[[Tensor], Tensor],
         starts: Tensor | None = None,
         positions: Tensor | None = None,
+        answers: Sequence[Tensor] = (),
     ) -> DeviceBatch:
         """Upload host tensors of whole sequences, (num_micro, B, S), each micro-batch alone.
 
@@ -138,6 +146,8 @@ class DeviceBatch:
         Args:
             starts: First position of each position's document; None: a row is one document.
             positions: Positions of this rank under context parallelism; None: all.
+            answers: Number of each position's answer, then `Pairs.lengths`, and `Pairs.reference` if it is known; empty
+                without pairs.
         """
 
         def put_each(tensor: Tensor) -> list[Tensor]:
@@ -145,9 +155,14 @@ class DeviceBatch:
                 tensor = tensor.index_select(-1, positions)
             return [put(micro_batch.contiguous()) for micro_batch in tensor]
 
+        pairs: list[Pairs] = []
+        if answers:
+            numbers, *of_answers = answers
+            columns = [put_each(numbers), *([put(x.contiguous()) for x in values] for values in of_answers)]
+            pairs = [Pairs(*values) for values in zip(*columns, strict=True)]
         if starts is None:
-            return DeviceBatch(put_each(inputs), put_each(targets))
-        return DeviceBatch(put_each(inputs), put_each(targets), put_each(starts))
+            return DeviceBatch(put_each(inputs), put_each(targets), pairs=pairs)
+        return DeviceBatch(put_each(inputs), put_each(targets), put_each(starts), pairs)
 
 
 @dataclass(frozen=True)
@@ -155,18 +170,20 @@ class StepResult:
     """Results of a step as () float32 tensors on the device, equal on all ranks.
 
     Args:
-        loss: Mean over the tokens of the global batch.
+        loss: Mean over the tokens of the global batch, or over its pairs.
         grad_norm: Norm of the whole gradient before clipping.
-        num_tokens: Number of targets that counted.
+        num_tokens: Number of targets that counted; of an objective on pairs, the number of pairs.
+        others: Further sums over pairs, by name.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
-    """Compute the gradient of the mean loss over the global batch's tokens, clip it and update.
+    """Compute the gradient of the mean loss over the global batch's tokens or pairs, clip it and update.
 
     Losses and gradients are summed over tokens and averaged over the ranks of dp x cp. The division by the number of
     tokens per rank comes with the update. So every micro-batch is the same work, whatever their number.
@@ -181,7 +198,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """
     _accumulate(state, batch)
     state.section("reduce")
-    loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
+    loss, num_tokens, *others = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
     state.sums.zero_()
     per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
@@ -190,14 +207,17 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.history.note(loss, norm)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    return StepResult(loss, norm, num_tokens)
+    return StepResult(loss, norm, num_tokens, {name: x.clone() for name, x in zip(SUMS[2:], others, strict=False)})
 
 
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
+    pairs = iter(_with_reference(state, batch))
 
-    def found(loss: Tensor, targets: Tensor) -> None:
-        state.sums.add_(_sums(loss, targets))
+    def found(loss: Tensor, targets: Tensor) -> Tensor:
+        loss, sums = _objective(state, loss, targets, pairs)
+        state.sums.add_(sums())
+        return loss
 
     if state.pipeline is not None:
         state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
@@ -205,12 +225,55 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     for index, (inputs, targets, *documents) in enumerate(batch.micro_batches):
         state.data_parallel.begin(last=index == len(batch.inputs) - 1)
         state.section("forward")
-        loss = state.lm.loss(inputs, targets, *documents)
+        loss, sums = _objective(state, state.lm.loss(inputs, targets, *documents), targets, pairs)
         state.section("backward")
         loss.backward()
-        found(loss, targets)
+        state.sums.add_(sums())
         if len(batch.inputs) > 1:
             state.backend.step_boundary()
+
+
+def _objective(
+    state: TrainState, loss: Tensor, targets: Tensor, pairs: Iterator[Pairs]
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Loss with which backward begins, and the sums of a micro-batch, from what the model returns."""
+    if state.preferences is not None:
+        loss, counted = state.preferences.loss(loss, next(pairs))
+        return loss, lambda: counted
+    return loss, lambda: _sums(loss, targets)
+
+
+def _with_reference(state: TrainState, batch: DeviceBatch) -> Sequence[Pairs]:
+    """Pairs of each micro-batch, with the log-probabilities of the frozen weights where no others are given."""
+    preferences = state.preferences
+    if preferences is None or not preferences.needs_reference or batch.pairs[0].reference is not None:
+        return batch.pairs
+    with without_adapters(state.model):
+        references = answer_log_probs(state, batch)
+    if not references:  # on a stage without the last layers
+        return batch.pairs
+    return [replace(pairs, reference=given) for pairs, given in zip(batch.pairs, references, strict=True)]
+
+
+@torch.no_grad()
+def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
+    """Log-probabilities of the answers of each micro-batch, (B, 2K) float32; none before the last pipeline stage."""
+    assert state.preferences is not None
+    found: list[Tensor] = []
+    pairs = iter(batch.pairs)
+
+    def note(losses: Tensor, _: Tensor) -> Tensor:
+        assert state.preferences is not None
+        found.append(state.preferences.log_probs(losses, next(pairs)))
+        return losses
+
+    if state.pipeline is not None:
+        state.pipeline.evaluate(batch.micro_batches, note)
+        return found
+    for inputs, targets, *documents in batch.micro_batches:
+        note(state.lm.loss(inputs, targets, *documents), targets)
+        state.backend.step_boundary()
+    return found
 
 
 def _per_token(state: TrainState, num_tokens: Tensor) -> Tensor:
@@ -237,21 +300,30 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
     Every micro-batch runs the same graph; nothing is accumulated on the device across them.
     """
     sums = []
+    pairs = iter(_with_reference(state, batch))
     if state.pipeline is not None:
         here: list[Tensor] = []
-        state.pipeline.evaluate(batch.micro_batches, lambda loss, targets: here.append(_sums(loss, targets)))
+
+        def found(loss: Tensor, targets: Tensor) -> Tensor:
+            here.append(_objective(state, loss, targets, pairs)[1]())
+            return loss
+
+        state.pipeline.evaluate(batch.micro_batches, found)
         for index in range(len(batch.inputs)):
             sums.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
             state.backend.step_boundary()
         return sums
     for inputs, targets, *documents in batch.micro_batches:
-        sums.append(_over_batch(state, _sums(state.lm.loss(inputs, targets, *documents), targets)))
+        # No name: a tensor that is still known at the boundary would be an output of the graph.
+        counted = _objective(state, state.lm.loss(inputs, targets, *documents), targets, pairs)[1]
+        sums.append(_over_batch(state, counted()))
+        del counted
         state.backend.step_boundary()
     return sums
 
 
 def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, Tensor]:
-    loss, num_tokens = state.backend.collectives.all_reduce(sums, state.mesh.batch).unbind()
+    loss, num_tokens, *_ = state.backend.collectives.all_reduce(sums, state.mesh.batch).unbind()
     return loss.clone(), num_tokens.clone()  # views would be outputs of the graph in an order that varies
 
 

@@ -21,6 +21,7 @@ from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.preferences import take_means
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
@@ -94,6 +95,9 @@ class Trainer:
                     throughput = self.meter.read()
                     with self.meter.paused():
                         val_loss = self.evaluate(step) if evaluates else None
+                        of_pairs = {}
+                        if self.state.preferences is not None:
+                            of_pairs = take_means(read)
                         record = StepRecord(
                             step=step,
                             targets=int(read.pop("targets")),
@@ -102,7 +106,7 @@ class Trainer:
                             val_loss=val_loss,
                             verdict=verdict,
                             **read,
-                            measured={**self.observers.measure(step), **self.train.progress(step)},
+                            measured={**of_pairs, **self.observers.measure(step), **self.train.progress(step)},
                         )
                         for sink in self.sinks:
                             sink.log(record.line())
@@ -138,8 +142,9 @@ class Trainer:
     ) -> tuple[dict[str, float], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
-        numbers = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
-        numbers |= self.guard.values()
+        counted = "targets" if self.state.preferences is None else "pairs"
+        numbers = {"loss": result.loss, counted: result.num_tokens, "grad_norm": result.grad_norm}
+        numbers |= {**result.others, **self.guard.values()}
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
 
@@ -172,12 +177,21 @@ class Trainer:
         }
 
     def _put(self, batch: Batch) -> DeviceBatch:
-        put: Callable[[Tensor], Tensor] = self.state.backend.put
-        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-        starts = None
-        if batch.starts is not None:
-            starts = torch.from_numpy(batch.starts)
-        return DeviceBatch.of(inputs, targets, put, starts, self.state.positions)
+        return on_device(self.state, batch)
+
+
+def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
+    """Upload a batch."""
+    put: Callable[[Tensor], Tensor] = state.backend.put
+    inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+    starts = None
+    if batch.starts is not None:
+        starts = torch.from_numpy(batch.starts)
+    answers: list[Tensor] = []
+    if batch.answers is not None:
+        given = (batch.answers.numbers, batch.answers.lengths, batch.answers.reference)
+        answers = [torch.from_numpy(array) for array in given if array is not None]
+    return DeviceBatch.of(inputs, targets, put, starts, state.positions, answers)
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

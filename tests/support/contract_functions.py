@@ -7,7 +7,7 @@ has, and formulas stay short. `Echo` plays both in one process; on a process gro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -30,7 +30,7 @@ from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
-from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
+from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
 from nxtrain.parallel.weight_grads import _Gradient
@@ -392,6 +392,29 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
     return Work(label, operands, call, exact, once=True)
 
 
+def token_cross_entropy(ranks: Ranks, rng: Random) -> Work:
+    """Loss of each token over a vocabulary that is cut over the ranks, beside a frozen matrix or a trained one."""
+    summed, is_frozen = cross_entropy(ranks, rng), rng.random() < 0.5
+    kernels, chunk_rows = drawn_kernels(rng), rng.choice((1, 3, 100))
+    operands = dict(summed.operands)
+    if is_frozen:
+        operands["weight"] = replace(operands["weight"], has_gradient=False)
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
+        columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels, token_losses=True))
+        return _TokenCrossEntropy.apply(*given)  # type: ignore[no-any-return]
+
+    def exact(hidden: Tensor, weight: Tensor, target: Tensor, *columns: Tensor) -> Tensor:
+        tokens = zip(hidden.split(1), target.split(1), strict=True)
+        return torch.stack([summed.exact(x, weight, one, *columns) for x, one in tokens])
+
+    label = (
+        f"_TokenCrossEntropy as {summed.label}, frozen {is_frozen}, chunks of {chunk_rows}, {type(kernels).__name__}"
+    )
+    return Work(label, operands, call, exact)
+
+
 CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _SwiGLU: swiglu,
     _Rotate: rotate,
@@ -421,9 +444,10 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _ReduceGradient: reduce_gradient,
     _ReduceSum: reduce_sum,
     _VocabCrossEntropy: cross_entropy,
+    _TokenCrossEntropy: token_cross_entropy,
 }
 """By function."""
 
 
-NOT_ECHOED = (_VocabCrossEntropy, _Gather, _Ring)
+NOT_ECHOED = (_TokenCrossEntropy, _VocabCrossEntropy, _Gather, _Ring)
 """Functions whose ranks have different inputs: several ranks need a process group."""

@@ -151,7 +151,7 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cross_entropy(kernels: Kernels, rng: Random) -> Update:
-    """Loss of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
+    """Losses of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
     rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
     padded = rng.choice((0, 0, 1, vocab - 1))
     axis = Mesh.build(1, 0).tp
@@ -169,20 +169,20 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             C10dCollectives(1),
             axis,
         )
-        loss, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
-        found.append((loss.cpu(), None if grad is None else grad.cpu()))
+        losses, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
+        found.append((losses.cpu(), None if grad is None else grad.cpu()))
 
     def check(before: Values, after: Values) -> None:
         logits = before["logits"].double()
         exact = logits.clone().requires_grad_()
         kept = exact[:, : vocab - padded]
-        wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="sum")
-        loss, grad = found[-1]
-        compare("the loss", loss, wanted, torch.float32)
+        wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="none")
+        losses, grad = found[-1]
+        compare("the losses", losses, wanted, torch.float32)
         assert (grad is not None) == needs_grad
         if grad is not None:
             assert grad.dtype == before["logits"].dtype
-            (wanted_grad,) = torch.autograd.grad(wanted, exact)
+            (wanted_grad,) = torch.autograd.grad(wanted.sum(), exact)
             compare("the gradient", grad, wanted_grad, grad.dtype)
 
     label = f"cross_entropy of {type(kernels).__name__} on {rows} rows, {vocab} columns, {padded} padded, {needs_grad}"

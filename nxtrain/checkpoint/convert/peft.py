@@ -30,7 +30,7 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
-from nxtrain.config.schema import FinetuneConfig
+from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.tables import toml_value
 from nxtrain.nn.lora import A, B, scale_of
 

@@ -92,32 +92,39 @@ class ChatTemplate:
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
         """
-        turns = _checked(messages)
+        turns = checked_turns(messages)
         self._refuse_special(turns)
         for number, turn in enumerate(turns):
-            if turn["role"] != "assistant":
-                continue
-            prompt = self._render(turns[:number], add_generation_prompt=True)
-            text = self._render(turns[: number + 1], add_generation_prompt=False)
-            if self._has_blocks:
-                parts = text.split(_ANSWER)
-                num_earlier = prompt.count(_ANSWER) + 1
-                prompt, answer = "".join(parts[:num_earlier]), "".join(parts[num_earlier:])
-                if len(parts) == num_earlier:
-                    detail = f"the template writes turn {number + 1} without a generation block; no answer can be told"
-                    raise BadRowError(BAD_CONVERSATION, detail)
-            elif text.startswith(prompt):
-                answer = text[len(prompt) :]
-            else:
-                detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
+            if turn["role"] == "assistant":
+                yield self._document(turns, number)
+
+    def last_answer(self, turns: Sequence[Message]) -> tuple[bytes, int]:
+        """Document of the last turn, an answer, with the number of bytes before the answer; as in `documents`."""
+        self._refuse_special(turns)
+        return self._document(turns, len(turns) - 1)
+
+    def _document(self, turns: Sequence[Message], number: int) -> tuple[bytes, int]:
+        prompt = self._render(turns[:number], add_generation_prompt=True)
+        text = self._render(turns[: number + 1], add_generation_prompt=False)
+        if self._has_blocks:
+            parts = text.split(_ANSWER)
+            num_earlier = prompt.count(_ANSWER) + 1
+            prompt, answer = "".join(parts[:num_earlier]), "".join(parts[num_earlier:])
+            if len(parts) == num_earlier:
+                detail = f"the template writes turn {number + 1} without a generation block; no answer can be told"
                 raise BadRowError(BAD_CONVERSATION, detail)
-            bare = answer.rstrip()
-            if bare.endswith(self._end):
-                answer = bare.removesuffix(self._end)
-            document = (prompt + answer).encode()
-            if len(document) > MAX_DOCUMENT_BYTES:
-                raise BadRowError(TOO_LONG, f"{len(document):,} bytes with the template; shorten the conversation")
-            yield document, len(prompt.encode())
+        elif text.startswith(prompt):
+            answer = text[len(prompt) :]
+        else:
+            detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
+            raise BadRowError(BAD_CONVERSATION, detail)
+        bare = answer.rstrip()
+        if bare.endswith(self._end):
+            answer = bare.removesuffix(self._end)
+        document = (prompt + answer).encode()
+        if len(document) > MAX_DOCUMENT_BYTES:
+            raise BadRowError(TOO_LONG, f"{len(document):,} bytes with the template; shorten the conversation")
+        return document, len(prompt.encode())
 
     def _render(self, turns: Sequence[Message], *, add_generation_prompt: bool) -> str:
         try:
@@ -193,8 +200,8 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _checked(messages: object) -> list[Message]:
-    """Turns of a conversation, each with a role and a text."""
+def checked_turns(messages: object) -> list[Message]:
+    """Turns of a conversation, each with a role and a text; raises BadRowError for anything else."""
     if messages is None:
         raise BadRowError(MISSING_FIELD, "no conversation; name its field with --field")
     if not isinstance(messages, list):

@@ -25,6 +25,8 @@ END_KEY = b"nxtrain.end_of_text"
 END_ID_KEY = b"nxtrain.end_id"
 SHARD_KEY = b"nxtrain.shard"
 CHECKSUMS_KEY = b"nxtrain.checksums"
+PAIRS_KEY = b"nxtrain.pairs"
+"""Entry of a corpus of pairs: documents 2k and 2k + 1 are the chosen and the rejected answer of pair k."""
 
 CHECKSUMS = "xxh3-64"
 """Value of the entry `CHECKSUMS_KEY`: the kind of a file's checksums. Files of earlier releases lack the entry."""

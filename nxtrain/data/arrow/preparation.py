@@ -25,6 +25,7 @@ from nxtrain.data.arrow.columns import (
     END_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
+    PAIRS_KEY,
     PROMPT,
     SETTINGS_KEY,
     SOURCES_KEY,
@@ -36,6 +37,7 @@ from nxtrain.data.arrow.columns import (
     schema_of,
     text_array,
 )
+from nxtrain.data.arrow.preferences import FIELDS, PairWriter
 from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, ReadProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
@@ -59,8 +61,9 @@ ToArray: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], tuple[pa.Array, 
 """Function that makes a column of documents and of the bytes of their prompts, and returns the prompts' lengths too."""
 
 _EXAMPLES = {
-    False: '{"prompt": "...", "text": "..."}',
-    True: '{"messages": [{"role": "user", "content": "..."}, ...]}',
+    "--prompt": '{"prompt": "...", "text": "..."}',
+    "--chat": '{"messages": [{"role": "user", "content": "..."}, ...]}',
+    "--pairs": '{"prompt": "...", "chosen": "...", "rejected": "..."}',
 }
 
 
@@ -78,6 +81,7 @@ class PreparationRequest:
         restart: Delete an earlier result or unfinished work under the name of `out`.
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
+        pairs: Rows are pairs of answers, strings or with `chat` turns.
         mixed: A folder may hold text next to other formats.
         sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
     """
@@ -95,6 +99,7 @@ class PreparationRequest:
     chat: bool = False
     mixed: bool = False
     sections: bool = False
+    pairs: bool = False
 
 
 class Watcher:
@@ -158,14 +163,19 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
         metadata[TOKENIZER_KEY] = tokenizer.digest.encode()
         metadata[END_KEY] = tokenizer.end.encode()
         metadata[END_ID_KEY] = str(tokenizer.end_id).encode()
+        chat: ChatTemplate | None = None
         if request.chat:
             chat = ChatTemplate(tokenizer)
             fields = replace(fields, chat=chat.documents)
             settings["chat"] = chat.digest
             tokenizer = with_special_tokens(tokenizer)
+        if request.pairs:
+            fields = Fields("", FIELDS[0], pairs=PairWriter(chat).documents)
+            settings["pairs"] = True
+            metadata[PAIRS_KEY] = b"1"
         dtype = np.promote_types(tokenizer.dtype, np.uint16)
         field, to_array = ids_field(dtype), partial(ids_array, tokenizer, dtype)
-    extra = PROMPT if request.prompt or request.chat else ""
+    extra = PROMPT if request.prompt or request.chat or request.pairs else ""
     if request.prompt:
         settings["prompt"] = request.prompt
     if request.sections:
@@ -338,6 +348,10 @@ def _check(request: PreparationRequest) -> None:
 
 def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
     """Refuse sources without fields for prompts and conversations."""
+    if request.pairs and (request.prompt or request.field != "text"):
+        raise ConfigError(f"--pairs reads the fields {', '.join(FIELDS)}; leave --prompt and --field out")
+    if request.pairs and request.tokenizer is None:
+        raise ConfigError("--pairs writes pairs of answers as ids; give the folder of their tokenizer with --tokenizer")
     if request.chat and request.prompt:
         raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
     if request.chat and request.tokenizer is None:
@@ -346,14 +360,16 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
         )
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
-    if not (request.prompt or request.chat):
+    option = "--chat" if request.chat else "--prompt" if request.prompt else ""
+    if request.pairs:
+        option = "--pairs"
+    if not option:
         return
-    option = "--chat" if request.chat else "--prompt"
     for source in sources:
         if source.kind == "text":
             raise ConfigError(
                 f"{option} names a field, and {source.path} is text without fields; "
-                f"give JSON lines such as {_EXAMPLES[request.chat]}, Parquet or Arrow"
+                f"give JSON lines such as {_EXAMPLES[option]}, Parquet or Arrow"
             )
 
 

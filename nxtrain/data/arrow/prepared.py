@@ -16,6 +16,7 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import (
     CONTINUES,
     IDS,
+    PAIRS_KEY,
     PROMPT,
     SETTINGS_KEY,
     SHARD_KEY,
@@ -41,6 +42,7 @@ class PreparedCorpus:
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
+        has_pairs: Documents are answers, two for each pair.
         dtype: Type of the ids; bytes for text.
         tokenizer: Digest of the tokenizer that made the ids; empty for text.
         num_bytes: Bytes of the files.
@@ -77,6 +79,7 @@ class PreparedCorpus:
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
+        self.has_pairs = PAIRS_KEY in self.metadata
         self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:

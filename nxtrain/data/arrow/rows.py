@@ -77,6 +77,9 @@ ReadProgress: TypeAlias = Callable[[int], None]
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
 """Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
 
+PairsWriter: TypeAlias = Callable[[Sequence[Any]], Iterator[tuple[bytes, int]]]
+"""Function that makes the two documents of a pair from its prompt, or None, and its answers; raises BadRowError."""
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -87,31 +90,39 @@ class Fields:
         prompt: Field of the prompts, each of which comes before its document; empty: none.
         chat: Writer of conversations; None: the field is text.
         sections: A text file is read in sections, so that a file of any size fits the memory.
+        pairs: Writer of pairs of answers, which are in the fields `chosen` and `rejected`; None: other documents.
     """
 
     text: str
     prompt: str = ""
     chat: ChatWriter | None = None
     sections: bool = False
+    pairs: PairsWriter | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the fields, in the order of the document."""
+        if self.pairs is not None:
+            return (*filter(None, [self.prompt]), "chosen", "rejected")
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
     def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
         """Documents of one row.
 
         Args:
-            values: Values of the fields: texts in UTF-8, or a conversation.
+            values: Values of the fields: texts in UTF-8, a conversation, or what the fields of a pair hold.
         """
-        if self.chat is None:
+        if self.chat is None and self.pairs is None:
             num_prompt = 0
             if self.prompt:
                 num_prompt = len(values[0])
             yield SourceRow(b"".join(values), row, offset, num_prompt)
             return
-        documents = list(self.chat(values[0])) or [(b"", 0)]
+        if self.pairs is not None:
+            documents = list(self.pairs([*[None] * (3 - len(values)), *values]))
+        else:
+            assert self.chat is not None
+            documents = list(self.chat(values[0])) or [(b"", 0)]
         for number, (text, prompt) in enumerate(documents, 1):
             yield SourceRow(text, row, offset, prompt, is_last=number == len(documents))
 
@@ -360,6 +371,8 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
         raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
+    if fields.pairs:
+        return [record.get(field) for field in fields.names]
     if fields.chat:
         return [record.get(fields.text)]
     return [_json_text(record, field) for field in fields.names]

@@ -10,6 +10,7 @@ Reference: Arrow columnar format, "Variable-size Binary Layout", "Variable-size 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def _parquet(source: Source, fields: Fields, start: int, progress: ReadProgress)
     opened = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
     with pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
+        fields = _present(file.schema_arrow, fields)
         defect = _field_defect(file.schema_arrow, fields)
         if defect:
             if start < total:
@@ -113,6 +115,7 @@ def _arrow(source: Source, fields: Fields, start: int, progress: ReadProgress) -
         is_file = source.kind == "arrow" and mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = _opened(mapped, is_file)
+        fields = _present(reader.schema, fields)
         defect, begin = _field_defect(reader.schema, fields), 0
         if not defect:
             numbers = [reader.schema.get_field_index(field) for field in fields.names]
@@ -141,20 +144,28 @@ def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
     return pa.ipc.open_file(mapped, options=options) if is_file else pa.ipc.open_stream(mapped, options=options)
 
 
+def _present(schema: pa.Schema, fields: Fields) -> Fields:
+    """Fields without the prompt of pairs, if there is no such column."""
+    if fields.pairs is not None and fields.prompt not in schema.names:
+        return replace(fields, prompt="")
+    return fields
+
+
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
     """Reason and detail that make every row bad: a column is absent, or has an unsuitable type."""
-    defects = [_column_defect(schema, field, fields.chat is not None) for field in fields.names]
+    defects = [_column_defect(schema, field, fields) for field in fields.names]
     return next(filter(None, defects), None)
 
 
-def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, str] | None:
+def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, str] | None:
     if schema.get_field_index(field) < 0:
         names = ", ".join(schema.names[:8]) or "none"
         return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with --field'
     kind = schema.field(field).type
-    if is_chat:
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if not is_list or not pa.types.is_struct(kind.value_type):
+    if fields.pairs is not None and _holds_turns(kind):
+        return None
+    if fields.chat is not None:
+        if not _holds_turns(kind):
             return WRONG_TYPE, f'column "{field}" holds {kind}, not lists of turns with role and content'
         return None
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -166,10 +177,21 @@ def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, s
     return None
 
 
+def _holds_turns(kind: pa.DataType) -> bool:
+    """True for a column of lists of structures."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and pa.types.is_struct(kind.value_type))
+
+
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of a part of the columns that begins after row `begin`; rows up to `start` are left out."""
+    if fields.pairs is not None:
+        yield from _written(
+            [_values(*named) for named in zip(columns, fields.names, strict=True)], begin, start, fields
+        )
+        return
     if fields.chat is not None:
-        yield from _conversations(columns[0], begin, start, fields)
+        yield from _written([_turns(columns[0])], begin, start, fields)
         return
     texts = zip(*(document_bytes(column, MAX_DOCUMENT_BYTES) for column in columns), strict=True)
     for row, values in enumerate(texts, begin + 1):
@@ -182,19 +204,43 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
             yield from fields.rows(values, row, 0)
 
 
-def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of a part of a column of conversations, as in `_documents`."""
-    column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
-    for row, messages in enumerate(column, begin + 1):
+def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
+    """Rows whose documents a writer makes of the values of columns, as in `_documents`; an error is the row's."""
+    for row, values in enumerate(zip(*columns, strict=True), begin + 1):
         if row <= start:
             continue
+        try:
+            for value in values:
+                if isinstance(value, BadRowError):
+                    raise value
+            yield from fields.rows(values, row, 0)
+        except BadRowError as error:
+            yield BadRow(row, 0, *error.args)
+
+
+def _turns(column: Any) -> Iterator[Any]:
+    """Conversations of a part of a column: lists of turns, or None."""
+    column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
+    for messages in column:
         turns = messages.as_py()
         if turns is not None:  # a turn has null for the keys that only other turns of the column have
             turns = [turn and {key: value for key, value in turn.items() if value is not None} for turn in turns]
-        try:
-            yield from fields.rows([turns], row, 0)
-        except BadRowError as error:
-            yield BadRow(row, 0, *error.args)
+        yield turns
+
+
+def _values(column: Any, field: str) -> Iterator[Any]:
+    """Strings or conversations of a part of a column, None for null, and an error for what is no text."""
+    if _holds_turns(column.type):
+        yield from _turns(column)
+        return
+    for text in document_bytes(column, MAX_DOCUMENT_BYTES):
+        defect = None
+        if text is not None:
+            defect = _defect(text, field)
+        if defect:
+            yield BadRowError(*defect)
+        else:
+            yield text.decode() if isinstance(text, bytes) else None
 
 
 def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:

@@ -26,6 +26,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
+from nxtrain.data.arrow.pairs import check_pairs
 from nxtrain.data.arrow.preparation import OnBad, PreparationRequest, Watcher, prepare_sources
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.sources import find_sources, fingerprint, versions
@@ -189,13 +190,14 @@ def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
     return RunCorpora([corpus], None, config.validation_fraction, True, name, tuple(skipped))
 
 
-def prepare_corpora(  # 6 arguments: each is of another part of the run, and there is one call
+def prepare_corpora(
     config: DataConfig,
     seq_len: int,
     vocab_size: int,
     workdir: Path,
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
     validation_rows: int = 0,
+    has_pairs: bool = False,
 ) -> Prepared:
     """Make or check the corpora of a run, and write its tokenizer and token files, unless they are written already.
 
@@ -203,9 +205,12 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
 
     Args:
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
+        has_pairs: The run is on pairs, whose rows are packed without a file.
     """
     clear_drafts(workdir)
     run = open_corpora(config, workdir)
+    for corpus in run.corpora:
+        check_pairs(corpus, has_pairs)
     given = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
     has_ids = any(corpus.is_ids for corpus in run.corpora)
     trained = given is None and not has_ids
@@ -227,7 +232,9 @@ def prepare_corpora(  # 6 arguments: each is of another part of the run, and the
         end = first.metadata.get(END_KEY, b"").decode(errors="replace")
         end_id = int(first.metadata[END_ID_KEY])
     encoded = partial(Documents, tokenizer=tokenizer, vocab_size=vocab_size)
-    validation = _write_validation(config, run, identity, encoded, validation_rows * seq_len + 1, workdir)
+    validation: Path | None = None
+    if not has_pairs:
+        validation = _write_validation(config, run, identity, encoded, validation_rows * seq_len + 1, workdir)
     train = str(first.path)
     if run.is_text:
         train = str(_write_training(run, identity, encoded, workdir))

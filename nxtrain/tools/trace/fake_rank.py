@@ -216,7 +216,13 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     starts = None
     if resolved.config.data.doc_mask:
         starts = tokens
-    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions)
+    answers: list[Tensor] = []
+    if state.preferences is not None:
+        values = torch.zeros(num_micro, train.micro_batch, 2 * resolved.config.finetune.pairs_per_row)
+        answers = [tokens, values]
+        if resolved.config.finetune.stores_reference:
+            answers.append(values)
+    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions, answers)
 
 
 def _own(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import FinetuneConfig
+from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
 from nxtrain.plan.job import Job

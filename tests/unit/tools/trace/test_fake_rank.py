@@ -13,7 +13,7 @@ import torch
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import FinetuneConfig
+from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.plan import memory
 from nxtrain.plan.job import Attention, Job
 from nxtrain.tools.trace.fake_rank import LiveBytes, trace_job, trace_rank

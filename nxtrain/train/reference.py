@@ -1,0 +1,133 @@
+"""Log-probabilities of answers by the reference of DPO, computed once before a run that changes every weight.
+
+The first weights compute all pairs of the corpus, shared over dp. The results are stored in a file next to the corpus,
+whose name has a hash of the weights and of the pairs. Later starts, resumes and other runs read the file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
+from nxtrain.checkpoint.convert.peft import FILES
+from nxtrain.common.errors import DataError
+from nxtrain.common.io.regular import read_bytes
+from nxtrain.common.process.progress import Progress
+from nxtrain.common.run_folder import DATA_DIR
+from nxtrain.config.schema import RunConfig
+from nxtrain.data import BatchShare, Data, Loader
+from nxtrain.data.arrow.pairs import PairSamples
+from nxtrain.data.batch_source import TokenRows
+from nxtrain.data.prepare import digest
+from nxtrain.data.storage import replacing
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.context import RunContext
+from nxtrain.train.step import TrainState, answer_log_probs
+from nxtrain.train.trainer import on_device
+
+LogProbs = NDArray[np.float32]
+
+CHECKSUM_BYTES = 8
+"""Bytes of the XXH3 at the end of a file."""
+
+
+def with_reference(context: RunContext, data: Data) -> Data:
+    """Data whose pairs have the log-probabilities of the reference; every rank calls this at the same point.
+
+    Raises:
+        DataError: A file of an earlier start is damaged.
+        StorageError: The file cannot be written.
+    """
+    source, validation = data.source, data.validation
+    assert isinstance(source, TokenRows) and isinstance(source.samples, PairSamples)
+    log_probs = _of_corpus(context, source.samples)
+    source = replace(source, samples=source.samples.with_reference(log_probs))
+    if isinstance(validation, PairSamples):
+        validation = validation.with_reference(_of_corpus(context, validation))
+    return replace(data, source=source, validation=validation)
+
+
+def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
+    """Log-probability of every answer of a corpus, from its file or computed: (documents,) float32."""
+    file = context.ranks.on_leader(lambda: _file(context.config, samples), "cannot read the first weights")
+    known = context.ranks.on_leader(lambda: _read(file, samples.num_documents), f"cannot read {file}")
+    if known is not None:
+        context.print_line(f"the reference is that of {file}")
+        return known
+    plan, backend, mesh = context.plan, context.backend, context.mesh
+    state = build_state(plan, build_model(plan, backend, mesh, init="hf"), backend, mesh)
+    found = _compute(context, state, samples.of_all_pairs())
+    context.ranks.on_leader(lambda: _write(file, found), f"cannot write {file}")
+    context.print_line(f"the reference of {context.config.model.hf} is written to {file}")
+    return found
+
+
+def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> LogProbs:
+    """Compute all pairs, shared over dp, and gather the results on every rank."""
+    train, mesh = context.config.train, context.mesh
+    share = BatchShare(train.global_batch, train.micro_batch, mesh.dp.rank, mesh.dp.size)
+    loader = Loader(samples, share, seed=0, shuffle=False, doc_mask=True, past_end="pad")
+    documents: list[NDArray[np.int64]] = []
+    values: list[LogProbs] = []
+    with Progress("computing the reference", loader.steps_per_epoch, on_terminals_only=mesh.rank > 0) as progress:
+        for step in range(loader.steps_per_epoch):
+            context.enter(0, "evaluation")
+            batch = loader.batch(step)
+            assert batch.answers is not None
+            found = answer_log_probs(state, on_device(state, batch))
+            if found:
+                is_there = batch.answers.lengths > 0
+                answers = samples.answers(loader.indices(step)).reshape(is_there.shape)
+                log_probs = torch.stack([x.cpu() for x in found]).numpy()
+                documents.append(answers[is_there])
+                values.append(log_probs[is_there])
+            progress.show(step + 1)
+    whole = np.full(samples.num_documents, np.nan, np.float32)
+    # Equal on the ranks of tp and cp, of which one speaks; pairs longer than a row stay NaN, and no row has them.
+    speaks = mesh.tp.rank == mesh.cp.rank == 0 and bool(values)
+    mine = (np.concatenate(documents), np.concatenate(values)) if speaks else None
+    for part in context.ranks.gather(mine):
+        if part is not None:
+            whole[part[0]] = part[1]
+    return whole
+
+
+def _file(config: RunConfig, samples: PairSamples) -> Path:
+    """File of the results, next to the corpus if that is a file or a folder of this machine that may be written."""
+    weights = [HfFolder(Path(config.model.hf)).fingerprint(), config.finetune.method, config.precision.params]
+    if config.finetune.adapter:
+        folder = Path(config.finetune.adapter)
+        weights += [xxhash.xxh3_64_hexdigest(read_bytes(folder / name)) for name in FILES]
+    name = f"reference-{digest(*weights, sorted(config.model.config.items()), samples.identity, samples.seq_len)}.npy"
+    place = samples.place
+    if isinstance(place, Path) and os.access(place.absolute().parent, os.W_OK):
+        return place.with_name(f"{place.name}.{name}")
+    return config.run.dir / DATA_DIR / name
+
+
+def _read(file: Path, num_documents: int) -> LogProbs | None:
+    """Results of an earlier start; None without any."""
+    if not file.exists():
+        return None
+    content = read_bytes(file)
+    body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    if xxhash.xxh3_64_digest(body) == checksum:
+        values: LogProbs = np.load(io.BytesIO(body))
+        if values.shape == (num_documents,):
+            return values
+    raise DataError(f"{file} is damaged; delete it, and the next start computes the reference again")
+
+
+def _write(file: Path, values: LogProbs) -> None:
+    body = io.BytesIO()
+    np.save(body, values)
+    with replacing(file) as draft:
+        draft.write(body.getvalue() + xxhash.xxh3_64_digest(body.getvalue()))
