@@ -59,6 +59,8 @@ class Meta(BaseModel):
     """Scale of fp16 gradients, the steps since it changed, and the number of updates; empty for other types."""
     data_cursor: dict[str, Any] = {}
     """Position at which data that is packed while consumed resumes, see `nxtrain.data.stream_loader`; else empty."""
+    rewarm_after: int | None = None
+    """Step after which optim.rewarm_steps raise the learning rate again; None: nowhere."""
     data_fingerprint: str = ""
     """Identity of the data."""
     shuffle: bool | None = None

@@ -11,39 +11,30 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     model_validator,
 )
 
-from nxtrain.common.io.paths import local, local_or_bucket, storage
-from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
+from nxtrain.config.schedule import ScheduleConfig
+from nxtrain.config.section import (
+    Beta,
+    CorpusPlace,
+    Degree,
+    DerivedDegree,
+    GraphFolder,
+    LocalPath,
+    LocalText,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    Section,
+    Size,
+    StoragePlace,
+)
 
-
-def _graph_folder(path: Path) -> Path:
-    return path if str(path).startswith("s3:") else Path(local(str(path)))
-
-
-# TOML has no paths, so a string becomes one.
-LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
-LocalText = Annotated[str, AfterValidator(local)]
-CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
-StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
-"""Folder or address; `nxtrain.config.check` reports an address without bucket."""
-GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
-"""Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""
-Beta = Annotated[float, Field(ge=0, lt=1)]
-PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
-Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
-Degree = Annotated[int, Field(gt=0, le=MAX_RANKS)]
-DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
-Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
 OffloadKind = Literal["params", "optimizer", "activations"]
 
 
@@ -66,14 +57,6 @@ ON_GPUS = "cuda"
 
 QUANTIZING = ("auto", "cpu", "cuda")
 """Values of backend.name that may have a library for quantized weights."""
-
-
-class Section(BaseModel):
-    """A table of the configuration file."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class IdentityConfig(Section):
@@ -107,7 +90,7 @@ class ModelChoiceConfig(Section):
     """Hugging Face folder whose config.json gives the shape."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     """Changes to the shape, under Hugging Face's names, such as `num_hidden_layers`."""
     fused_qkv: bool = True
     """One matrix for the query, key and value projections."""
@@ -212,19 +195,9 @@ class PrecisionConfig(Section):
     """With params=fp16, steps without overflow after which the factor doubles."""
 
 
-class OptimConfig(Section):
+class OptimConfig(ScheduleConfig):
     """[optim]: AdamW, its schedule and clipping."""
 
-    lr: NonNegativeFloat = 3e-4
-    """Highest learning rate."""
-    min_lr: NonNegativeFloat = 3e-5
-    """Learning rate at the end of the cosine."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Course of the learning rate after the warmup."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to lr."""
-    decay_steps: NonNegativeInt = 0
-    """Step at which the cosine reaches min_lr; 0: train.steps."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nxtrain.optim.schedule import Schedule
 from nxtrain.plan.adapters import frozen_bytes
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
@@ -253,7 +254,12 @@ class Prediction:
         def of_run(per_token: float) -> float | None:
             return None if tokens is None else per_token * tokens
 
+        rates = ""
+        if not (self.assumed.unknown_length or self.assumed.tokens or self.assumed.device_hours):
+            rates = Schedule.of(self.job.config).describe()
         return {
+            "schedule": self.job.config.optim.schedule,
+            "learning_rates": rates,
             "steps": None if tokens is None else math.ceil(tokens / self.job.tokens_per_step),
             "tokens": tokens,
             "data_bytes": self.assumed.data_bytes or None,

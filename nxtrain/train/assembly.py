@@ -84,7 +84,7 @@ def assemble(context: RunContext) -> Run:
         state=state,
         train=batches,
         validation=validation_loader(context, data),
-        schedule=Schedule.of(config),
+        schedule=Schedule.of(config, begun.rewarm_after),
         meter=_throughput_meter(context, begun),
         sinks=open_sinks(config, begun.step, context.is_leader),
         checkpoints=checkpoints,

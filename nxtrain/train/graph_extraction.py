@@ -74,7 +74,7 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
     short = _short(plan.config, mesh)
-    trainer(plan, state, short, Schedule(0.0, 0.0, 0, STEPS, "constant"), Announced()).run(0)
+    trainer(plan, state, short, Schedule.constant(0.0), Announced()).run(0)
     print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
 
 

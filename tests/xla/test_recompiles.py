@@ -65,7 +65,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     never = {"checkpoint": {"every": 0}, "metrics": {"log_every": 100}}
     # The rate is 0.25, 0.5, 0.75 and 1.0, and a number that is 1 stands in the graph as such.
     rising = {"lr": 1.0, "min_lr": 1.0, "warmup_steps": 4}
+    pieces = [{"steps": 3, "lr": 1.0}, {"steps": 2, "lr": 1.0}, {"steps": 3, "lr": 0.0, "shape": "sqrt"}]
     cases = {
+        "pieces": (
+            run_plan(folder / "pieces", data, steps=8, optim={"schedule": "pieces", "pieces": pieces}, **cadences),
+            "",
+        ),
         "accumulated": (run_plan(folder / "accumulated", data, steps=12, train=evaluated, **cadences), ""),
         "whole": (
             run_plan(folder / "whole", data, steps=12, train={**evaluated, "micro_batch": 4}, optim=rising, **cadences),
@@ -94,7 +99,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     return dict(zip(cases, found, strict=True))
 
 
-@pytest.mark.parametrize("case", ["accumulated", "whole"])
+@pytest.mark.parametrize("case", ["accumulated", "whole", "pieces"])
 def test_logs_evaluations_and_checkpoints_at_any_step_compile_nothing_new(
     case: str, ended: dict[str, tuple[str, str]]
 ) -> None:

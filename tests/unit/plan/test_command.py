@@ -229,6 +229,7 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
         assert found["run"]["tokens"] == pytest.approx(found["days"] * 86_400 * found["tokens_per_s"])
     by_steps = answer(SEVENTY)
     world = by_steps["nodes"] * 32
+    assert by_steps["run"]["learning_rates"].startswith("steps 1 to 2,000: up to 0.00015 (linear); ")
     assert by_steps["run"]["device_hours"] == pytest.approx(by_steps["days"] * 24 * world)
     with pytest.raises(ConfigError, match="--tokens and --device-hours each give the length"):
         answer(SEVEN, "--device-hours", "5", "--tokens", "5")

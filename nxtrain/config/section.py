@@ -1,0 +1,40 @@
+"""Base of the sections of a configuration, and the types of their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from nxtrain.common.io.paths import local, local_or_bucket, storage
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
+
+
+def _graph_folder(path: Path) -> Path:
+    return path if str(path).startswith("s3:") else Path(local(str(path)))
+
+
+# TOML has no paths, so a string becomes one.
+LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
+LocalText = Annotated[str, AfterValidator(local)]
+CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
+StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
+"""Folder or address; `nxtrain.config.check` reports an address without bucket."""
+GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
+"""Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+Degree = Annotated[int, Field(gt=0, le=MAX_RANKS)]
+DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
+
+
+class Section(BaseModel):
+    """A table of the configuration file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
