@@ -38,7 +38,9 @@ class Meta(BaseModel):
     tokens: int
     """Target tokens consumed by the updates."""
     global_batch: int = 0
-    """Sequences of an update; 0 if no update was made."""
+    """Sequences of an update, after the stages of a ramp; 0 if no update was made."""
+    batch_ramp: tuple[dict[str, int], ...] = ()
+    """Stages of the ramp of the global batch, see `train.batch_ramp`."""
     seed: int
     """Seed of the run."""
     family: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from nxtrain.common.errors import ConfigError, Problem
@@ -36,8 +35,8 @@ def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:
     Raises:
         ConfigError: The steps do not fit the schedule, or are too many.
     """
-    epochs, global_batch = config.train.epochs, config.train.global_batch
-    steps = math.ceil(epochs * num_rows / global_batch)
+    epochs = config.train.epochs
+    steps = config.train.batch_sizes().steps_for(epochs * num_rows)
     if steps > MAX_INT:
         reason = f"{epochs:g} epochs of {num_rows:,} rows are more than {MAX_INT:,} steps"
         raise ConfigError([Problem("train.epochs", reason, hint="give fewer")])

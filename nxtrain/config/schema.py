@@ -18,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.config.batch_ramp import Ramp, batch_sizes
 from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.config.section import (
     Beta,
@@ -162,6 +164,8 @@ class TrainConfig(Section):
     """Tokens per sequence."""
     global_batch: Size = 8
     """Sequences per update, over all dp ranks."""
+    batch_ramp: Ramp = Field(default=(), strict=False)
+    """Stages before the full global batch: tables of global_batch, and of the samples or tokens trained with it."""
     micro_batch: Size = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"
@@ -172,6 +176,10 @@ class TrainConfig(Section):
     """Global batches per evaluation."""
     loss_chunk_mib: Size = 64
     """Most MiB of float32 logits that one rank holds at once."""
+
+    def batch_sizes(self, step: int = 0, tokens: int = 0) -> BatchSizes:
+        """Global batch of each update, from a step on that has seen so many tokens."""
+        return batch_sizes(self.batch_ramp, self.global_batch, self.seq_len, step=step, tokens=tokens)
 
 
 class PrecisionConfig(Section):

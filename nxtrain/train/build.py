@@ -22,7 +22,7 @@ from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
+from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, TrainConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.dropout import Dropout
@@ -290,8 +290,14 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(2)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
     )
+
+
+def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
+    """True if some step of the run has several micro-batches."""
+    return max(train.batch_sizes().all) > train.micro_batch * mesh.dp.size
 
 
 def _loss_scale(plan: Resolved, model: nn.Module, backend: Backend) -> LossScale:
@@ -312,7 +318,7 @@ def _data_parallel(
         return FullySharded(model, layout)
     how = Reduction(
         precision=precision,
-        num_micro=run.train.global_batch // (run.train.micro_batch * layout.mesh.dp.size),
+        accumulates=_accumulates(run.train, layout.mesh),
         bucket_bytes=run.parallel.bucket_mib << 20,
     )
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

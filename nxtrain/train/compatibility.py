@@ -26,7 +26,7 @@ DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 
 DRIFT = {
     "seed": {"seed": "run.seed"},
-    "batch": {"global_batch": "train.global_batch"},
+    "batch": {"global_batch": "train.global_batch", "batch_ramp": "train.batch_ramp"},
     "tokenizer": {DRIFT_TOKENIZER[1]: DRIFT_TOKENIZER[0]},
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
@@ -95,12 +95,13 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         before: Metadata at an earlier step; None: at step 0.
     """
     config, precision = plan.config, Precision.of(plan.config.precision)
-    samples = step * config.train.global_batch
+    samples = config.train.batch_sizes().before(step)
     tokens = samples * config.train.seq_len
     rewarm_after = None
     if before is not None:
         rewarm_after = before.rewarm_after
-        new_samples = (step - before.step) * config.train.global_batch
+        sizes = config.train.batch_sizes(before.step, before.tokens)
+        new_samples = sizes.before(step) - sizes.before(before.step)
         samples = before.samples + new_samples
         tokens = before.tokens + new_samples * config.train.seq_len
     return Meta(
@@ -108,6 +109,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         samples=samples,
         tokens=tokens,
         global_batch=config.train.global_batch,
+        batch_ramp=tuple(stage.model_dump() for stage in config.train.batch_ramp),
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),

@@ -91,7 +91,7 @@ def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
     few = MICRO_BATCHES
     if pp > 1:
         few = 2 * pp * config.parallel.virtual_pp + num_micro % pp
-    return train.model_copy(update={"global_batch": min(num_micro, few) * rows})
+    return train.model_copy(update={"global_batch": min(num_micro, few) * rows, "batch_ramp": ()})
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
         config=config,
         state=state,
         train=_loader(config, state.mesh),
+        sizes=config.train.batch_sizes(),
         validation=_loader(config, state.mesh) if config.train.eval_every else None,
         schedule=schedule,
         meter=ThroughputMeter(plan.dimensions.flops_per_token(config.train.seq_len), None),

@@ -93,7 +93,7 @@ def start(
         for replaced in damaged:
             context.print_line(f"WARNING: {replaced}; it was read from the mirror instead")
         planner.begin()
-        resume_dropout(model, meta.step)
+        resume_dropout(model, meta.step, plan.config.train.batch_sizes(meta.step, meta.tokens))
         meta = with_rewarming(meta, plan.config, is_own=planner.is_own)
         for changed in (changes(meta, fresh), rate_changes(meta, plan.config)):
             if changed:

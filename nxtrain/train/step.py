@@ -47,6 +47,7 @@ class TrainState:
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
+        accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
     """
 
@@ -63,6 +64,7 @@ class TrainState:
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
+    accumulates: bool = False
     positions: Tensor | None = None
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
@@ -209,7 +211,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
         state.section("backward")
         loss.backward()
         found(loss, targets)
-        if len(batch.inputs) > 1:
+        if state.accumulates or len(batch.inputs) > 1:
             state.backend.step_boundary()
 
 

@@ -218,6 +218,16 @@ def test_data_sets_have_bytes_that_are_shown_beside_their_tokens(name: str) -> N
     assert (tokens, size) == pytest.approx((known.tokens, known.bytes))
 
 
+def test_a_batch_ramp_has_fewer_tokens_and_its_own_days() -> None:
+    plain = answer(SEVENTY, "train.steps=1000")
+    batch = int(plain["sequences_per_s"] * plain["step_time_s"] + 0.5)
+    ramp = f"train.batch_ramp=[{{global_batch = {batch // 2}, samples = {100 * batch}}}]"
+    ramped = answer(SEVENTY, "train.steps=1000", ramp)
+    assert ramped["run"]["tokens"] == pytest.approx(0.9 * plain["run"]["tokens"])  # 200 steps of half the batch
+    assert ramped["run"]["steps"] == 1000
+    assert 0.9 * plain["days"] < ramped["days"] < plain["days"]  # the update of a small batch costs as much
+
+
 def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
     """Llama 3.1 70B took 7.0e6 hours of a GPU, and Llama 2 70B's recipe 6.4e6 on 256 machines of 8."""
     layout: tuple[str, ...] = ("parallel.tp=8", "parallel.pp=1", "parallel.dp=0", "--model", "llama3.1-70b")
