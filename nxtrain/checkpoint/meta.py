@@ -38,7 +38,9 @@ class Meta(BaseModel):
     tokens: int
     """Target tokens consumed by the updates."""
     global_batch: int = 0
-    """Sequences of an update; 0 if no update was made."""
+    """Sequences of an update, after the stages of a ramp; 0 if no update was made."""
+    batch_ramp: tuple[dict[str, int], ...] = ()
+    """Stages of the ramp of the global batch, see `train.batch_ramp`."""
     seed: int
     """Seed of the run."""
     family: str
@@ -59,6 +61,8 @@ class Meta(BaseModel):
     """Scale of fp16 gradients, the steps since it changed, and the number of updates; empty for other types."""
     data_cursor: dict[str, Any] = {}
     """Position at which data that is packed while consumed resumes, see `nxtrain.data.stream_loader`; else empty."""
+    rewarm_after: int | None = None
+    """Step after which optim.rewarm_steps raise the learning rate again; None: nowhere."""
     data_fingerprint: str = ""
     """Identity of the data."""
     shuffle: bool | None = None

@@ -292,18 +292,42 @@ def graphs(
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")
-def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def show(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="Draw the learning rate of each step instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print every value and where it came from, then check that they fit together."""
     from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
     from nxtrain.config.show import dump, to_json
 
     loaded = load(config, overrides or ())
+    if schedule:
+        resolve_config(loaded, world=None)
+        _show_schedule(loaded.config, as_json=as_json)
+        return
     if as_json:
         write_document(to_json(loaded))
     else:
         typer.echo(dump(loaded.config, loaded.origins), nl=False)
     resolve_config(loaded, world=None)
+
+
+def _show_schedule(config: RunConfig, *, as_json: bool) -> None:
+    """Print the learning rates of a run as a chart, or the rates of the chart's steps as JSON."""
+    from nxtrain.optim.schedule import Schedule
+    from nxtrain.optim.schedule_chart import draw, sampled
+
+    train, schedule = config.train, Schedule.of(config)
+    if as_json:
+        at = sampled(train.steps)
+        write_document({"pieces": schedule.describe(), "steps": at, "lr": [schedule.at(step) for step in at]})
+        return
+    if train.epochs:
+        typer.echo(f"train.epochs={train.epochs:g} counts no steps yet; drawn for {train.steps:,} steps")
+    typer.echo(draw(schedule, train.steps))
 
 
 @config.command(epilog="Example: nxtrain config keys | less")

@@ -17,6 +17,7 @@ from nxtrain.common.errors import ConfigError, Problem, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.mesh import Mesh, divisors, listed
+from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
@@ -242,6 +243,7 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
             f"{batch} is not a multiple of micro_batch={micro} x dp={dp} = {micro * dp}",
             hint=f"use train.global_batch={works}{other}",
         )
+    yield from ramp_problems(train.batch_ramp, micro * dp)
     yield from _sequence(config)
 
 

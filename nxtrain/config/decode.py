@@ -143,7 +143,7 @@ def _keys(model: type[BaseModel]) -> Iterator[str]:
     tables = _tables(model)
     for name, field in model.model_fields.items():
         key = field.alias or name
-        if key in tables:
+        if key in tables and get_origin(field.annotation) is not tuple:  # entries of a list have no key of their own
             for table in tables[key]:
                 yield from (f"{key}.{inner}" for inner in _keys(table))
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import MAX_INT
+from nxtrain.config.schedule import schedule_problems
 from nxtrain.config.schema import RunConfig
 
 
@@ -19,12 +19,10 @@ def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]
     """
     if config.train.epochs:
         yield from _epochs(config, origins)
-    if not config.train.epochs or config.optim.decay_steps:
-        yield from _schedule(config)
-    optim = config.optim
-    if optim.schedule == "cosine" and optim.min_lr > optim.lr:
-        reason = f"min_lr={optim.min_lr} exceeds lr={optim.lr}"
-        yield Problem("optim.min_lr", reason, hint=f"use optim.min_lr={optim.lr / 10} or less than lr")
+    steps = config.train.steps
+    if config.train.epochs:
+        steps = 0
+    yield from schedule_problems(config.optim, steps)
 
 
 def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:
@@ -37,14 +35,14 @@ def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:
     Raises:
         ConfigError: The steps do not fit the schedule, or are too many.
     """
-    epochs, global_batch = config.train.epochs, config.train.global_batch
-    steps = math.ceil(epochs * num_rows / global_batch)
+    epochs = config.train.epochs
+    steps = config.train.batch_sizes().steps_for(epochs * num_rows)
     if steps > MAX_INT:
         reason = f"{epochs:g} epochs of {num_rows:,} rows are more than {MAX_INT:,} steps"
         raise ConfigError([Problem("train.epochs", reason, hint="give fewer")])
     train = config.train.model_copy(update={"steps": steps, "epochs": 0.0})
     counted = config.model_copy(update={"train": train})
-    problems = list(_schedule(counted))
+    problems = list(schedule_problems(counted.optim, steps))
     if problems:
         raise ConfigError(problems)
     return counted
@@ -63,12 +61,3 @@ def _epochs(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
         reason = f"the rows of {what} have no end: they are packed, or drawn by shares, while the run goes on"
         hint = "give train.steps; tokens of the corpus / (train.global_batch * train.seq_len) is one epoch"
         yield Problem("train.epochs", reason, hint=f"{hint}, and nxtrain data inspect counts the tokens")
-
-
-def _schedule(config: RunConfig) -> Iterator[Problem]:
-    optim = config.optim
-    end = optim.decay_steps or config.train.steps
-    if optim.warmup_steps > end:
-        name = "optim.decay_steps" if optim.decay_steps else "train.steps"
-        hint = "use fewer, or set optim.decay_steps to the length of the whole run that these steps begin"
-        yield Problem("optim.warmup_steps", f"{optim.warmup_steps} exceeds {name}={end}", hint=hint)

@@ -18,8 +18,11 @@ from pydantic import (
     model_validator,
 )
 
+from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.config.batch_ramp import Ramp, batch_sizes
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.muon import MuonConfig
+from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.config.section import (
     Beta,
     CorpusPlace,
@@ -170,6 +173,8 @@ class TrainConfig(Section):
     """Tokens per sequence."""
     global_batch: Size = 8
     """Sequences per update, over all dp ranks."""
+    batch_ramp: Ramp = Field(default=(), strict=False)
+    """Stages before the full global batch: tables of global_batch, and of the samples or tokens trained with it."""
     micro_batch: Size = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"
@@ -180,6 +185,10 @@ class TrainConfig(Section):
     """Global batches per evaluation."""
     loss_chunk_mib: Size = 64
     """Most MiB of float32 logits that one rank holds at once."""
+
+    def batch_sizes(self, step: int = 0, tokens: int = 0) -> BatchSizes:
+        """Global batch of each update, from a step on that has seen so many tokens."""
+        return batch_sizes(self.batch_ramp, self.global_batch, self.seq_len, step=step, tokens=tokens)
 
 
 class PrecisionConfig(Section):
@@ -203,19 +212,9 @@ class PrecisionConfig(Section):
     """With params=fp16, steps without overflow after which the factor doubles."""
 
 
-class OptimConfig(MuonConfig):
+class OptimConfig(MuonConfig, ScheduleConfig):
     """[optim]: AdamW or Muon, the schedule and clipping."""
 
-    lr: NonNegativeFloat = 3e-4
-    """Highest learning rate."""
-    min_lr: NonNegativeFloat = 3e-5
-    """Learning rate at the end of the cosine."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Course of the learning rate after the warmup."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to lr."""
-    decay_steps: NonNegativeInt = 0
-    """Step at which the cosine reaches min_lr; 0: train.steps."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8

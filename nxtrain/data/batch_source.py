@@ -143,7 +143,7 @@ class Streams:
 
     def batches(self, order: BatchOrder) -> StreamLoader:
         """Open the batches of a rank."""
-        lanes = num_lanes(order.share.global_batch)
+        lanes = num_lanes(order.share.sizes.unit)
         num_corpora = 0
         if self.mixture is not None:
             num_corpora = len(self.sizes)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.samples import Samples
 
@@ -77,20 +78,22 @@ class BatchShare:
         global_batch: Rows in a step, over all ranks.
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
         dp_rank, dp_size: This rank's index on the data parallel axis, and the axis's size.
+        ramp: Sizes of steps with another global batch than the last; None: every step has the same.
     """
 
     global_batch: int
     micro_batch: int
     dp_rank: int = 0
     dp_size: int = 1
+    ramp: BatchSizes | None = None
 
     def __post_init__(self) -> None:
-        assert self.global_batch % (self.micro_batch * self.dp_size) == 0, self
+        assert self.sizes.unit % (self.micro_batch * self.dp_size) == 0, self
 
     @property
-    def num_rows(self) -> int:
-        """Rows of this rank in a step."""
-        return self.global_batch // self.dp_size
+    def sizes(self) -> BatchSizes:
+        """Rows of each step, over all ranks."""
+        return self.ramp or BatchSizes(self.global_batch)
 
 
 def batch_of(
@@ -137,10 +140,16 @@ def left_out(skips: Skips, first: int, last: int) -> int:
     return sum(number for step, number in skips if first <= step <= last)
 
 
+def rows_left_out(skips: Skips, first: int, last: int, sizes: BatchSizes) -> int:
+    """Number of rows that are left out after the steps from `first` to `last`: batches as large as the next."""
+    return sum(number * sizes.at(step) for step, number in skips if first <= step <= last)
+
+
 class Loader:
     """Assigns the endless order of rows to steps and ranks.
 
     Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order, counted from `origin`.
+    With a ramp, the first position is the sum of the earlier steps' global batches.
     Data parallel rank d takes the d-th contiguous block of them. After the last row the next epoch begins, if needed in
     the middle of a batch. Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
 
@@ -168,7 +177,7 @@ class Loader:
         self._seed, self._shuffle = seed, shuffle
         self._origin, self._past_end = origin, past_end
         self._doc_mask, self._skips = doc_mask, skips
-        self._ordered: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
+        self._ordered: tuple[int, list[NDArray[np.int64]]] = -1, []
 
     @property
     def steps_per_epoch(self) -> int:
@@ -202,14 +211,17 @@ class Loader:
 
     def progress(self, step: int) -> dict[str, float]:
         """Tokens and epochs of each corpus of a mixture after a step, counted from 1; empty without a mixture."""
-        passed = step + left_out(self._skips, 0, step - 1)
-        return self._samples.progress(self._origin + passed * self._share.global_batch)
+        sizes = self._share.sizes
+        passed = sizes.before(step) + rows_left_out(self._skips, 0, step - 1, sizes)
+        return self._samples.progress(self._origin + passed)
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         """Positions of this rank's rows in a step, counted from 0."""
-        passed = step + left_out(self._skips, 0, step)
-        start = self._origin + passed * self._share.global_batch + self._share.dp_rank * self._share.num_rows
-        return np.arange(start, start + self._share.num_rows)
+        share, sizes = self._share, self._share.sizes
+        num_rows = sizes.at(step) // share.dp_size
+        passed = sizes.before(step) + rows_left_out(self._skips, 0, step, sizes)
+        start = self._origin + passed + share.dp_rank * num_rows
+        return np.arange(start, start + num_rows)
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """Indices of a step's rows, computed for several steps at once: numpy's calls cost most."""
@@ -217,11 +229,11 @@ class Loader:
         if begin != step - step % _ORDERED_STEPS:
             begin = step - step % _ORDERED_STEPS
             steps = range(begin, begin + _ORDERED_STEPS)
-            positions = np.concatenate([self._positions(near) for near in steps])
-            indices = self._samples.ordered(positions, self._seed, shuffle=self._shuffle).reshape(_ORDERED_STEPS, -1)
+            positions = [self._positions(near) for near in steps]
+            whole = self._samples.ordered(np.concatenate(positions), self._seed, shuffle=self._shuffle)
+            indices = np.split(whole, np.cumsum([len(of_step) for of_step in positions])[:-1])
             self._ordered = begin, indices
-        of_step: NDArray[np.int64] = indices[step - begin]
-        return of_step
+        return indices[step - begin]
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

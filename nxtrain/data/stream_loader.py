@@ -121,7 +121,7 @@ class StreamLoader:
 
     Args:
         open_lanes: Opens lanes at their positions, with the number of rows of a lane in each step.
-        lanes: Number of lanes; divides the global batch.
+        lanes: Number of lanes; divides the global batch of every step.
         places: Position of every lane at the first batch; empty for the begin of the corpus.
         progress: Values for the record of a step, from the positions of this rank's lanes.
         skips: Batches that are left out, from the first batch on.
@@ -140,13 +140,14 @@ class StreamLoader:
         progress: Callable[[Mapping[int, Place]], dict[str, float]] = lambda places: {},
         skips: Skips = (),
     ) -> None:
-        assert share.global_batch % lanes == 0, share
+        sizes = share.sizes
+        assert sizes.unit % lanes == 0, share
         self._open_lanes, self._share = open_lanes, share
         self._end_id, self._doc_mask = end_id, doc_mask
         self._progress, self._skips = progress, skips
-        self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
-        self._first = share.dp_rank * share.num_rows
-        mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
+        # The lanes give this many rows at a time, which makes a step of any size.
+        self._sizes, self._lanes, self._rows_per_lane = sizes, lanes, sizes.unit // lanes
+        mine = range(share.dp_rank * lanes // share.dp_size, -(-(share.dp_rank + 1) * lanes // share.dp_size))
         self._places: dict[int, Place] = dict.fromkeys(mine, BEGIN)
         if places:
             self._places = {lane: places[lane] for lane in mine}
@@ -183,12 +184,16 @@ class StreamLoader:
         return self._progress(self._places)
 
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
-        for _ in range(left_out(self._skips, step, step)):
+        share, size = self._share, self._sizes.at(step)
+        times = size // self._sizes.unit
+        for _ in range(left_out(self._skips, step, step) * times):
             lanes.rows(step)
-        by_lane = lanes.rows(step)
-        rows = np.concatenate([rows for rows, _ in by_lane.values()], dtype=np.int64)
-        skipped = self._first - min(by_lane) * self._rows_per_lane
-        mine = rows[skipped : skipped + self._share.num_rows]
+        parts = [lanes.rows(step) for _ in range(times)]
+        by_lane = parts[-1]
+        rows = np.concatenate([part[lane][0] for lane in by_lane for part in parts], dtype=np.int64)
+        num_rows = size // share.dp_size
+        skipped = share.dp_rank * num_rows - min(by_lane) * (size // self._lanes)
+        mine = rows[skipped : skipped + num_rows]
         batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
         return batch, {number: place for number, (_, place) in by_lane.items()}
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nxtrain.common.batch_sizes import BatchSizes
+
 Clock = Callable[[], float]
 """Monotonic clock in seconds."""
 
@@ -142,10 +144,15 @@ class Pace:
     """Elapsed and remaining time of a run, pauses included.
 
     The first step only starts the measurement: its compilation and warm-up do not recur.
+
+    Args:
+        total_steps: Steps of the run.
+        sizes: Global batch of each step, in proportion to which steps take time.
+        clock: Clock.
     """
 
-    def __init__(self, total_steps: int, *, clock: Clock = time.monotonic) -> None:
-        self._total_steps = total_steps
+    def __init__(self, total_steps: int, sizes: BatchSizes, *, clock: Clock = time.monotonic) -> None:
+        self._total_steps, self._sizes = total_steps, sizes
         self._clock = clock
         self._start_s = clock()
         self._first: tuple[int, float] | None = None
@@ -160,4 +167,5 @@ class Pace:
         first_step, first_s = self._first = self._first or (step, now)
         if step == first_step:
             return None
-        return (self._total_steps - step) * (now - first_s) / (step - first_step)
+        left = self._sizes.before(self._total_steps) - self._sizes.before(step)
+        return left * (now - first_s) / (self._sizes.before(step) - self._sizes.before(first_step))

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.meters import Clock
 from nxtrain.metrics.status import Status, details, duration, fitting
@@ -28,13 +29,26 @@ _VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
 
 
 def open_progress(
-    total_steps: int, resume_step: int, *, console: Console | None = None, clock: Clock = time.monotonic
+    total_steps: int,
+    resume_step: int,
+    *,
+    sizes: BatchSizes = BatchSizes(1),  # noqa: B008 - it is frozen
+    console: Console | None = None,
+    clock: Clock = time.monotonic,
 ) -> ProgressBar | ProgressLines:
-    """Open the display for a console; standard error by default, because standard output is for results."""
+    """Open the display for a console; standard error by default, because standard output is for results.
+
+    Args:
+        total_steps: Steps of the run.
+        resume_step: Step after which the run goes on.
+        sizes: Global batch of each step; by default all are equal.
+        console: Console.
+        clock: Clock.
+    """
     console = console or standard_error()
     if console.is_terminal and not console.is_dumb_terminal:
-        return ProgressBar(total_steps, resume_step, console, clock)
-    return ProgressLines(total_steps, console, clock)
+        return ProgressBar(Status(total_steps, sizes, clock), total_steps, resume_step, console, clock)
+    return ProgressLines(Status(total_steps, sizes, clock), total_steps, console, clock)
 
 
 class ProgressBar:
@@ -44,8 +58,8 @@ class ProgressBar:
     numbers instead.
     """
 
-    def __init__(self, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
-        self._status = Status(total_steps, clock)
+    def __init__(self, status: Status, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
+        self._status = status
         texts = f"step {total_steps}/{total_steps} {_VALUES} {_LEFT}"
         room = console.width - len(texts) - 1
         columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn()]
@@ -83,8 +97,8 @@ class ProgressLines:
     A line has the most important numbers of its record, in `LINE_COLUMNS`.
     """
 
-    def __init__(self, total_steps: int, console: Console, clock: Clock) -> None:
-        self._status = Status(total_steps, clock)
+    def __init__(self, status: Status, total_steps: int, console: Console, clock: Clock) -> None:
+        self._status = status
         self._total_steps = total_steps
         self._console = console
         self._clock = clock

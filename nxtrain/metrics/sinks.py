@@ -208,7 +208,8 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
         sinks.append(RetryingSink(PROMETHEUS_FILE, lambda resumed: PrometheusSink(path, name), resume_step))
     sinks += [RetryingSink(name, opened, resume_step) for name, opened in trackers.items()]
     if metrics.progress:
-        sinks.append(RetryingSink(PROGRESS, partial(open_progress, config.train.steps), resume_step))
+        opened = partial(open_progress, config.train.steps, sizes=config.train.batch_sizes())
+        sinks.append(RetryingSink(PROGRESS, opened, resume_step))
     return sinks
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.text import short
 from nxtrain.metrics.meters import Clock, Pace
 
@@ -20,8 +21,8 @@ SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
 class Status:
     """Texts for the newest record of a run."""
 
-    def __init__(self, total_steps: int, clock: Clock = time.monotonic) -> None:
-        self.pace = Pace(total_steps, clock=clock)
+    def __init__(self, total_steps: int, sizes: BatchSizes, clock: Clock = time.monotonic) -> None:
+        self.pace = Pace(total_steps, sizes, clock=clock)
         self._val_loss: float | None = None
 
     def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:

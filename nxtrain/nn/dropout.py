@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.rounding import mix_, random_bits
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Axis
 from nxtrain.config.schema import RunConfig
@@ -79,11 +80,9 @@ class Dropout:
     def __init__(self, config: RunConfig, dp: Axis, positions: Tensor) -> None:
         train, share = config.train, config.finetune.dropout
         self._seed, self._whole = config.run.seed, positions
-        self._global_batch, self._micro_batch = train.global_batch, train.micro_batch
-        self._num_micro = train.global_batch // (train.micro_batch * dp.size)
-        self._first = dp.rank * train.global_batch // dp.size
+        self._dp, self._micro_batch, self._sizes = dp, train.micro_batch, train.batch_sizes()
         self._layers: list[LayerDropout] = []
-        self._passes: list[int] = []
+        self._passes: list[tuple[int, int]] = []
         self._is_ready = False
         self.sequences: Tensor | None = None
         self.kept = torch.tensor(1 - share)
@@ -115,11 +114,11 @@ class Dropout:
         for part, number in enumerate(parts):
             own = [next(blocks) for _ in range(number)]
             own[0].register_forward_pre_hook(partial(self._enter, part))
-        self._passes = [0] * len(parts)
+        self._passes = [(0, 0)] * len(parts)
 
-    def begin(self, steps: int) -> None:
-        """Go on after finished steps."""
-        self._passes = [steps * self._num_micro] * len(self._passes)
+    def begin(self, steps: int, sizes: BatchSizes) -> None:
+        """Go on after finished steps, with the global batch of each further step."""
+        self._sizes, self._passes = sizes, [(steps, 0)] * len(self._passes)
 
     def recomputing(self, recompute: Recompute) -> Recompute:
         """The same recomputation, with the masks of the first call, whatever passes there are between both calls."""
@@ -148,17 +147,21 @@ class Dropout:
             for layer in self._layers:
                 layer.prepare(self._seed, device)
             self._is_ready = True
-        step, micro = divmod(self._passes[part], self._num_micro)
-        first = step * self._global_batch + self._first + micro * self._micro_batch
+        step, done = self._passes[part]
+        num_rows = self._sizes.at(step) // self._dp.size
+        first = self._sizes.before(step) + self._dp.rank * num_rows + done
         self.sequences = _hashes(torch.arange(first, first + self._micro_batch)).to(device)
-        self._passes[part] += 1
+        done += self._micro_batch
+        if done == num_rows:
+            step, done = step + 1, 0
+        self._passes[part] = step, done
 
 
-def resume_dropout(model: nn.Module, steps: int) -> None:
-    """Let the masks of a model go on after finished steps; does nothing without dropout."""
+def resume_dropout(model: nn.Module, steps: int, sizes: BatchSizes) -> None:
+    """Let the masks of a model go on after finished steps, see `Dropout.begin`; does nothing without dropout."""
     dropout: Dropout | None = getattr(model, _ATTRIBUTE, None)
     if dropout is not None:
-        dropout.begin(steps)
+        dropout.begin(steps, sizes)
 
 
 def _hashes(numbers: Tensor) -> Tensor:

@@ -1,47 +1,147 @@
-"""Learning rate of each step."""
+"""Learning rate of each step: pieces, one after another."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nxtrain.config.bounds import MAX_INT
+from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.config.schema import RunConfig
+
+INVERSE_SQRT_STEPS = 10_000
+"""Time scale of inverse_sqrt without a warmup. Source: `get_inverse_sqrt_schedule` of transformers."""
+
+Shape = Literal["linear", "cosine", "sqrt", "constant", "inverse_sqrt"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Way of the learning rate from the value before to another.
+
+    Args:
+        steps: Length.
+        lr: Learning rate at the end; with `inverse_sqrt`, a floor.
+        shape: `sqrt` goes by the root of the done share; `constant` stays at `lr`.
+        timescale: With `inverse_sqrt`, steps after which the rate is divided by the root of 2.
+
+    Sources: Loshchilov and Hutter 2017 (arXiv:1608.03983) equation 5 for the cosine; Haegele et al. 2024
+    (arXiv:2405.18392) section 3.2 for the root; Vaswani et al. 2017 (arXiv:1706.03762) equation 3 for the inverse root.
+    """
+
+    steps: int
+    lr: float
+    shape: Shape = "linear"
+    timescale: int = INVERSE_SQRT_STEPS
+
+    def at(self, done: int, first: float) -> float:
+        """Learning rate after `done` steps of the piece, which began at the rate `first`."""
+        if self.shape == "constant":
+            return self.lr if done else first
+        if self.shape == "linear":
+            return first + (self.lr - first) * done / self.steps
+        if self.shape == "inverse_sqrt":
+            return max(self.lr, first * math.sqrt(self.timescale / (done + self.timescale)))
+        progress = done / self.steps
+        if self.shape == "cosine":
+            return self.lr + 0.5 * (first - self.lr) * (1.0 + math.cos(math.pi * progress))
+        return self.lr + (first - self.lr) * (1.0 - math.sqrt(progress))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warmup, then a half cosine down to a floor, then the floor.
+    """Pieces of the learning rate; after the last one, its rate stays.
 
     Args:
-        lr: Highest learning rate.
-        min_lr: Floor; unused when constant.
-        warmup_steps: Steps from 0 to `lr`.
-        decay_steps: Step at which the floor is reached.
-        kind: `constant` stays at `lr` after the warmup.
-
-    Source: Touvron et al. 2023 (arXiv:2302.13971) section 2.3.
+        pieces: The pieces, in order.
+        first: Learning rate at which the first piece begins.
+        rewarm_after: Step of the checkpoint after which the rate rises again; None: nowhere.
+        rewarm_steps: Length of the rise, from 0 to the rate of the pieces.
     """
 
-    lr: float
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    decay_steps: int = 1
-    kind: Literal["cosine", "constant"] = "cosine"
+    pieces: Sequence[Piece]
+    first: float = 0.0
+    rewarm_after: int | None = None
+    rewarm_steps: int = 0
 
     @classmethod
-    def of(cls, config: RunConfig) -> Schedule:
+    def of(cls, config: RunConfig, rewarm_after: int | None = None) -> Schedule:
         """Schedule of a run's configuration."""
-        optim = config.optim
-        return cls(optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or config.train.steps, optim.schedule)
+        return cls.of_keys(config.optim, config.train.steps, rewarm_after)
+
+    @classmethod
+    def of_keys(cls, optim: ScheduleConfig, steps: int, rewarm_after: int | None = None) -> Schedule:
+        """Schedule of its keys in a run of so many steps."""
+        if optim.schedule == "pieces":
+            given = tuple(Piece(piece.steps, piece.lr, piece.shape) for piece in optim.pieces)
+            return cls(given, 0.0, rewarm_after, optim.rewarm_steps)
+        warmup = optim.num_warmup_steps(steps)
+        pieces, first = _after_warmup(optim, warmup, steps), optim.lr
+        if warmup:
+            pieces, first = [Piece(warmup, optim.lr), *pieces], 0.0
+        return cls(tuple(pieces), first, rewarm_after, optim.rewarm_steps)
+
+    @classmethod
+    def constant(cls, lr: float) -> Schedule:
+        """The same learning rate in every step."""
+        return cls((), lr)
 
     def at(self, step: int) -> float:
         """Learning rate of an update, counted from 1; step 0 is before the first."""
-        if step < self.warmup_steps:
-            return self.lr * step / self.warmup_steps
-        if self.kind == "constant":
-            return self.lr
-        if step >= self.decay_steps:
-            return self.min_lr
-        progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1.0 + math.cos(math.pi * progress))
+        rate = self._of_pieces(step)
+        if self.rewarm_after is not None and self.rewarm_after < step < self.rewarm_after + self.rewarm_steps:
+            return rate * (step - self.rewarm_after) / self.rewarm_steps
+        return rate
+
+    def describe(self, after: int = 0) -> str:
+        """Pieces of the updates after a step, as text."""
+        words = []
+        for begin, first, piece in self._begun():
+            end = begin + piece.steps
+            if end > after and piece.steps:
+                words.append(_words(max(begin, after) + 1, end, first, piece))
+        return "; ".join(words) or f"{self._of_pieces(after + 1):.3g}"
+
+    def _of_pieces(self, step: int) -> float:
+        rate = self.first
+        for begin, first, piece in self._begun():
+            if step < begin + piece.steps:
+                return piece.at(step - begin, first)
+            rate = piece.lr
+        return rate
+
+    def _begun(self) -> Iterator[tuple[int, float, Piece]]:
+        """Each piece, with the step before its first, and the rate there."""
+        begin, rate = 0, self.first
+        for piece in self.pieces:
+            yield begin, rate, piece
+            begin, rate = begin + piece.steps, piece.lr
+
+
+def _after_warmup(optim: ScheduleConfig, warmup: int, steps: int) -> list[Piece]:
+    if optim.schedule == "constant":
+        return [Piece(MAX_INT, optim.lr, "constant")]
+    if optim.schedule == "inverse_sqrt":
+        return [Piece(MAX_INT, optim.min_lr, "inverse_sqrt", warmup or INVERSE_SQRT_STEPS)]
+    if optim.schedule == "wsd":
+        decay = optim.num_decay_steps(steps)
+        stable = Piece(steps - warmup - decay, optim.lr, "constant")
+        return [stable, Piece(decay, optim.min_lr, optim.decay_shape)]
+    shape: Shape = "cosine"
+    if optim.schedule == "linear":
+        shape = "linear"
+    return [Piece((optim.decay_steps or steps) - warmup, optim.min_lr, shape)]
+
+
+def _words(first_step: int, last_step: int, first: float, piece: Piece) -> str:
+    steps = f"steps {first_step:,} to {last_step:,}"
+    if last_step >= MAX_INT:
+        steps = f"from step {first_step:,}"
+    if piece.shape == "constant" or piece.lr == first:
+        return f"{steps}: {piece.lr:.3g}"
+    direction = "up"
+    if piece.lr < first:
+        direction = "down"
+    return f"{steps}: {direction} to {piece.lr:.3g} ({piece.shape})"

@@ -53,12 +53,12 @@ class Reduction:
 
     Args:
         precision: Types of the sums.
-        num_micro: Micro-batches per step.
+        accumulates: Some steps have several micro-batches.
         bucket_bytes: Size of one collective, in the type of the reduction.
     """
 
     precision: Precision
-    num_micro: int
+    accumulates: bool
     bucket_bytes: int
 
 
@@ -88,7 +88,7 @@ class Bucketed(DataParallel):
         self.shards: Mapping[str, Tensor] = parameters
         self._copies, self._precision = layout.mesh.dp_cp, how.precision
         self.sums: dict[str, Tensor] = {}
-        self._keeps_sums = comm.lazy and how.num_micro > 1
+        self._keeps_sums = comm.lazy and how.accumulates
         if self._keeps_sums:
             self.sums = {
                 name: put(torch.zeros(p.shape, dtype=how.precision.accumulate)) for name, p in parameters.items()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nxtrain.optim.schedule import Schedule
 from nxtrain.plan.adapters import frozen_bytes
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
@@ -124,14 +125,23 @@ class Prediction:
             return None
         if self.assumed.device_hours:
             return self.assumed.device_hours * HOUR_S / self.job.world * self.tokens_per_s
-        return self.assumed.tokens or float(self.job.config.train.steps * self.job.tokens_per_step)
+        train = self.job.config.train
+        return self.assumed.tokens or float(train.batch_sizes().before(train.steps) * train.seq_len)
 
     @property
     def days(self) -> float | None:
         """Days of training without failures; None if the length of the run is unknown."""
+        train = self.job.config.train
         if self.tokens is None:
             return None
-        return self.tokens / self.tokens_per_s / DAY_S
+        if not train.batch_ramp or self.assumed.device_hours:
+            return self.tokens / self.tokens_per_s / DAY_S
+        seconds = 0.0
+        for num_steps, batch in train.batch_sizes().spans(self._num_steps(self.tokens)):
+            part = train.model_copy(update={"global_batch": batch})
+            config = self.job.config.model_copy(update={"train": part})
+            seconds += num_steps * step_time(replace(self.job, config=config)).step_s
+        return seconds / DAY_S
 
     @property
     def device_hours(self) -> float | None:
@@ -254,8 +264,13 @@ class Prediction:
         def of_run(per_token: float) -> float | None:
             return None if tokens is None else per_token * tokens
 
+        rates = ""
+        if not (self.assumed.unknown_length or self.assumed.tokens or self.assumed.device_hours):
+            rates = Schedule.of(self.job.config).describe()
         return {
-            "steps": None if tokens is None else math.ceil(tokens / self.job.tokens_per_step),
+            "schedule": self.job.config.optim.schedule,
+            "learning_rates": rates,
+            "steps": None if tokens is None else self._num_steps(tokens),
             "tokens": tokens,
             "data_bytes": self.assumed.data_bytes or None,
             "device_hours": self.device_hours,
@@ -265,6 +280,13 @@ class Prediction:
             "chinchilla_tokens": CHINCHILLA * params,
             "days_with_failures": days / goodput if days is not None and goodput > LEAST_GOODPUT else None,
         }
+
+    def _num_steps(self, tokens: float) -> int:
+        """Updates that see so many tokens."""
+        train = self.job.config.train
+        if not train.batch_ramp:
+            return math.ceil(tokens / self.job.tokens_per_step)
+        return train.batch_sizes().steps_for(tokens / train.seq_len)
 
     def _compile_json(self) -> dict[str, Any]:
         """Graphs of a step on lazy devices: one of a micro-batch and one of the update, for each pipeline stage."""

@@ -92,6 +92,7 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
             with_failures = f"{run['days_with_failures']:,.2f} days with failures"
         rows += [
             ("steps", f"{run['steps']:,}", f"of {found.job.tokens_per_step:,} tokens"),
+            ("learning rate", run["schedule"], run["learning_rates"]),
             ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
             *_data_set(run),
             ("time", f"{found.days:,.2f} days", with_failures),

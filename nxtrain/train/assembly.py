@@ -56,7 +56,8 @@ def assemble(context: RunContext) -> Run:
     if is_drawn:
         initial_norm, line = measure_initial_norm(state)
         context.print_line(line)
-    rollbacks.resume(begun.step)
+    sizes = config.train.batch_sizes(begun.step, begun.tokens)
+    rollbacks.resume(begun.step, sizes)
     context.enter(begun.step, "start")
     _announce_start(context, data, begun)
     prepare_folder(context, state)
@@ -86,8 +87,9 @@ def assemble(context: RunContext) -> Run:
         config=config,
         state=state,
         train=batches,
+        sizes=sizes,
         validation=validation_loader(context, data),
-        schedule=Schedule.of(config),
+        schedule=Schedule.of(config, begun.rewarm_after),
         meter=_throughput_meter(context, begun),
         sinks=open_sinks(config, begun.step, context.is_leader),
         checkpoints=checkpoints,

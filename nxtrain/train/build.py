@@ -23,7 +23,7 @@ from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
+from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, TrainConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
 from nxtrain.nn.compiled import compile_blocks
@@ -301,6 +301,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(2 if preferences is None else len(SUMS))),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
         preferences=preferences,
     )
@@ -334,6 +335,11 @@ def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]
     return matrices
 
 
+def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
+    """True if some step of the run has several micro-batches."""
+    return max(train.batch_sizes().all) > train.micro_batch * mesh.dp.size
+
+
 def _loss_scale(plan: Resolved, model: nn.Module, backend: Backend) -> LossScale:
     """Loss scale of fp16 gradients, known to the loss."""
     precision, train = plan.config.precision, plan.config.train
@@ -352,7 +358,7 @@ def _data_parallel(
         return FullySharded(model, layout)
     how = Reduction(
         precision=precision,
-        num_micro=run.train.global_batch // (run.train.micro_batch * layout.mesh.dp.size),
+        accumulates=_accumulates(run.train, layout.mesh),
         bucket_bytes=run.parallel.bucket_mib << 20,
     )
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -18,7 +18,7 @@ from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
-from nxtrain.data.loader import Skips, left_out
+from nxtrain.data.loader import Skips, rows_left_out
 from nxtrain.data.stream_loader import Place, merged
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
@@ -105,7 +105,9 @@ class Checkpoints(RunObserver):
         meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
         cursor = self._identity.cursor()
         places = merged(self._state.ranks.gather(cursor)) if cursor else {}
-        skipped = left_out(self._identity.skips, self._identity.begun.step, step - 1) * meta.global_batch
+        begun = self._identity.begun
+        sizes = self._plan.config.train.batch_sizes(begun.step, begun.tokens)
+        skipped = rows_left_out(self._identity.skips, begun.step, step - 1, sizes)
         update = {
             "stability": self._identity.stability(),
             "data_cursor": places,

@@ -27,12 +27,22 @@ DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 
 DRIFT = {
     "seed": {"seed": "run.seed"},
-    "batch": {"global_batch": "train.global_batch"},
+    "batch": {"global_batch": "train.global_batch", "batch_ramp": "train.batch_ramp"},
     "tokenizer": {DRIFT_TOKENIZER[1]: DRIFT_TOKENIZER[0]},
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
 }
 """Keys of `checkpoint.allow_drift`: the fields of `Meta` that each covers, with their names in messages."""
+
+_UNUSED = {
+    "cosine": ("warmup_ratio", "decay_ratio", "decay_shape", "pieces"),
+    "linear": ("warmup_ratio", "decay_ratio", "decay_shape", "pieces"),
+    "wsd": ("warmup_ratio", "decay_ratio", "pieces"),
+    "constant": ("min_lr", "warmup_ratio", "decay_steps", "decay_ratio", "decay_shape", "pieces"),
+    "inverse_sqrt": ("warmup_ratio", "decay_steps", "decay_ratio", "decay_shape", "pieces"),
+    "pieces": ("min_lr", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio", "decay_shape"),
+}
+"""Keys of [optim] without effect under each schedule, or that other settings stand for."""
 
 UNRECORDED_VALUES: dict[str, object] = {
     "global_batch": 0,
@@ -86,10 +96,13 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         before: Metadata at an earlier step; None: at step 0.
     """
     config, precision = plan.config, Precision.of(plan.config.precision)
-    samples = step * config.train.global_batch
+    samples = config.train.batch_sizes().before(step)
     tokens = samples * config.train.seq_len
+    rewarm_after = None
     if before is not None:
-        new_samples = (step - before.step) * config.train.global_batch
+        rewarm_after = before.rewarm_after
+        sizes = config.train.batch_sizes(before.step, before.tokens)
+        new_samples = sizes.before(step) - sizes.before(before.step)
         samples = before.samples + new_samples
         tokens = before.tokens + new_samples * config.train.seq_len
     return Meta(
@@ -97,12 +110,14 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         samples=samples,
         tokens=tokens,
         global_batch=config.train.global_batch,
+        batch_ramp=tuple(stage.model_dump() for stage in config.train.batch_ramp),
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
         adapter=_adapter(config.finetune),
         base=os.path.abspath(config.model.hf) if inputs.base else "",
         base_fingerprint=inputs.base,
+        rewarm_after=rewarm_after,
         dtype=dtype_name(precision.params),
         state_dtype=dtype_name(precision.state),
         data_fingerprint=inputs.data,
@@ -208,13 +223,21 @@ def _adapter(config: FinetuneConfig) -> dict[str, Any]:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
-    if config.optim.schedule == "constant":
-        del optim["optim.decay_steps"], optim["optim.min_lr"]
-    else:
-        optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
+    optim |= _schedule_settings(config)
+    for key in _UNUSED[config.optim.schedule]:
+        del optim[f"optim.{key}"]
     types = config.precision.model_dump(mode="json", exclude={"type"})
     precision = {f"precision.{key}": value for key, value in types.items()}
     return {**optim, **precision, "finetune.dropout": config.finetune.dropout, "torch": torch.__version__}
+
+
+def _schedule_settings(config: RunConfig) -> dict[str, Any]:
+    """Lengths of the schedule in steps."""
+    optim, steps = config.optim, config.train.steps
+    lengths = {"optim.warmup_steps": optim.num_warmup_steps(steps), "optim.decay_steps": optim.decay_steps or steps}
+    if optim.schedule == "wsd":
+        return {**lengths, "optim.decay_steps": optim.num_decay_steps(steps), "train.steps": steps}
+    return lengths
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:

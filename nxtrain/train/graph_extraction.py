@@ -74,7 +74,7 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
     short = _short(plan.config, mesh)
-    trainer(plan, state, short, Schedule(0.0, 0.0, 0, STEPS, "constant"), Announced()).run(0)
+    trainer(plan, state, short, Schedule.constant(0.0), Announced()).run(0)
     print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
 
 
@@ -91,7 +91,7 @@ def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
     few = MICRO_BATCHES
     if pp > 1:
         few = 2 * pp * config.parallel.virtual_pp + num_micro % pp
-    return train.model_copy(update={"global_batch": min(num_micro, few) * rows})
+    return train.model_copy(update={"global_batch": min(num_micro, few) * rows, "batch_ramp": ()})
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
         config=config,
         state=state,
         train=_loader(config, state.mesh),
+        sizes=config.train.batch_sizes(),
         validation=_loader(config, state.mesh) if config.train.eval_every else None,
         schedule=schedule,
         meter=ThroughputMeter(plan.dimensions.flops_per_token(config.train.seq_len), None),

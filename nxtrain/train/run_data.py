@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.common.run_folder import DATA_DIR
@@ -38,12 +40,13 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
 def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Batches:
     """Training batches that go on after a step."""
     config = context.config
+    sizes = config.train.batch_sizes(meta.step, meta.tokens)
     order = BatchOrder(
-        _share(context),
+        replace(_share(context), ramp=sizes),
         config.run.seed,
         config.data.shuffle,
         doc_mask=config.data.doc_mask,
-        origin=meta.samples - meta.step * config.train.global_batch,
+        origin=meta.samples - sizes.before(meta.step),
         cursor=meta.data_cursor,
         skips=skips,
         workers=_workers(context),

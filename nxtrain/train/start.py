@@ -24,6 +24,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.context import RunContext
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.schedule_change import rate_changes, with_rewarming
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
 
@@ -92,10 +93,11 @@ def start(
         for replaced in damaged:
             context.print_line(f"WARNING: {replaced}; it was read from the mirror instead")
         planner.begin()
-        resume_dropout(model, meta.step)
-        changed = changes(meta, fresh)
-        if changed:
-            context.print_line(changed)
+        resume_dropout(model, meta.step, plan.config.train.batch_sizes(meta.step, meta.tokens))
+        meta = with_rewarming(meta, plan.config, is_own=planner.is_own)
+        for changed in (changes(meta, fresh), rate_changes(meta, plan.config)):
+            if changed:
+                context.print_line(changed)
         return state, meta, False
     planner.begin()
     return state, fresh, not reads_hf

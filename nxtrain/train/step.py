@@ -50,6 +50,7 @@ class TrainState:
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
+        accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
         preferences: Objective on pairs; None: the cross entropy of tokens.
     """
@@ -67,6 +68,7 @@ class TrainState:
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
+    accumulates: bool = False
     positions: Tensor | None = None
     preferences: Preferences | None = None
 
@@ -229,7 +231,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
         state.section("backward")
         loss.backward()
         state.sums.add_(sums())
-        if len(batch.inputs) > 1:
+        if state.accumulates or len(batch.inputs) > 1:
             state.backend.step_boundary()
 
 

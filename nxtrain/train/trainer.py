@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.batch_source import Batches
@@ -41,6 +42,7 @@ class Trainer:
         config: Number of steps, and the intervals of evaluation, checkpoints, votes and records.
         state: Model, optimizer and device.
         train: Batches to train on.
+        sizes: Global batch of each step.
         validation: Batches to evaluate on; None never evaluates.
         schedule: Learning rate of each step.
         meter: Throughput meter.
@@ -54,6 +56,7 @@ class Trainer:
     config: RunConfig
     state: TrainState
     train: Batches
+    sizes: BatchSizes
     validation: Loader | None
     schedule: Schedule
     meter: ThroughputMeter
@@ -73,8 +76,6 @@ class Trainer:
         """
         config, backend = self.config, self.state.backend
         total = config.train.steps
-        # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
-        step_tokens = config.train.global_batch * config.train.seq_len
         val_loss = None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
         backend.step_boundary()
@@ -85,7 +86,8 @@ class Trainer:
                 self.observers.enter(step, "training")
                 rate = self.schedule.at(step)
                 result = update(self.state, self._put(batch), rate)
-                self.meter.add_step(step_tokens)
+                # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
+                self.meter.add_step(self.sizes.at(step - 1) * config.train.seq_len)
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 self._compare(step, saves=saves)

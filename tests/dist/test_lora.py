@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.common.mesh import Mesh
+from nxtrain.config.batch_ramp import RampStageConfig
 from nxtrain.config.check import Resolved
 from nxtrain.nn import offload
-from nxtrain.nn.dropout import Dropout
+from nxtrain.nn.dropout import Dropout, _hashes
 from nxtrain.nn.lora import is_adapter, scale_of
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.results import save_adapter
@@ -258,6 +259,29 @@ def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
     with torch.no_grad():
         block(x)
     assert torch.equal(layer(x), x), "evaluation leaves nothing out"
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_sequences_of_a_ramp_are_numbered_in_their_order_on_any_number_of_ranks(dp: int) -> None:
+    ramp = (RampStageConfig(global_batch=2, samples=4),)
+    resolved = changed(adapted(finetune={"dropout": 0.25}, micro=1), train={"global_batch": 4, "batch_ramp": ramp})
+    sizes = resolved.config.train.batch_sizes(3, 8 * resolved.config.train.seq_len)
+    found: dict[int, list[int]] = {}
+    for rank in range(dp):
+        dropout, block = Dropout(resolved.config, Mesh.build(dp, rank, dp=dp).dp, torch.arange(16)), torch.nn.Identity()
+        dropout.attach(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}), [1])
+        for step, size in enumerate((2, 2, 4)):
+            for _ in range(size // dp):
+                block(torch.ones(1))
+                assert dropout.sequences is not None
+                found.setdefault(step, []).extend(dropout.sequences.tolist())
+        dropout.begin(3, sizes)
+        block(torch.ones(1))
+        assert dropout.sequences is not None
+        found.setdefault(3, []).extend(dropout.sequences.tolist())
+    numbered = _hashes(torch.arange(12)).tolist()
+    assert found[0] + found[1] + found[2] == numbered[:8]
+    assert found[3] == [numbered[8], numbered[10]][:dp]
 
 
 def test_evaluation_between_steps_changes_no_mask() -> None:

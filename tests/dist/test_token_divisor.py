@@ -59,7 +59,7 @@ def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Map
     state = start(backend, resolved, weights)
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
     model = our_model(resolved, backend, state.mesh, weights)
-    how = Reduction(state.precision, num_micro=1, bucket_bytes=20_000)
+    how = Reduction(state.precision, accumulates=False, bucket_bytes=20_000)
     split = Replicated(dict(model.named_parameters()), state.layout, backend.collectives, how, backend.put)
     assert len(split.buckets) > 5
     gradients = Gradients(split, backend.collectives, backend.put, backend.kernels)

@@ -14,6 +14,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
+from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.config.schema import RunConfig
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
@@ -31,7 +32,7 @@ SHAPE = {
     "num_key_value_heads": 4,
     "max_position_embeddings": SEQ_LEN,
 }
-SCHEDULE = Schedule(1e-4, 1e-5, 20, STEPS, "cosine")
+SCHEDULE = Schedule.of_keys(ScheduleConfig(lr=1e-4, min_lr=1e-5, warmup_steps=20), STEPS)
 
 
 def text() -> Tensor:

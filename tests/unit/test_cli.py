@@ -95,6 +95,19 @@ def test_the_version_is_that_of_the_package(
     assert nxtrain.__version__ == version("nxtrain")
 
 
+def test_the_schedule_is_drawn_or_given_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = ("config", "show", TINY, "--schedule", "optim.schedule=wsd", "train.steps=40", "optim.lr=1.0")
+    assert main(monkeypatch, *show) == 0
+    drawn = capsys.readouterr().out
+    assert drawn.count("*") == 40 and "down to" in drawn.splitlines()[-1]
+    assert main(monkeypatch, *show, "--json") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["steps"], numbers["lr"][30]) == (list(range(1, 41)), 1.0)
+    assert main(monkeypatch, *show, "optim.decay_steps=90") == 2
+
+
 def test_config_show_prints_toml_that_loads_equal_without_torch(tmp_path: Path) -> None:
     done = command("config", "show", TINY, "train.steps=7", "optim.warmup_steps=1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -121,8 +121,7 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
                 flip(state.model)
 
     observers = Observers(recompiles, Flip())
-    schedule = Schedule(1e-3, 1e-3, 0, 8, "constant")
-    loop = graph_extraction.trainer(resolved, state, resolved.config, schedule, observers)
+    loop = graph_extraction.trainer(resolved, state, resolved.config, Schedule.constant(1e-3), observers)
     loop = replace(loop, guard=NumericsGuard(resolved.config, state))
     backend.collectives.barrier()
     before, read = Counts.now(), _read()

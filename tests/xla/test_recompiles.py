@@ -12,6 +12,7 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.common.errors import NxtrainError
 from nxtrain.config.check import Resolved
+from nxtrain.train import build
 from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from nxtrain.train.trainer import Trainer
@@ -33,6 +34,10 @@ def endings(backend: Backend, cases: Sequence[tuple[Resolved, str]]) -> list[tup
     return found
 
 
+def _whole_steps() -> AbstractContextManager[Any]:
+    return patch.object(build, "_accumulates", lambda train, mesh: False)
+
+
 def _shrinking() -> AbstractContextManager[Any]:
     sound, steps = Trainer._put, []
 
@@ -49,6 +54,7 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "shape": _shrinking,
     "number": MUTANTS["lr"],
+    "whole steps": _whole_steps,
 }
 
 
@@ -65,7 +71,17 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     never = {"checkpoint": {"every": 0}, "metrics": {"log_every": 100}}
     # The rate is 0.25, 0.5, 0.75 and 1.0, and a number that is 1 stands in the graph as such.
     rising = {"lr": 1.0, "min_lr": 1.0, "warmup_steps": 4}
+    pieces = [{"steps": 3, "lr": 1.0}, {"steps": 2, "lr": 1.0}, {"steps": 3, "lr": 0.0, "shape": "sqrt"}]
+    ramp = {"batch_ramp": [{"global_batch": 1, "samples": 3}, {"global_batch": 2, "samples": 4}]}
+    ramped = run_plan(folder / "ramp", data, steps=8, train={**evaluated, **ramp}, **cadences)
+    broken = run_plan(folder / "broken", data, steps=8, train=ramp, compile={"max_recompiles": 0}, **never)
     cases = {
+        "ramp": (ramped, ""),
+        "broken ramp": (broken, "whole steps"),
+        "pieces": (
+            run_plan(folder / "pieces", data, steps=8, optim={"schedule": "pieces", "pieces": pieces}, **cadences),
+            "",
+        ),
         "accumulated": (run_plan(folder / "accumulated", data, steps=12, train=evaluated, **cadences), ""),
         "whole": (
             run_plan(folder / "whole", data, steps=12, train={**evaluated, "micro_batch": 4}, optim=rising, **cadences),
@@ -94,11 +110,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     return dict(zip(cases, found, strict=True))
 
 
-@pytest.mark.parametrize("case", ["accumulated", "whole"])
+@pytest.mark.parametrize("case", ["accumulated", "whole", "pieces", "ramp"])
 def test_logs_evaluations_and_checkpoints_at_any_step_compile_nothing_new(
     case: str, ended: dict[str, tuple[str, str]]
 ) -> None:
     assert ended[case] == ("", "")
+
+
+def test_a_ramp_whose_single_micro_batches_are_one_graph_with_the_update_compiles_more(
+    ended: dict[str, tuple[str, str]],
+) -> None:
+    kind, message = ended["broken ramp"]
+    assert kind == "BackendError" and message.startswith("step 4 (training) compiled 2 new graphs")
 
 
 def test_a_shape_that_changes_ends_the_run_after_the_limit(ended: dict[str, tuple[str, str]]) -> None:

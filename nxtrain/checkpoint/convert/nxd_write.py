@@ -89,7 +89,8 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
             "configuration of its run: --run CONFIG, or take the weights alone: --weights-only"
         )
     plan = check.resolve_config(load(file), world=None)
-    return OptimizerSettings(plan.config.optim, Schedule.of(plan.config).at(read_meta(path).step + 1))
+    meta = read_meta(path)
+    return OptimizerSettings(plan.config.optim, Schedule.of(plan.config, meta.rewarm_after).at(meta.step + 1))
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from nxtrain.backends.neuron.sdk import installed
 from nxtrain.config.check import Resolved
 from nxtrain.config.load import values
+from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.tools.compile.entries import NEFF_FOLDER
 from nxtrain.tools.compile.manifest import Build
 
@@ -34,7 +35,7 @@ _FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", 
 """Sections that shape no graph; the model's shape stands for its section."""
 _FREE_KEYS = {
     *("backend.name", "train.steps", "train.epochs", "train.eval_batches"),
-    *("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps"),
+    *(f"optim.{key}" for key in ScheduleConfig.model_fields),
 }
 _OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")
 """Intervals: a graph depends on whether there is one, and not on its length."""

@@ -38,12 +38,16 @@ _DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 def rehearsal(config: RunConfig, folder: Path) -> list[str]:
     """Overrides that make a run do each kind of its work within a few steps, in a temporary folder.
 
-    Learning rates are tensors and their schedule shapes no graph; its length stays, so that its check holds.
+    Learning rates are tensors, and their schedule shapes no graph.
     """
     overrides = [
         f"train.steps={STEPS}",
         "train.epochs=0",
-        f"optim.decay_steps={config.optim.decay_steps or config.train.steps}",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "optim.warmup_ratio=0",
+        "optim.decay_ratio=0",
+        "optim.pieces=[]",
         f"run.dir={folder}",
         "checkpoint.resume=never",
         "checkpoint.mirror=",

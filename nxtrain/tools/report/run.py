@@ -64,14 +64,6 @@ class RecordedRun:
             return None
         return float(value)
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Positions of a global batch."""
-        batch, length = self.number("train.global_batch"), self.number("train.seq_len")
-        if not batch or not length:
-            return None
-        return batch * length
-
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Read run folders, and give each run a name of its own; a folder that does not exist is a ConfigError."""

@@ -311,11 +311,15 @@ class NumericsGuard:
         self._verdicts[step] = verdict
         if not self._leads:
             return
-        rows = self._config.train.global_batch
+        sizes = self._config.train.batch_sizes()
         line: dict[str, Any] = {"step": step, "loss": None, "grad_norm": None}
         if bad.steps and step == bad.steps[-1]:
             line |= {"loss": _json_number(bad.loss), "grad_norm": _json_number(bad.grad_norm)}
-        line |= {"positions": [(step - 1) * rows, step * rows], "attempt": self._attempt, "verdict": verdict}
+        line |= {
+            "positions": [sizes.before(step - 1), sizes.before(step)],
+            "attempt": self._attempt,
+            "verdict": verdict,
+        }
         self._append(self._bad_steps, line)
 
     def _append(self, notes: JsonlLog, line: Mapping[str, Any]) -> None:

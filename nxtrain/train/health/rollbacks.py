@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
-from nxtrain.data.loader import Skips, left_out
+from nxtrain.data.loader import Skips, rows_left_out
 from nxtrain.metrics.stability import SMOOTHED, SUSTAINED
 
 ROLLBACKS = "rollbacks.jsonl"
@@ -59,13 +60,21 @@ class Rollbacks:
                 skips[line["resumed"]] = line["batches"]
         return tuple(skips.items())
 
-    def resume(self, step: int) -> None:
-        """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since."""
+    def resume(self, step: int, sizes: BatchSizes) -> None:
+        """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since.
+
+        Args:
+            step: Finished updates of the start.
+            sizes: Global batch of each update. What is left out are batches of the next update's size.
+        """
         self._began = step
         if self.pending is None:
             return
         last = self._lines[-1]["step"]
-        batches = max(0, last - step) + left_out(self.skips, step, last - 1)
+        rows = rows_left_out(self.skips, step, last - 1, sizes)
+        if last > step:
+            rows += sizes.before(last) - sizes.before(step)
+        batches = -(-rows // sizes.at(step))
         self._add({"verdict": "rewound", "step": last, "resumed": step, "batches": batches})
 
     def roll_back(self, at: int, step: int, alarm: str) -> NoReturn:

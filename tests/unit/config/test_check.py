@@ -375,3 +375,21 @@ def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path, hf: Path
     (hf / "config.json").write_bytes(b"\xef\xbb\xbf" + (hf / "config.json").read_bytes())
     assert checked(hf, f"model.hf={hf}").model == plain
     assert read_object(hf / "config.json")["model_type"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        ("{global_batch = 4}", "stage 1 has samples=0 and tokens=0, and needs one of them"),
+        ("{global_batch = 4, samples = 8, tokens = 8}", "needs one of them"),
+        ("{global_batch = 6, samples = 8}", "stage 1: global_batch=6 is not a multiple of micro_batch x dp = 4"),
+    ],
+)
+def test_stages_of_a_batch_ramp_that_cannot_be(tmp_path: Path, stage: str, reason: str) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nglobal_batch = 8\nmicro_batch = 2\n[parallel]\ndp = 2")
+    assert_fits = load(tmp_path / "run.toml", ["train.batch_ramp=[{global_batch = 4, samples = 9}]"])
+    resolve_config(assert_fits, 2)
+    with pytest.raises(ConfigError) as refused:
+        resolve_config(load(tmp_path / "run.toml", [f"train.batch_ramp=[{stage}]"]), 2)
+    (found,) = refused.value.problems
+    assert found.key == "train.batch_ramp" and reason in found.reason

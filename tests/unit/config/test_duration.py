@@ -13,6 +13,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
+from nxtrain.config.show import dump
 
 
 def problems(folder: Path, text: str, *overrides: str) -> list[Problem]:
@@ -88,3 +89,46 @@ def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
 def test_min_lr_bounds_a_cosine_only(tmp_path: Path) -> None:
     assert [p.reason for p in problems(tmp_path, "", "optim.lr=1e-5")] == ["min_lr=3e-05 exceeds lr=1e-05"]
     assert not problems(tmp_path, "", "optim.lr=1e-5", "optim.schedule=constant")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        (["optim.warmup_ratio=0.1", "optim.warmup_steps=2"], "optim.warmup_ratio", "0.1 of the run and"),
+        (["optim.schedule=wsd", "optim.decay_ratio=0.1", "optim.decay_steps=2"], "optim.decay_ratio", "two lengths"),
+        (["optim.decay_ratio=0.1"], "optim.decay_ratio", "wsd decays, and schedule=cosine"),
+        (
+            ["optim.schedule=wsd", "optim.warmup_steps=6", "optim.decay_steps=5"],
+            "optim.decay_steps",
+            "6 and a decay of",
+        ),
+        (["optim.schedule=wsd", "optim.decay_steps=11"], "optim.decay_steps", "11 steps exceeds train.steps=10"),
+        (["optim.schedule=linear", "optim.lr=1e-5"], "optim.min_lr", "exceeds lr"),
+        (["optim.schedule=pieces"], "optim.pieces", "has no pieces"),
+        (["optim.pieces=[{steps = 3, lr = 1.0}]"], "optim.pieces", "no effect with schedule=cosine"),
+        (
+            ["optim.schedule=pieces", "optim.pieces=[{steps = 3, lr = 1.0}]", "optim.warmup_steps=1"],
+            "optim.warmup_steps",
+            "the whole course",
+        ),
+        (["optim.pieces=[{steps = 3, rl = 1.0}]"], "optim.pieces.lr", "missing"),
+        (["optim.pieces=[{steps = 3, lr = 1.0, shape = 'sine'}]"], "optim.pieces.shape", "not one of linear, cosine"),
+    ],
+)
+def test_keys_of_the_schedule_that_contradict_each_other(
+    tmp_path: Path, overrides: list[str], key: str, reason: str
+) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 10")
+    with pytest.raises(ConfigError) as refused:
+        resolve_config(load(tmp_path / "run.toml", overrides), None)
+    first = refused.value.problems[0]
+    assert first.key == key and reason in first.reason
+
+
+def test_pieces_come_back_from_the_written_configuration(tmp_path: Path) -> None:
+    text = '[optim]\nschedule = "pieces"\n[[optim.pieces]]\nsteps = 3\nlr = 1e-3\n[[optim.pieces]]\nsteps = 2\nlr = 0\n'
+    (tmp_path / "run.toml").write_text(text)
+    config = load(tmp_path / "run.toml").config
+    (tmp_path / "again.toml").write_text(dump(config))
+    assert load(tmp_path / "again.toml").config == config
+    assert [piece.steps for piece in config.optim.pieces] == [3, 2]

@@ -81,7 +81,7 @@ def test_every_key_is_listed_with_a_sentence() -> None:
         ("train.steps", "int", "1000"),
         ("optim.lr", "float", "0.0003"),
         ("optim.betas", "list", "[0.9, 0.95]"),
-        ("optim.schedule", "cosine | constant", '"cosine"'),
+        ("optim.schedule", "cosine | constant | linear | wsd | inverse_sqrt | pieces", '"cosine"'),
         ("checkpoint.async", "bool", "true"),
         ("run.dir", "path", '"runs/nxtrain"'),
         ("model.config", "table", "{}"),

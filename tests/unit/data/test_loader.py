@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.data import BatchShare, Loader
-from nxtrain.data.loader import left_out
+from nxtrain.data.loader import left_out, rows_left_out
 from nxtrain.data.order import shuffled
 from nxtrain.data.samples import TableSamples
 
@@ -99,3 +101,37 @@ def test_batches_are_left_out_behind_their_steps_and_nowhere_else(drawn: dict[in
             next(order)
         np.testing.assert_array_equal(loader.batch(step).inputs, whole.batch(next(order)).inputs)
     assert left_out(skips, 2, 5) == sum(number for step, number in skips if step in range(2, 6))
+
+
+RAMP = BatchSizes(16, ((2, 4), (5, 8)))
+
+
+def ramped(dp: tuple[int, int] = (0, 1), micro: int = 1, **order: Any) -> Loader:
+    return Loader(TableSamples(TABLE), BatchShare(16, micro, *dp, ramp=RAMP), seed=3, shuffle=True, **order)
+
+
+def numbers(loader: Loader, step: int) -> list[int]:
+    """Numbers of the rows of a rank's batch."""
+    found: list[int] = (loader.batch(step).inputs[..., 0].ravel() // (SEQ_LEN + 1)).tolist()
+    return found
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_a_ramp_gives_each_step_the_next_rows_of_the_one_order_on_any_number_of_ranks(dp: int, micro: int) -> None:
+    loaders, position = [ramped((rank, dp), micro) for rank in range(dp)], 0
+    for step in range(9):
+        rows = [row for loader in loaders for row in numbers(loader, step)]
+        assert rows == shuffled(np.arange(position, position + RAMP.at(step)), NUM_ROWS, 3).tolist()
+        assert loaders[0].batch(step).inputs.shape == (RAMP.at(step) // (micro * dp), micro, SEQ_LEN)
+        position += len(rows)
+
+
+@given(DRAWN)
+def test_batches_that_a_ramp_leaves_out_are_as_large_as_the_next(drawn: dict[int, int]) -> None:
+    skips = tuple(sorted(drawn.items()))
+    loader, position = ramped(skips=skips), 0
+    for step in range(12):
+        position += drawn.get(step, 0) * RAMP.at(step)
+        assert numbers(loader, step) == shuffled(np.arange(position, position + RAMP.at(step)), NUM_ROWS, 3).tolist()
+        position += RAMP.at(step)
+    assert position == RAMP.before(12) + rows_left_out(skips, 0, 11, RAMP)

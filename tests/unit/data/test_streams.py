@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.data import stream_loader
@@ -77,12 +78,13 @@ def loader(
     places: Sequence[Place] = (),
     shuffle: bool = True,
     skips: Skips = (),
+    ramp: BatchSizes | None = None,
 ) -> StreamLoader:
-    lanes = num_lanes(GLOBAL_BATCH)
+    lanes = num_lanes((ramp or BatchSizes(GLOBAL_BATCH)).unit)
     return StreamLoader(
         partial(LocalLanes, partial(open_lane, documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle))),
         lanes,
-        BatchShare(GLOBAL_BATCH, micro, *dp),
+        BatchShare(GLOBAL_BATCH, micro, *dp, ramp=ramp),
         end_id=0,
         places=places,
         skips=skips,
@@ -216,6 +218,31 @@ def test_batches_are_left_out_behind_their_steps_and_the_cursor_counts_them(
     assert [rows_of(batch) for batch in taken(skipping, 4)] == [straight[at] for at in (1, 2, 6, 7)]
     places = places_of(merged([skipping.cursor()]), num_lanes(GLOBAL_BATCH))
     assert rows_of(taken(loader(documents, packing, places=places), 1)[0]) == straight[8]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_steps_of_a_ramp_take_rows_of_all_lanes_on_any_number_of_ranks_and_after_any_step(
+    documents: Documents, packing: Packing
+) -> None:
+    unit = GLOBAL_BATCH // 2
+    ramp = BatchSizes(3 * unit, ((2, unit), (3, 2 * unit)))
+    lanes = num_lanes(unit)
+    alone = loader(documents, packing, ramp=BatchSizes(unit))
+    in_units = [rows_of(batch) for batch in taken(alone, sum(ramp.at(step) // unit for step in range(5)))]
+    places: Sequence[Place] = ()
+    for step in range(5):
+        parts = [in_units.pop(0) for _ in range(ramp.at(step) // unit)]
+        per_lane = unit // lanes
+        wanted = [row for at in range(0, unit, per_lane) for part in parts for row in part[at : at + per_lane]]
+        dp = 1 + step % 2
+        ranks = [loader(documents, packing, dp=(r, dp), places=places, ramp=ramp) for r in range(dp)]
+        found = []
+        for rank in ranks:
+            batches = rank.prefetched(step)
+            found += rows_of(next(batches))
+            batches.close()
+        assert found == wanted
+        places = places_of(merged([rank.cursor() for rank in ranks]), lanes)
 
 
 def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(documents: Documents) -> None:

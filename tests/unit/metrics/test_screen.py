@@ -8,8 +8,10 @@ import io
 import pytest
 from rich.text import Text
 
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.metrics.progress import ProgressBar
+from nxtrain.metrics.status import Status
 
 
 class Dead(io.StringIO):
@@ -30,6 +32,6 @@ def test_what_cannot_be_shown_is_dropped(error: OSError) -> None:
         screen.print("a line", style="yellow")
         screen.print(Text("another"))
     assert not screen._buffer
-    bar = ProgressBar(10, 0, screen, clock=lambda: 0.0)
+    bar = ProgressBar(Status(10, BatchSizes(1)), 10, 0, screen, clock=lambda: 0.0)
     bar.log({"step": 1, "loss": 1.0, "tokens_per_s": 2.0})
     bar.close()

@@ -113,7 +113,7 @@ def sums_of(accumulate: torch.dtype, num_micro: int) -> Tensor:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     layout = Layout(ParamTable({"w": ShardSpec((4,))}), Mesh.build(1, 0))
     precision = Precision(torch.bfloat16, accumulate, torch.float32, "fp32_master", torch.float32)
-    how = Reduction(precision, num_micro, 1 << 20)
+    how = Reduction(precision, num_micro > 1, 1 << 20)
     ranks = Replicated({"w": parameter}, layout, C10dCollectives(1), how, lambda host: host)
     for _ in range(2):  # the second step must not see the first
         for micro in range(num_micro):
@@ -150,7 +150,7 @@ def test_a_library_that_averages_gradients_is_asked_to_and_its_result_is_taken(r
     parameter, binding, mesh = nn.Parameter(torch.zeros(4)), _Recording(), Mesh.build(2, 0)
     precision = Precision(torch.float32, torch.float32, reduce, "fp32", torch.float32)
     layout = Layout(ParamTable({"w": ShardSpec((4,))}), mesh)
-    how = Reduction(precision, 1, 1 << 20)
+    how = Reduction(precision, False, 1 << 20)
     ranks = Replicated({"w": parameter}, layout, C10dCollectives(2), how, host, binding)
     ranks.begin(last=True)
     parameter.sum().backward()

@@ -218,6 +218,16 @@ def test_data_sets_have_bytes_that_are_shown_beside_their_tokens(name: str) -> N
     assert (tokens, size) == pytest.approx((known.tokens, known.bytes))
 
 
+def test_a_batch_ramp_has_fewer_tokens_and_its_own_days() -> None:
+    plain = answer(SEVENTY, "train.steps=1000")
+    batch = int(plain["sequences_per_s"] * plain["step_time_s"] + 0.5)
+    ramp = f"train.batch_ramp=[{{global_batch = {batch // 2}, samples = {100 * batch}}}]"
+    ramped = answer(SEVENTY, "train.steps=1000", ramp)
+    assert ramped["run"]["tokens"] == pytest.approx(0.9 * plain["run"]["tokens"])  # 200 steps of half the batch
+    assert ramped["run"]["steps"] == 1000
+    assert 0.9 * plain["days"] < ramped["days"] < plain["days"]  # the update of a small batch costs as much
+
+
 def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
     """Llama 3.1 70B took 7.0e6 hours of a GPU, and Llama 2 70B's recipe 6.4e6 on 256 machines of 8."""
     layout: tuple[str, ...] = ("parallel.tp=8", "parallel.pp=1", "parallel.dp=0", "--model", "llama3.1-70b")
@@ -229,6 +239,7 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
         assert found["run"]["tokens"] == pytest.approx(found["days"] * 86_400 * found["tokens_per_s"])
     by_steps = answer(SEVENTY)
     world = by_steps["nodes"] * 32
+    assert by_steps["run"]["learning_rates"].startswith("steps 1 to 2,000: up to 0.00015 (linear); ")
     assert by_steps["run"]["device_hours"] == pytest.approx(by_steps["days"] * 24 * world)
     with pytest.raises(ConfigError, match="--tokens and --device-hours each give the length"):
         answer(SEVEN, "--device-hours", "5", "--tokens", "5")

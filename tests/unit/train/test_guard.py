@@ -21,7 +21,7 @@ from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import RunConfig, TrainConfig
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
@@ -49,7 +49,7 @@ def guard(
         recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
         run=SimpleNamespace(dir=folder),
         metrics=SimpleNamespace(spike_threshold=0.1),
-        train=SimpleNamespace(global_batch=4),
+        train=TrainConfig(global_batch=4),
         checkpoint=SimpleNamespace(mirror=mirror),
     )
     collectives = SimpleNamespace(barrier=lambda: None)

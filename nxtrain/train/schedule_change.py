@@ -1,0 +1,72 @@
+"""Learning rates of a resumed run: re-warming after its checkpoint, and changes of the schedule."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.config.schedule import ScheduleConfig
+from nxtrain.config.schema import RunConfig
+from nxtrain.optim.schedule import Schedule
+
+JUMP = 1.1
+"""Ratio of two learning rates from which one after the other is a jump."""
+
+
+def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
+    """Metadata of a loaded checkpoint with the step after which the learning rate rises again.
+
+    Args:
+        meta: Metadata of the checkpoint.
+        config: Configuration of the run.
+        is_own: The checkpoint is the newest of the run itself, which may have begun to rise before.
+    """
+    steps = config.optim.rewarm_steps
+    if is_own and steps and meta.rewarm_after is not None and meta.settings.get("optim.rewarm_steps") == steps:
+        return meta
+    after = None
+    if steps and meta.step:
+        after = meta.step
+    return meta.model_copy(update={"rewarm_after": after})
+
+
+def rate_changes(meta: Meta, config: RunConfig) -> str:
+    """Course of the learning rate from here on, in one line; empty if the checkpoint's run would go on alike.
+
+    Args:
+        meta: Metadata of the checkpoint, after `with_rewarming`.
+        config: Configuration of the run.
+    """
+    here, step = Schedule.of(config, meta.rewarm_after), meta.step
+    there = _schedule_there(meta)
+    if not step or there is None:
+        return ""
+    old, new = there.at(step), here.at(step + 1)
+    if _courses_agree(there, here, step, config.train.steps):
+        return ""
+    line = f"the learning rate was {old:.3g} at step {step} and is {new:.3g} at step {step + 1}; "
+    line += here.describe(after=step)
+    if here.rewarm_after == step:
+        return f"{line}; it rises from 0 until step {step + here.rewarm_steps} (optim.rewarm_steps)"
+    if new > JUMP * old and there.at(step + 1) <= JUMP * old:
+        return f"{line}. WARNING: it jumps up; optim.rewarm_steps=N lets it rise over N steps"
+    return line
+
+
+def _schedule_there(meta: Meta) -> Schedule | None:
+    """Schedule of the run that wrote the checkpoint; None if its settings are not recorded."""
+    settings = {key.removeprefix("optim."): value for key, value in meta.settings.items()}
+    keys = {key: settings[key] for key in ScheduleConfig.model_fields if key in settings}
+    if "lr" not in keys:
+        return None
+    try:
+        optim = ScheduleConfig.model_validate(keys)
+    except ValidationError:  # of another version
+        return None
+    return Schedule.of_keys(optim, meta.settings.get("train.steps", optim.decay_steps), meta.rewarm_after)
+
+
+def _courses_agree(there: Schedule, here: Schedule, step: int, last: int) -> bool:
+    """True if both schedules have equal rates at the next steps and at some steps up to the last."""
+    stride = max(1, (last - step) // 64)
+    return all(there.at(at) == here.at(at) for at in (step + 1, *range(step + 2, last + 1, stride), last))
