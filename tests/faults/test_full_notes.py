@@ -56,22 +56,22 @@ def verdicts(logs: Path) -> list[str]:
 def test_no_verdict_is_forgotten_on_a_full_disk(tmp_path: Path, logs: Path) -> None:
     write_config(tmp_path, steps=12, every=2)
     policy = "recovery.non_finite=rollback"
-    code, told = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(at_batch, 2, partial(fill, logs)))
-    assert code == CheckpointError.exit_code, told
-    assert "recovery.non_finite=rollback is not possible, since" in told
-    assert f"{NON_FINITE} cannot be written: No space left on device. Make room for it" in told
+    code, output = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(at_batch, 2, partial(fill, logs)))
+    assert code == CheckpointError.exit_code, output
+    assert "recovery.non_finite=rollback is not possible, since" in output
+    assert f"{NON_FINITE} cannot be written: No space left on device. Make room for it" in output
     assert verdicts(logs) == []
 
     (logs / "filler").unlink()
-    code, told = train(tmp_path, policy, armed=ALWAYS_BAD)
-    assert code == RestartError.exit_code, told
+    code, output = train(tmp_path, policy, armed=ALWAYS_BAD)
+    assert code == RestartError.exit_code, output
     assert verdicts(logs) == ["rolled_back"]
 
-    code, told = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(fill_and_free, logs))
-    assert code == 0, told
-    assert f"step {BAD_STEP} is not finite again" in told
-    assert "until it is, it lacks {" in told
-    assert "is written again, and lacks nothing" in told
+    code, output = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(fill_and_free, logs))
+    assert code == 0, output
+    assert f"step {BAD_STEP} is not finite again" in output
+    assert "until it is, it lacks {" in output
+    assert "is written again, and lacks nothing" in output
     assert verdicts(logs) == ["rolled_back", "persistent"]
 
     skips = tmp_path / "skips"

@@ -25,8 +25,8 @@ METRICS_WARNING = f"warning: {METRICS_FILE} cannot be written: "
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     write_config(folder, steps=STEPS)
-    code, told = train(folder)
-    assert code == 0, told
+    code, output = train(folder)
+    assert code == 0, output
     return folder / "run"
 
 
@@ -42,20 +42,20 @@ def assert_same(run: Path, straight: Path) -> None:
 
 def test_a_record_that_failed_once_is_written_with_the_next(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, armed="oserror@0:5:log:EIO,oserror@0:6:log:ENOSPC")
-    assert code == 0, told
-    assert told.count("cannot be written") == 1, told
-    assert f"{METRICS_WARNING}Input/output error" in told
-    assert f"{METRICS_FILE} is written again, up to step" in told
+    code, output = train(tmp_path, armed="oserror@0:5:log:EIO,oserror@0:6:log:ENOSPC")
+    assert code == 0, output
+    assert output.count("cannot be written") == 1, output
+    assert f"{METRICS_WARNING}Input/output error" in output
+    assert f"{METRICS_FILE} is written again, up to step" in output
     assert_same(tmp_path / "run", straight)
 
 
 def test_a_disk_that_stays_full_for_logs_is_told_once_and_ends_nothing(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, armed="oserror!@0:*:log")
-    assert code == 0, told
-    assert told.count("cannot be written") == 1, told
-    assert f"warning: {STEPS} records are missing in {METRICS_FILE}" in told
+    code, output = train(tmp_path, armed="oserror!@0:*:log")
+    assert code == 0, output
+    assert output.count("cannot be written") == 1, output
+    assert f"warning: {STEPS} records are missing in {METRICS_FILE}" in output
     assert last_weights(tmp_path / "run") == last_weights(straight)
 
 
@@ -73,18 +73,18 @@ def test_a_limit_of_the_system_tears_a_line_which_the_next_start_repairs(tmp_pat
     # Nothing but logs is written, whose files are full after some steps. The limit is the size of six records at most,
     # since the events of all steps take more than these.
     nothing_else = ("checkpoint.every=0", "metrics.tensorboard=true")
-    code, told = train(
+    code, output = train(
         tmp_path, *nothing_else, first=partial(at_batch, 7, partial(_let_no_file_grow, tmp_path / "run" / METRICS_FILE))
     )
-    assert code == 0, told
-    assert told.count(f"{METRICS_WARNING}File too large") == 1, told
-    assert told.count("warning: tensorboard cannot be written: File too large") == 1, told
+    assert code == 0, output
+    assert output.count(f"{METRICS_WARNING}File too large") == 1, output
+    assert output.count("warning: tensorboard cannot be written: File too large") == 1, output
     torn = (tmp_path / "run" / METRICS_FILE).read_bytes()
     assert not torn.endswith(b"\n")
     assert 0 < torn.count(b"\n") < STEPS
-    code, told = train(tmp_path, "metrics.tensorboard=true")
-    assert code == 0, told
-    assert "warning" not in told
+    code, output = train(tmp_path, "metrics.tensorboard=true")
+    assert code == 0, output
+    assert "warning" not in output
     assert_same(tmp_path / "run", straight)
     assert tensorboard_steps(tmp_path / "run") == [*range(1, STEPS + 1)]
 
@@ -96,12 +96,12 @@ def test_places_that_are_taken_by_something_else_cost_only_the_logs(tmp_path: Pa
     (run / METRICS_FILE).mkdir(parents=True)
     (run / "tensorboard").touch()
     (run / "logs").touch()
-    code, told = train(tmp_path, "metrics.tensorboard=true")
-    assert code == 0, told
-    assert told.count(f"{METRICS_WARNING}Is a directory") == 1, told
-    assert told.count("warning: tensorboard cannot be written: ") == 1, told
-    assert told.count("warning: this start is not noted in run.dir/logs: ") == 1, told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, "metrics.tensorboard=true")
+    assert code == 0, output
+    assert output.count(f"{METRICS_WARNING}Is a directory") == 1, output
+    assert output.count("warning: tensorboard cannot be written: ") == 1, output
+    assert output.count("warning: this start is not noted in run.dir/logs: ") == 1, output
+    assert "Traceback" not in output
     assert last_weights(run) == last_weights(straight)
 
 
@@ -125,24 +125,24 @@ def test_a_spoilt_record_and_deleted_event_files_are_mended_by_the_next_start(
     tmp_path: Path, straight: Path, spoil: Any
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
-    assert code == 1, told
+    code, output = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
+    assert code == 1, output
     spoil(tmp_path / "run" / METRICS_FILE)
     shutil.rmtree(tmp_path / "run/tensorboard")
-    code, told = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
-    assert code == 0, told
+    code, output = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
+    assert code == 0, output
     assert_same(tmp_path / "run", straight)
     # The checkpoint of step 4 may not have been written yet.
-    first = 5 if "continues after step 4\n" in told else 1
+    first = 5 if "continues after step 4\n" in output else 1
     assert tensorboard_steps(tmp_path / "run") == [*range(first, STEPS + 1)]
 
 
 def test_logs_that_are_deleted_while_the_run_goes_on_are_begun_anew(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
     run = tmp_path / "run"
-    code, told = train(tmp_path, "metrics.tensorboard=true", first=partial(at_batch, 8, partial(_delete_logs, run)))
-    assert code == 0, told
-    assert told.count("was deleted; training goes on") == 2, told
+    code, output = train(tmp_path, "metrics.tensorboard=true", first=partial(at_batch, 8, partial(_delete_logs, run)))
+    assert code == 0, output
+    assert output.count("was deleted; training goes on") == 2, output
     told_steps = [record["step"] for record in course(run)]
     assert told_steps[-1] == STEPS
     assert told_steps == [*range(told_steps[0], STEPS + 1)]

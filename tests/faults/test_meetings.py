@@ -28,12 +28,12 @@ def rank(folder: Path, number: int, port: int, *, world: int = 2, host: str = "1
 
 
 def assert_refused(folder: Path, processes: dict[int, BaseProcess], *says: str) -> None:
-    told = ended(folder, processes, LIMIT_S + ENDS_S)
+    output = ended(folder, processes, LIMIT_S + ENDS_S)
     for number, process in processes.items():
-        assert process.exitcode == BackendError.exit_code, told
-        assert all(word in told[number] for word in says), told
-        assert f"error: rank {number}: " in told[number]
-        assert "Traceback" not in told[number]
+        assert process.exitcode == BackendError.exit_code, output
+        assert all(word in output[number] for word in says), output
+        assert f"error: rank {number}: " in output[number]
+        assert "Traceback" not in output[number]
 
 
 def test_a_port_that_something_else_has_is_named_by_all_though_that_says_nothing(tmp_path: Path) -> None:
@@ -41,12 +41,12 @@ def test_a_port_that_something_else_has_is_named_by_all_though_that_says_nothing
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         first, second = rank(tmp_path, 0, port), rank(tmp_path, 1, port)
-        told = ended(tmp_path, {0: first, 1: second}, LIMIT_S + ENDS_S)
-    assert (first.exitcode, second.exitcode) == (BackendError.exit_code,) * 2, told
-    assert f"port {port} is in use on this machine" in told[0]
-    assert "something listens there that is no store of torch" in told[1]
-    assert WAY_OUT in told[0]
-    assert WAY_OUT in told[1]
+        output = ended(tmp_path, {0: first, 1: second}, LIMIT_S + ENDS_S)
+    assert (first.exitcode, second.exitcode) == (BackendError.exit_code,) * 2, output
+    assert f"port {port} is in use on this machine" in output[0]
+    assert "something listens there that is no store of torch" in output[1]
+    assert WAY_OUT in output[0]
+    assert WAY_OUT in output[1]
 
 
 def test_a_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
@@ -73,6 +73,6 @@ def test_a_first_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     second = rank(tmp_path, 1, port)
     time.sleep(LIMIT_S / 2)  # the rest is for the start of the process, on a busy machine
     first = rank(tmp_path, 0, port)
-    told = ended(tmp_path, {0: first, 1: second}, 30.0)
-    assert (first.exitcode, second.exitcode) == (0, 0), told
+    output = ended(tmp_path, {0: first, 1: second}, 30.0)
+    assert (first.exitcode, second.exitcode) == (0, 0), output
     assert [record["step"] for record in course(tmp_path / "run")] == [1, 2, 3]

@@ -14,14 +14,14 @@ OPTIONS = ("recovery.non_finite=skip", "metrics.log_every=4", "checkpoint.every=
 def test_a_skipped_step_outlives_a_stop(tmp_path: Path) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     write_config(straight, steps=12)
-    code, told = train(straight, *OPTIONS, armed="nan@0:5:fwd")
-    assert code == 0, told
+    code, output = train(straight, *OPTIONS, armed="nan@0:5:fwd")
+    assert code == 0, output
     write_config(stopped, steps=12)
     # The signal is heard of within a step that takes long.
-    code, told = train(stopped, *OPTIONS, armed="nan@0:5:fwd,term@0:6:fwd,sleep@0:6:bwd:0.5")
-    assert code == StoppedBySignal.exit_code, told
-    assert "stopped after step 6," in told or "stopped after step 7," in told
-    code, told = train(stopped, *OPTIONS, armed="nan@0:5:fwd")
-    assert code == 0, told
+    code, output = train(stopped, *OPTIONS, armed="nan@0:5:fwd,term@0:6:fwd,sleep@0:6:bwd:0.5")
+    assert code == StoppedBySignal.exit_code, output
+    assert "stopped after step 6," in output or "stopped after step 7," in output
+    code, output = train(stopped, *OPTIONS, armed="nan@0:5:fwd")
+    assert code == 0, output
     assert course(stopped / "run") == course(straight / "run")
     assert [record.get("skipped_steps") for record in course(stopped / "run")] == [None, None, [5], None]

@@ -10,7 +10,7 @@ import pytest
 from nxtrain.common.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
-from tests.support.commands import TOLD, ended, start_rank, write_config
+from tests.support.commands import OUTPUT, ended, start_rank, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course
 
@@ -23,17 +23,17 @@ BEAT_S = 1.0
 @pytest.mark.alone
 def test_a_slow_rank_is_named_soon_and_changes_nothing(tmp_path: Path) -> None:
     quick, slow = tmp_path / "quick", tmp_path / "slow"
-    told = slow / "0" / TOLD
+    output = slow / "0" / OUTPUT
 
     def is_told() -> bool:
-        return "rank 1 is slow: " in told.read_text()
+        return "rank 1 is slow: " in output.read_text()
 
     for folder, armed in ((quick, ""), (slow, f"sleep!@1:*:opt:{LOST_S}")):
         write_config(folder, steps=STEPS, every=50)
         port, limit = free_port(), "recovery.hang_timeout_s=60"
         processes = {number: start_rank(folder, number, port, limit, armed=armed) for number in range(2)}
         if armed:
-            until(is_told, 60.0, told.read_text)
+            until(is_told, 60.0, output.read_text)
             assert (slow / "run" / METRICS_FILE).read_text().count("\n") <= COMPARED + 3 * BEAT_S / LOST_S
         said = ended(folder, processes, 60.0)
         assert [process.exitcode for process in processes.values()] == [0, 0], said

@@ -217,9 +217,9 @@ def _of_small_models() -> None:
 def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) -> None:
     """A small model has the same types, and so the same bytes per parameter."""
     argv = ("bench", "optim", "--layers", "1", "--rounds", "1", "--json")
-    code, told = forked_command(tmp_path, *argv, first=_of_small_models)
-    assert code == 0, told
-    found = json.loads(told)  # a library prints no line of its own
+    code, output = forked_command(tmp_path, *argv, first=_of_small_models)
+    assert code == 0, output
+    found = json.loads(output)  # a library prints no line of its own
     assert found["num_params"] < 1_000_000
     rules = found["rules"]
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())

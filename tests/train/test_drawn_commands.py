@@ -35,8 +35,8 @@ def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:
     """Train a drawn run by the command, or by the ranks that the command renders, next to transformers."""
     argv = prepare(run, tmp_path)
     if launches:
-        code, told = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
-        assert code == 0, told
+        code, output = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
+        assert code == 0, output
     else:
         overrides = argv[argv.index(NAME) + 1 : argv.index("--nproc")]
         train_as_launched(commands.context(), tmp_path, CONFIG, overrides)

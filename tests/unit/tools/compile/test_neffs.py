@@ -145,13 +145,13 @@ def _made(folder: Path) -> Path:
 
 def test_a_watch_tells_of_each_new_file_once(tmp_path: Path) -> None:
     add(tmp_path, 1)
-    told: list[CacheKey] = []
-    watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: told.append(key))
+    reported: list[CacheKey] = []
+    watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: reported.append(key))
     for number in (2, 3):
         add(tmp_path, number)
     watch.look()
     watch.look()
-    assert told == [neff(3)]
+    assert reported == [neff(3)]
 
 
 @pytest.fixture

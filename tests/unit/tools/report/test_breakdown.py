@@ -41,16 +41,16 @@ def test_shares_are_those_of_the_sums(tmp_path: Path, drawn: list[dict[str, int]
 
 
 @pytest.mark.parametrize(
-    ("instance", "tokens", "told"), [("trn1.32xlarge", 64, "memory-bound"), ("trn1.32xlarge", 4096, "compute-bound")]
+    ("instance", "tokens", "limit"), [("trn1.32xlarge", 64, "memory-bound"), ("trn1.32xlarge", 4096, "compute-bound")]
 )
 def test_a_known_machine_decides_between_memory_and_arithmetic(
-    tmp_path: Path, instance: str, tokens: int, told: str
+    tmp_path: Path, instance: str, tokens: int, limit: str
 ) -> None:
     """A NeuronCore of trn1 does 232 operations for each byte that it reads, and fp32 weights have four bytes."""
     train = {"steps": 60, "global_batch": 16, "seq_len": tokens, "micro_batch": 1}
     cluster = {"instance": instance, "nodes": 1}
     found = judge(read_run(write_run(tmp_path, records=[record(1)], cluster=cluster, train=train)))
-    assert found.startswith(f"{told}: ")
+    assert found.startswith(f"{limit}: ")
 
 
 def test_a_gpu_whose_host_never_waits_is_launch_bound(tmp_path: Path) -> None:
