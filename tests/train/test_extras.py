@@ -171,7 +171,7 @@ SUBSET = (
     "tests/unit/test_cli.py",
     "tests/unit/test_s3.py",
     "tests/unit/metrics/test_sinks.py",
-    "tests/unit/metrics/test_screen.py",
+    "tests/unit/metrics/test_progress.py",
     "tests/unit/data/test_tokenization.py",
     "tests/unit/data/test_seal.py",
     "tests/unit/data/test_prepared_corpus.py",
