@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands, forked_python
+from tests.support import ROOT, commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw
+from tests.support.drawn import CONFIG, SEED, Drawn, covering_array, draw
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)

@@ -19,13 +19,13 @@ import pytest
 
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES
+from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PYTHONS = [f"3.{minor}" for minor in range(10, 15)]

@@ -23,8 +23,9 @@ from nxtrain.checkpoint.convert.verify_export import open_model
 from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
+from tests.support import ROOT
 from tests.support.commands import in_process
-from tests.support.generated_docs import ROOT, blocks
+from tests.support.generated_docs import blocks
 from tests.support.models import continued, hf_model, plan
 
 VOCAB = 300

@@ -17,11 +17,11 @@ from nxtrain.cli import main as cli
 from nxtrain.common.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.config.load import load
 from nxtrain.launch.local import AGENT, render
+from tests.support import DEMO
+from tests.support import TINY as TINY_FILE
 from tests.support.commands import in_process
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-TINY = str(CONFIGS / "tiny_cpu.toml")
-DEMO = CONFIGS / "demo.toml"
+TINY = str(TINY_FILE)
 
 # Runs the command line and fails if torch was imported on the way.
 WITHOUT_TORCH = """

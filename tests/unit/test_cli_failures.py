@@ -23,10 +23,11 @@ from nxtrain.cli import main as cli
 from nxtrain.common.errors import BackendError, ConfigError, StorageError
 from nxtrain.config.load import values
 from nxtrain.config.schema import RunConfig
+from tests.support import ROOT
+from tests.support import TINY as TINY_FILE
 from tests.support.commands import outcome
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "configs" / "tiny_cpu.toml")
+TINY = str(TINY_FILE)
 KEYS = [*values(RunConfig()), "model.config.rms_norm_eps", "model.config.num_attention_heads"]
 
 

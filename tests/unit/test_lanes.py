@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SKIPS_FILE
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 LANES = ("device", "unit", "dist", "xla", "train", "faults")
 
 COVERING = """# a comment that names tests/dist/test_no.py
