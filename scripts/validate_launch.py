@@ -196,10 +196,10 @@ def check_sagemaker(path: Path, _: Path) -> str:
         requests[operation] = parameters
         return {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:123456789012:training-job/x"}
 
-    place = {"ROLE": "arn:aws:iam::123456789012:role/x", "BUCKET": "bucket"}
+    variables = {"ROLE": "arn:aws:iam::123456789012:role/x", "BUCKET": "bucket"}
     with (
         _no_aws(call),
-        mock.patch.dict(os.environ, place),
+        mock.patch.dict(os.environ, variables),
         mock.patch("sagemaker.s3.S3Uploader.upload") as upload,
         mock.patch("sagemaker.telemetry.telemetry_logging._requests_helper"),  # reports each call to AWS
     ):

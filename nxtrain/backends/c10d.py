@@ -39,9 +39,9 @@ class C10dBackend(Backend):
     _ends_early = False
 
     def _take_place(self) -> None:
-        place = Placement.read()
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world = place.local_rank, place.local_world
+        placement = Placement.read()
+        self.rank, self.world = placement.rank, placement.world
+        self.local_rank, self.local_world = placement.local_rank, placement.local_world
         self.collectives = C10dCollectives(self.world)
 
     def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:

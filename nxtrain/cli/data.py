@@ -32,7 +32,7 @@ def _path(text: str) -> Path:
         raise ConfigError(f"{text}: {error}") from error
 
 
-def _place(text: str) -> Location:
+def _location(text: str) -> Location:
     """Path of this machine, or an address of S3; parameters that may be either are annotated as paths, for typer."""
     from nxtrain.common.io.object_store import place_of
 
@@ -79,7 +79,7 @@ Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a fo
 @data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
 def prepare(
     src: Annotated[
-        list[Path], typer.Argument(metavar="SRC", help="Files and folders.", show_default=False, parser=_place)
+        list[Path], typer.Argument(metavar="SRC", help="Files and folders.", show_default=False, parser=_location)
     ],
     *,
     out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_output)],
@@ -151,7 +151,7 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_place
+            metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_location
         ),
     ],
     as_json: AsJson = False,

@@ -62,7 +62,7 @@ def generate(
 
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
-    placement = _place(checkpoint, visible_cores, tokens=len(prompt))
+    placement = _start_anew(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import GenerateRequest, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
@@ -80,7 +80,7 @@ def generate(
         return
     if as_json:
         content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
-        write_document({"checkpoint": str(model.place), "step": model.step, "texts": content})
+        write_document({"checkpoint": str(model.location), "step": model.step, "texts": content})
     elif streams:
         typer.echo()
     else:
@@ -135,7 +135,7 @@ def evaluate(
 
         typer.echo(listed())
         return
-    placement = _place(checkpoint, visible_cores, tokens=EVAL_TOKENS)
+    placement = _start_anew(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
@@ -161,17 +161,17 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
     from nxtrain.common.io.object_store import place_of
     from nxtrain.common.process.console import standard_error
 
-    if model.is_hf or is_same(place_of(address), model.place):
+    if model.is_hf or is_same(place_of(address), model.location):
         return
     console = standard_error()
     if not is_named:
-        console.print(f"from {model.place}, step {model.step:,}", markup=False)
-    warning = choice_of(address, model.place)
+        console.print(f"from {model.location}, step {model.step:,}", markup=False)
+    warning = choice_of(address, model.location)
     if warning:
         console.print(warning, markup=False)
 
 
-def _place(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
+def _start_anew(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
     """Placement of this rank, after its threads and, if the user names cores, its Neuron core are set.
 
     Args:

@@ -13,35 +13,21 @@ import typer
 import typer.core
 
 import nxtrain
+from nxtrain.cli import doctor, inference, inspection, launch, plan, report
 from nxtrain.cli.bench import bench
 from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
-from nxtrain.cli.doctor import EPILOG as DOCTOR_EXAMPLE
-from nxtrain.cli.doctor import doctor
-from nxtrain.cli.inference import EVAL_EPILOG as EVAL_EXAMPLE
-from nxtrain.cli.inference import GENERATE_EPILOG as GENERATE_EXAMPLE
-from nxtrain.cli.inference import evaluate, generate
-from nxtrain.cli.inspection import EPILOG as INSPECT_EXAMPLE
-from nxtrain.cli.inspection import inspect_model
-from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
-from nxtrain.cli.launch import launch
 from nxtrain.cli.options import AsJson, ConfigPath, Overrides, integer, number
-from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
-from nxtrain.cli.plan import plan
-from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
-from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
-from nxtrain.cli.report import report, watch
 from nxtrain.common.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.process import garbage
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.streams import pipe_safe_streams
+from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE
 
 if TYPE_CHECKING:
-    from nxtrain.config.check import Resolved
-    from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -55,14 +41,14 @@ app.add_typer(data, name="data", rich_help_panel=BEFORE)
 app.add_typer(cache, name="cache", rich_help_panel=BEFORE)
 app.add_typer(bench, name="bench", rich_help_panel=BEFORE)
 app.add_typer(convert, name="convert", rich_help_panel=AFTER)
-app.command("plan", epilog=PLAN_EXAMPLE, rich_help_panel=BEFORE)(plan)
-app.command("inspect", epilog=INSPECT_EXAMPLE, rich_help_panel=BEFORE)(inspect_model)
-app.command("doctor", epilog=DOCTOR_EXAMPLE, rich_help_panel=BEFORE)(doctor)
-app.command("launch", epilog=LAUNCH_EXAMPLE, rich_help_panel=RUN)(launch)
-app.command("watch", epilog=WATCH_EXAMPLE, rich_help_panel=AFTER)(watch)
-app.command("report", epilog=REPORT_EXAMPLE, rich_help_panel=AFTER)(report)
-app.command("eval", epilog=EVAL_EXAMPLE, rich_help_panel=AFTER)(evaluate)
-app.command("generate", epilog=GENERATE_EXAMPLE, rich_help_panel=AFTER)(generate)
+app.command("plan", epilog=plan.EPILOG, rich_help_panel=BEFORE)(plan.plan)
+app.command("inspect", epilog=inspection.EPILOG, rich_help_panel=BEFORE)(inspection.inspect_model)
+app.command("doctor", epilog=doctor.EPILOG, rich_help_panel=BEFORE)(doctor.doctor)
+app.command("launch", epilog=launch.EPILOG, rich_help_panel=RUN)(launch.launch)
+app.command("watch", epilog=report.WATCH_EPILOG, rich_help_panel=AFTER)(report.watch)
+app.command("report", epilog=report.EPILOG, rich_help_panel=AFTER)(report.report)
+app.command("eval", epilog=inference.EVAL_EPILOG, rich_help_panel=AFTER)(inference.evaluate)
+app.command("generate", epilog=inference.GENERATE_EPILOG, rich_help_panel=AFTER)(inference.generate)
 
 CacheFolder = Annotated[
     str | None,
@@ -73,7 +59,7 @@ CacheFolder = Annotated[
     ),
 ]
 DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines above with the command and its files."
-PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
+CACHE_HELP = "Folder, configuration file or s3://BUCKET/PREFIX."
 
 
 def main() -> None:
@@ -87,7 +73,7 @@ def main() -> None:
         except Exception as error:
             reason = explained(error)
             if reason is not None:
-                _report(reason, _place())
+                _report(reason, _read_placement())
                 _end(reason.exit_code)
             sys.excepthook(*sys.exc_info())
             if not isinstance(error, MemoryError):  # with code 1 the launcher restarts, and may find enough memory
@@ -97,7 +83,7 @@ def main() -> None:
 
 def _end(code: int) -> NoReturn:
     """End the process, at once if an orderly end would wait for a collective with other ranks or for an upload."""
-    if _place().is_alone and not _has_uploads_underway():
+    if _read_placement().is_alone and not _has_uploads_underway():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the reader may be gone, and a scheduler needs the exit code
@@ -105,7 +91,7 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _place() -> Placement:
+def _read_placement() -> Placement:
     """Placement of this process, or of a lone process if its variables are invalid, which another check reports."""
     try:
         return Placement.read()
@@ -147,26 +133,6 @@ def _report(error: NxtrainError, placement: Placement) -> None:
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
 
-def _load(path: Path, overrides: list[str] | None, world: int | None) -> tuple[Loaded, Resolved]:
-    """Load and check a configuration, before torch is imported."""
-    from nxtrain.config.check import resolve_config
-    from nxtrain.config.load import load
-
-    loaded = load(path, overrides or ())
-    return loaded, resolve_config(loaded, world)
-
-
-def _advise(config: RunConfig) -> None:
-    """Print advice if another checkpoint interval would save much time."""
-    from nxtrain.common.run_folder import LOGS_DIR
-    from nxtrain.metrics.start_log import read
-    from nxtrain.plan.goodput import advice
-
-    line = advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every)
-    if line:
-        typer.echo(line, err=True)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"nxtrain {nxtrain.__version__}")
@@ -188,8 +154,12 @@ def _options(
 )
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
+    from nxtrain.config.check import resolve_config
+    from nxtrain.config.load import load
+
     placement = Placement.read()
-    loaded, plan = _load(config, overrides, world=placement.world)
+    loaded = load(config, overrides or ())
+    resolved = resolve_config(loaded, placement.world)  # before torch is imported
     if placement.is_leader and not loaded.sets_anything:
         print(f"warning: {config} sets nothing, so that all values are defaults or overrides", file=sys.stderr)
     from nxtrain.common.process.clock import process_began
@@ -211,10 +181,15 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
             from nxtrain.common.testing.faults import arm
 
             arm(faults, loaded.config.run.dir, placement.rank)
-        with watch_misses(plan, os.environ):
-            train(loaded, signals, process_began())
+        with watch_misses(resolved, os.environ):
+            train(loaded, resolved, signals, process_began())
     if placement.is_leader:
-        _advise(loaded.config)
+        from nxtrain.metrics.start_log import read
+        from nxtrain.plan.goodput import advice
+
+        line = advice(read(loaded.config.run.dir / LOGS_DIR), loaded.config.checkpoint.every)
+        if line:  # another checkpoint interval would save much time
+            typer.echo(line, err=True)
     if _has_uploads_underway():
         _end(0)
 
@@ -367,8 +342,8 @@ def cache_verify(where: CacheFolder = None) -> None:
 
 @cache.command("sync", epilog="Example: nxtrain cache sync s3://bucket/llama2-7b /var/tmp/neuron-compile-cache")
 def cache_sync(
-    src: Annotated[str, typer.Argument(metavar="SRC", help=PLACE, show_default=False)],
-    dst: Annotated[str, typer.Argument(metavar="DST", help=PLACE, show_default=False)],
+    src: Annotated[str, typer.Argument(metavar="SRC", help=CACHE_HELP, show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help=CACHE_HELP, show_default=False)],
 ) -> None:
     """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
     from nxtrain.tools.compile.commands import sync_caches

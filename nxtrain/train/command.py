@@ -14,7 +14,7 @@ from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, ope
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.signals import Signals
 from nxtrain.common.run_folder import LOGS_DIR
-from nxtrain.config.check import resolve_config
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.train.assembly import assemble
@@ -25,11 +25,12 @@ from nxtrain.train.supervision.run_lock import only_run
 from nxtrain.train.supervision.watchdog import Watchdog
 
 
-def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None = None) -> None:
+def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began: Instant | None = None) -> None:
     """Train as configured: one rank, or every rank under torchrun.
 
     Args:
         loaded: The configuration.
+        plan: The checked configuration.
         signals: Stop signals that this process has received; None: none.
         began: Start time of this attempt; None: now.
 
@@ -37,7 +38,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         NxtrainError: An error that the user can correct; the message names the way out.
         StoppedBySignal: The run stopped because a signal asked for it.
     """
-    with open_run(loaded, signals or Signals(), began) as context:
+    with open_run(loaded, plan, signals or Signals(), began) as context:
         train_on(context)
 
 
@@ -55,11 +56,12 @@ def train_on(context: RunContext) -> None:
 
 
 @contextmanager
-def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> Iterator[RunContext]:
+def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None = None) -> Iterator[RunContext]:
     """Open this rank's device, watchdog and folder for a run; they are closed at the end of this context.
 
     Args:
         loaded: The configuration.
+        plan: The checked configuration.
         signals: Stop signals that this process has received.
         began: Start time of this attempt; None: now.
 
@@ -78,7 +80,8 @@ def open_run(loaded: Loaded, signals: Signals, began: Instant | None = None) -> 
     backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
     ended: BaseException | None = None
     try:
-        plan = resolve_config(loaded, backend.world, backend.name)
+        if config.backend.name == "auto":  # some rules between keys need the name of the chosen backend
+            plan = resolve_config(loaded, backend.world, backend.name)
         lock: AbstractContextManager[None] = nullcontext()
         if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
             lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)

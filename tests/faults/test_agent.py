@@ -26,7 +26,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support import forked_python
 from tests.support.command_ranks import until, write_config
-from tests.support.commands import TOLD, command
+from tests.support.commands import OUTPUT, command
 from tests.support.commands import start as start_command
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
@@ -47,7 +47,7 @@ class Launched:
         under: tuple[str, ...] = (),
         ignores: Sequence[int] | None = None,
     ) -> None:
-        self.folder, self.log = folder, folder / TOLD
+        self.folder, self.log = folder, folder / OUTPUT
         self.agent: Popen[bytes] | ForkServerProcess
         words, environ = ("launch", str(folder / "config.toml"), *overrides), {VARIABLE: faults}
         if ignores is None:
@@ -240,8 +240,8 @@ def test_agents_that_cannot_meet_say_where_and_why(tmp_path: Path, fault: str) -
         name = "127.0.0.1" if fault == "port in use" else "no-such-machine.invalid"
         where = f"{name}:{port}"
         options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-conf=read_timeout=3")
-        code, told = command(tmp_path, *options, "-m", "nxtrain", "train", "none.toml", first=forked_python.agent)
-    assert code == BackendError.exit_code, told
-    last = [line for line in told.splitlines() if line.startswith("error: ")][-1]
-    assert last.startswith(f"error: the agents of the run do not meet at {where}: "), told
-    assert "Traceback" not in told
+        code, output = command(tmp_path, *options, "-m", "nxtrain", "train", "none.toml", first=forked_python.agent)
+    assert code == BackendError.exit_code, output
+    last = [line for line in output.splitlines() if line.startswith("error: ")][-1]
+    assert last.startswith(f"error: the agents of the run do not meet at {where}: "), output
+    assert "Traceback" not in output

@@ -22,7 +22,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support import forked_python
 from tests.support.command_ranks import WORLD, until
-from tests.support.commands import TOLD
+from tests.support.commands import OUTPUT
 from tests.support.commands import start as start_command
 from tests.support.ports import free_port
 from tests.support.recovery import (
@@ -86,11 +86,11 @@ class Agents:
             f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s},{QUICKLY}",
         )
         self._times += 1
-        place = self.folder / f"agent{number}" / str(self._times)
-        place.mkdir(parents=True)
+        start_folder = self.folder / f"agent{number}" / str(self._times)
+        start_folder.mkdir(parents=True)
         train = ("-m", "nxtrain", "train", self.folder / "config.toml", *self._overrides)
         environ, first = {VARIABLE: PACE, "OMP_NUM_THREADS": "1"}, leave_late if number else forked_python.agent
-        return start_command(place, *options, *train, environ=environ, first=first)
+        return start_command(start_folder, *options, *train, environ=environ, first=first)
 
     def start_again(self, number: int) -> None:
         """Start an agent again, as its supervisor would."""
@@ -114,7 +114,7 @@ class Agents:
         return [agent.exitcode for agent in self.agents]
 
     def said(self) -> str:
-        return "\n".join(path.read_text(encoding="utf-8") for path in sorted(self.folder.glob(f"agent*/*/{TOLD}")))
+        return "\n".join(path.read_text(encoding="utf-8") for path in sorted(self.folder.glob(f"agent*/*/{OUTPUT}")))
 
     def kill(self) -> None:
         for agent in self.agents:

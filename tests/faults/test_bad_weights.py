@@ -43,10 +43,10 @@ def poison(at: int) -> None:
 def test_a_run_whose_weights_are_nan_ends_and_keeps_its_checkpoints(tmp_path: Path, policy: str) -> None:
     write_config(tmp_path, steps=40)
     options = (f"recovery.non_finite={policy}", "metrics.log_every=4", "checkpoint.async=false")
-    code, told = train(tmp_path, *options, first=poison_once)
-    assert code == DivergedError.exit_code, told
-    assert "error: step 12: param_norm=nan" in told
-    assert "steps 10, 11, 12" in told
+    code, output = train(tmp_path, *options, first=poison_once)
+    assert code == DivergedError.exit_code, output
+    assert "error: step 12: param_norm=nan" in output
+    assert "steps 10, 11, 12" in output
     assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)] == [
         4,
         8,
@@ -57,11 +57,11 @@ def test_a_rollback_mends_the_weights(tmp_path: Path, straight: list[dict[str, A
     """The reference is the run without a fault."""
     write_config(tmp_path, steps=12)
     options = ("recovery.non_finite=rollback", "checkpoint.async=false")
-    code, told = train(tmp_path, *options, "metrics.log_every=4", first=poison_once)
-    assert code == 1, told
-    code, told = train(tmp_path, *options)
-    assert code == 0, told
-    assert "continues after step 8\n" in told
+    code, output = train(tmp_path, *options, "metrics.log_every=4", first=poison_once)
+    assert code == 1, output
+    code, output = train(tmp_path, *options)
+    assert code == 0, output
+    assert "continues after step 8\n" in output
     assert course(tmp_path / "run")[-4:] == straight[-4:]
     noted = (tmp_path / "run/logs/non_finite.jsonl").read_text(encoding="utf-8").splitlines()
     verdicts = [(line["step"], line["verdict"]) for line in map(json.loads, noted)]

@@ -66,36 +66,36 @@ def bounded_close(wait: Callable[[], None]) -> None:
 @pytest.mark.parametrize("first", [never_open, never_open_with_the_lock])
 def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, told = train(tmp_path, first=first)
-    assert code == HangError.exit_code, told
+    code, output = train(tmp_path, first=first)
+    assert code == HangError.exit_code, output
     if first is never_open:
-        assert "error: rank 0: its devices were not open, and the others not met, within 1 seconds" in told
-        assert "in _sleep" in told
+        assert "error: rank 0: its devices were not open, and the others not met, within 1 seconds" in output
+        assert "in _sleep" in output
 
 
 @pytest.mark.parametrize("first", [never_close, never_close_with_the_lock])
 def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, told = train(tmp_path, first=first)
-    assert code == 0, told
+    code, output = train(tmp_path, first=first)
+    assert code == 0, output
     assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) is not None
     if first is never_close:
-        assert "warning: rank 0: its devices were not closed within 1 seconds" in told
-        assert "the run has ended well" in told
+        assert "warning: rank 0: its devices were not closed within 1 seconds" in output
+        assert "the run has ended well" in output
 
 
 def test_a_run_that_fails_and_does_not_close_tells_why(tmp_path: Path) -> None:
     write_config(tmp_path, steps=4)
-    code, told = train(tmp_path, armed="raise@0:2:fwd", first=never_close)
-    assert code == 1, told
-    assert "and it ends without that; injected failure" in told
+    code, output = train(tmp_path, armed="raise@0:2:fwd", first=never_close)
+    assert code == 1, output
+    assert "and it ends without that; injected failure" in output
 
 
 def test_no_rank_is_waited_for_that_does_not_close(tmp_path: Path) -> None:
     write_config(tmp_path, steps=4)
     port = free_port()
     processes = {rank: start_rank(tmp_path, rank, port, first=second_never_closes) for rank in range(2)}
-    told = ended(tmp_path, processes, 30.0)
-    assert [process.exitcode for process in processes.values()] == [0, 0], told
-    assert "its devices were not closed" in told[1]
-    assert "its devices were not closed" not in told[0]
+    output = ended(tmp_path, processes, 30.0)
+    assert [process.exitcode for process in processes.values()] == [0, 0], output
+    assert "its devices were not closed" in output[1]
+    assert "its devices were not closed" not in output[0]

@@ -68,8 +68,8 @@ def train(folder: Path, corpus: Path, path: str, variables: dict[str, str]) -> t
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Records of the run on the disk."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, told = train(folder, corpus, str(corpus), {})
-    assert code == 0, told
+    code, output = train(folder, corpus, str(corpus), {})
+    assert code == 0, output
     return course(folder / "run")
 
 
@@ -93,17 +93,17 @@ def test_ranges_that_break_off_are_requested_again_and_a_store_that_is_down_ends
         return found
 
     with failing_s3(s3_variables, fault) as variables:
-        code, told = train(tmp_path, corpus, ADDRESS, variables)
-        assert code == StorageError.exit_code, told
+        code, output = train(tmp_path, corpus, ADDRESS, variables)
+        assert code == StorageError.exit_code, output
         assert code not in FINAL, "a launcher starts the run again"
-        assert f"{ADDRESS}: " in " ".join(told.split())
-        assert "Traceback" not in told
+        assert f"{ADDRESS}: " in " ".join(output.split())
+        assert "Traceback" not in output
         broken = course(tmp_path / "run")
         assert broken == undisturbed[: len(broken)], "no batch of anything else"
         assert 5 <= len(broken) < STEPS
         is_down = False
-        code, told = train(tmp_path, corpus, ADDRESS, variables)
-        assert code == 0, told
+        code, output = train(tmp_path, corpus, ADDRESS, variables)
+        assert code == 0, output
     assert {"torn", "error"} < {*given[: len(given) // 2]} and {"torn", "error"} < {*given[len(given) // 2 :]}
     assert course(tmp_path / "run") == undisturbed
 
@@ -135,14 +135,14 @@ def test_an_object_that_changes_under_a_run_ends_it_and_the_object_as_it_was_goe
         return ""
 
     with failing_s3(s3_variables, fault) as variables:
-        code, told = train(tmp_path, corpus, ADDRESS, variables)
-    assert code == DataError.exit_code, told
-    flat = " ".join(told.split())
+        code, output = train(tmp_path, corpus, ADDRESS, variables)
+    assert code == DataError.exit_code, output
+    flat = " ".join(output.split())
     assert f"{ADDRESS} has changed while it is read: {says}" in flat
     broken = course(tmp_path / "run")
     assert broken == undisturbed[: len(broken)], "no batch of anything else"
     assert 5 <= len(broken) < STEPS
     s3.upload_file(str(corpus), BUCKET, KEY)
-    code, told = train(tmp_path, corpus, ADDRESS, s3_variables)
-    assert code == 0, told
+    code, output = train(tmp_path, corpus, ADDRESS, s3_variables)
+    assert code == 0, output
     assert course(tmp_path / "run") == undisturbed

@@ -34,10 +34,10 @@ def test_a_jump_in_the_midst_of_a_run_is_not_seen(
     tmp_path: Path, straight: list[dict[str, Any]], seconds: float
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(
+    code, output = train(
         tmp_path, "metrics.tensorboard=true", "recovery.hang_timeout_s=20", first=partial(_jump_at, 6, seconds)
     )
-    assert code == 0, told
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
     for record in records(tmp_path / "run"):
         assert 0 < record["step_time_s"] < 60
@@ -48,18 +48,18 @@ def test_a_jump_in_the_midst_of_a_run_is_not_seen(
 def test_a_start_after_a_jump_goes_on(tmp_path: Path, straight: list[dict[str, Any]], seconds: float) -> None:
     write_config(tmp_path, steps=STEPS)
     armed = "raise@0:9:fwd"
-    code, told = train(tmp_path, armed=armed)
-    assert code == 1, told
-    code, told = train(tmp_path, armed=armed, first=partial(_jump, seconds))
-    assert code == 0, told
+    code, output = train(tmp_path, armed=armed)
+    assert code == 1, output
+    code, output = train(tmp_path, armed=armed, first=partial(_jump, seconds))
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
 
 
 def test_another_time_zone_is_not_seen(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
     write_config(tmp_path, steps=STEPS)
     for zone, ends_with, armed in (("Pacific/Kiritimati", 1, "raise@0:9:fwd"), ("Pacific/Pago_Pago", 0, "")):
-        code, told = train(tmp_path, armed=armed, first=partial(_move, zone))
-        assert code == ends_with, told
+        code, output = train(tmp_path, armed=armed, first=partial(_move, zone))
+        assert code == ends_with, output
     assert course(tmp_path / "run") == straight
 
 
@@ -72,14 +72,14 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_time(
     tmp_path: Path, straight: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=3)
-    code, told = train(tmp_path, "train.steps=9", f"optim.decay_steps={STEPS}")
-    assert code == 0, told
+    code, output = train(tmp_path, "train.steps=9", f"optim.decay_steps={STEPS}")
+    assert code == 0, output
     checkpoints = directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)
     assert len(checkpoints) > 1
     for age, path in enumerate(checkpoints):  # the last step is the oldest
         for file in (*path.iterdir(), path):
             os.utime(file, (2e9 - age * DAY_S,) * 2)
-    code, told = train(tmp_path)
-    assert code == 0, told
-    assert "continues after step 9\n" in told
+    code, output = train(tmp_path)
+    assert code == 0, output
+    assert "continues after step 9\n" in output
     assert course(tmp_path / "run") == straight

@@ -19,8 +19,9 @@ from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs
 from nxtrain.tools.compile.tool import TOOL
+from tests.support import ROOT
 from tests.support.caches import add_failed, add_locked
-from tests.support.neuron_machine import PAUSE, ROOT, Plugin, install
+from tests.support.neuron_machine import PAUSE, Plugin, install
 from tests.support.parallel_compile import FAULTS
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16

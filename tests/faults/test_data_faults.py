@@ -43,12 +43,12 @@ def test_a_run_whose_reader_fails_goes_on_at_the_next_start(
 ) -> None:
     write_config(tmp_path, steps=STEPS)
     armed = f"{kind}@0:7:data"
-    code, told = train(tmp_path, armed=armed)
-    assert code == ends_with, told
-    assert says in told
+    code, output = train(tmp_path, armed=armed)
+    assert code == ends_with, output
+    assert says in output
     assert len(course(tmp_path / "run")) <= 6
-    code, told = train(tmp_path, armed=armed)
-    assert code == 0, told
+    code, output = train(tmp_path, armed=armed)
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
 
 
@@ -68,14 +68,14 @@ def test_storage_that_fails_under_a_reader_is_tried_again_by_the_launcher(
 ) -> None:
     write_config(tmp_path, steps=STEPS)
     fail = partial(_fail_to_read, (tmp_path / "rows.npy").resolve())
-    code, told = train(tmp_path, first=partial(at_batch, 7, fail))
-    assert code == StorageError.exit_code, told
+    code, output = train(tmp_path, first=partial(at_batch, 7, fail))
+    assert code == StorageError.exit_code, output
     assert code not in FINAL
-    assert f"{tmp_path}/rows.npy, row " in told
-    assert "cannot be read: Input/output error. Start again when the storage is back" in told
-    assert "Traceback" not in told
-    code, told = train(tmp_path)
-    assert code == 0, told
+    assert f"{tmp_path}/rows.npy, row " in output
+    assert "cannot be read: Input/output error. Start again when the storage is back" in output
+    assert "Traceback" not in output
+    code, output = train(tmp_path)
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
 
 
@@ -116,18 +116,18 @@ def test_a_token_file_that_changes_under_a_run_ends_it_with_the_place(
     rows = tmp_path / "rows.npy"
     before = rows.read_bytes()
     # A checkpoint that is still being written when the run ends would let the next start begin anew.
-    code, told = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, partial(change, rows)))
-    assert code == DataError.exit_code, told
-    assert says in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, partial(change, rows)))
+    assert code == DataError.exit_code, output
+    assert says in output
+    assert "Traceback" not in output
     done = course(tmp_path / "run")
     assert done == straight[: len(done)], "no batch of anything else"
     assert len(done) <= 6
-    code, told = train(tmp_path)
+    code, output = train(tmp_path)
     assert code != 0, "the file is still not what it was"
     rows.write_bytes(before)
-    code, told = train(tmp_path)
-    assert code == 0, told
+    code, output = train(tmp_path)
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
 
 
@@ -136,12 +136,12 @@ def test_a_token_file_that_vanishes_or_is_replaced_under_its_name_is_read_on_as_
     tmp_path: Path, straight: list[dict[str, Any]], change: Callable[[Path], object]
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, first=partial(at_batch, 7, partial(change, tmp_path / "rows.npy")))
-    assert code == 0, told
+    code, output = train(tmp_path, first=partial(at_batch, 7, partial(change, tmp_path / "rows.npy")))
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
-    code, told = train(tmp_path, "train.steps=14", "optim.decay_steps=12")
-    assert code == (DataError.exit_code if change is Path.unlink else 4), told
-    assert "rows.npy cannot be read: No such file" in told or "data" in told
+    code, output = train(tmp_path, "train.steps=14", "optim.decay_steps=12")
+    assert code == (DataError.exit_code if change is Path.unlink else 4), output
+    assert "rows.npy cannot be read: No such file" in output or "data" in output
 
 
 def _after_the_check(change: Callable[[Path], object], path: Path) -> None:
@@ -160,10 +160,10 @@ def test_a_token_file_that_changes_between_its_check_and_its_use_is_refused(
     tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, first=partial(_after_the_check, change, tmp_path / "rows.npy"))
-    assert code == DataError.exit_code, told
-    assert str(tmp_path / "rows.npy") in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, first=partial(_after_the_check, change, tmp_path / "rows.npy"))
+    assert code == DataError.exit_code, output
+    assert str(tmp_path / "rows.npy") in output
+    assert "Traceback" not in output
 
 
 TEXT = ("model.config.vocab_size=300", "data.source=text", "data.validation_fraction=0.1", "train.steps=4")
@@ -208,10 +208,10 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused_with_the_file(
     overrides = write_text(tmp_path)
     file = tmp_path / f"text/{number:02}.txt"
     first = partial(_before, "preparation", "source_rows", partial(change, file))
-    code, told = train(tmp_path, *overrides, first=first)
-    assert code == DataError.exit_code, told
-    assert str(file) in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, *overrides, first=first)
+    assert code == DataError.exit_code, output
+    assert str(file) in output
+    assert "Traceback" not in output
     assert not [*(tmp_path / "run/data").glob("*-*"), *(tmp_path / "run/data").glob(".*")]
 
 
@@ -227,9 +227,9 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused_with_the_file(
 def test_odd_documents_are_named_or_read(tmp_path: Path, content: bytes, says: str) -> None:
     overrides = write_text(tmp_path)
     (tmp_path / "text/07.txt").write_bytes(content)
-    code, told = train(tmp_path, *overrides)
-    assert code == (DataError.exit_code if says else 0), told
-    assert says in " ".join(told.split())
+    code, output = train(tmp_path, *overrides)
+    assert code == (DataError.exit_code if says else 0), output
+    assert says in " ".join(output.split())
 
 
 def _kill_in(attribute: str) -> None:
@@ -247,20 +247,22 @@ def prepared(folder: Path) -> dict[str, bytes]:
 
 def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_path: Path) -> None:
     overrides = write_text(tmp_path)
-    code, told = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
+    assert code == 0, output
     data = tmp_path / "run/data"
     for function, call in (
         ("prepare_sources", "fdatasync"),
         ("_write_validation", "fsync"),
         ("_write_training", "fsync"),
     ):
-        code, told = train(tmp_path, *overrides, first=partial(_before, "training", function, partial(_kill_in, call)))
-        assert code == -signal.SIGKILL, told
+        code, output = train(
+            tmp_path, *overrides, first=partial(_before, "training", function, partial(_kill_in, call))
+        )
+        assert code == -signal.SIGKILL, output
         assert [*data.glob(".*"), *data.glob("*.partial")], "the test kills too late"
         assert not [*data.glob("train-*.arrow")]
-    code, told = train(tmp_path, *overrides)
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides)
+    assert code == 0, output
     assert course(tmp_path / "run") == course(tmp_path / "straight")
     (tmp_path / "again").mkdir()
     (tmp_path / "straight").rename(tmp_path / "again/run")
@@ -276,8 +278,8 @@ def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path, name: s
     before, done = prepared(tmp_path), course(tmp_path / "run")
     (file,) = (tmp_path / "run/data").glob(name)
     _truncate(file)
-    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == 0, output
     assert prepared(tmp_path) == before
     assert course(tmp_path / "run") == done
 
@@ -292,15 +294,15 @@ def test_a_bit_of_a_prepared_file_that_has_changed_is_not_trained_on(tmp_path: P
     content = bytearray(file.read_bytes())
     content[content.index(PreparedCorpus(file).values(0, 32))] ^= 1
     file.write_bytes(content)
-    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == DataError.exit_code, told
-    told = "".join(told.split())
-    assert f"{file}isdamaged:bytes0to" in told
-    assert "deleteit,andthenextstartwritesitagain" in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == DataError.exit_code, output
+    output = "".join(output.split())
+    assert f"{file}isdamaged:bytes0to" in output
+    assert "deleteit,andthenextstartwritesitagain" in output
+    assert "Traceback" not in output
     file.unlink()
-    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == 0, output
     assert prepared(tmp_path) == before
     assert course(tmp_path / "run") == done
 
@@ -309,12 +311,12 @@ def test_a_folder_that_cannot_be_entered_ends_the_start(tmp_path: Path) -> None:
     overrides = write_text(tmp_path)
     (tmp_path / "text/more").mkdir()
     (tmp_path / "text/more/a.txt").write_text("words " * 50, encoding="utf-8")
-    code, told = train(tmp_path, *overrides, first=partial(_shut, tmp_path / "text/more"))
-    assert code == DataError.exit_code, told
-    told = " ".join(told.split())
-    assert "1 of its folders and files cannot be read" in told
-    assert "text/more: Permission denied" in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, *overrides, first=partial(_shut, tmp_path / "text/more"))
+    assert code == DataError.exit_code, output
+    output = " ".join(output.split())
+    assert "1 of its folders and files cannot be read" in output
+    assert "text/more: Permission denied" in output
+    assert "Traceback" not in output
 
 
 def _shut(folder: Path) -> None:
@@ -334,13 +336,13 @@ def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
     tmp_path: Path, straight: list[dict[str, Any]], kind: str
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path)
-    assert code == 0, told
+    code, output = train(tmp_path)
+    assert code == 0, output
     put(tmp_path / "run/checkpoints/step-00000012/rank-00000.safetensors", kind)
-    code, told = train(tmp_path)
-    assert code == 0, told
-    told = " ".join(told.split())
-    assert f"it is {kind}, not a regular file; the checkpoint is put aside as step-00000012.corrupt" in told
+    code, output = train(tmp_path)
+    assert code == 0, output
+    output = " ".join(output.split())
+    assert f"it is {kind}, not a regular file; the checkpoint is put aside as step-00000012.corrupt" in output
     assert course(tmp_path / "run") == straight
 
 
@@ -351,7 +353,7 @@ def test_generation_waits_for_no_file_that_is_none(tmp_path: Path, name: str, ki
     folder = tmp_path / "run/checkpoints/step-00000004"
     assert train(tmp_path, *overrides)[0] == 0
     put(folder / name, kind)
-    code, told = command(tmp_path, "generate", folder, "--prompt", "alpha", "--max-new-tokens", "2")
-    assert code in {2, 4}, told
-    assert name in told
-    assert "Traceback" not in told
+    code, output = command(tmp_path, "generate", folder, "--prompt", "alpha", "--max-new-tokens", "2")
+    assert code in {2, 4}, output
+    assert name in output
+    assert "Traceback" not in output

@@ -25,12 +25,12 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     pace = f"sleep@0:1:pre_step:{STEP_S}"
     assert command(tmp_path, "--version")[0] == 0  # the first command waits for the imports that all forks share
     began = time.monotonic()
-    code, told = train(tmp_path, *overrides, armed=f"kill@0:26:pre_step,{pace}")
-    assert code == -9, told
+    code, output = train(tmp_path, *overrides, armed=f"kill@0:26:pre_step,{pace}")
+    assert code == -9, output
     time.sleep(1.0)
-    code, told = train(tmp_path, *overrides, armed=pace)
+    code, output = train(tmp_path, *overrides, armed=pace)
     elapsed_s = time.monotonic() - began
-    assert code == 0, told
+    assert code == 0, output
 
     found = account(read(tmp_path / "run" / LOGS_DIR))
     spent_s = (found.productive_s, found.start_s, found.lost_s, found.detect_s, found.restart_s)
@@ -53,6 +53,6 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
         assert 0 <= found.lost_steps <= 5  # what was finished when the state was last written
     assert found.detect_s < 1.5
     assert [line["goodput"] for line in records(tmp_path / "run")][-1] == pytest.approx(found.goodput, rel=0.2)
-    lines = [line for line in told.splitlines() if line.startswith("goodput ")]
+    lines = [line for line in output.splitlines() if line.startswith("goodput ")]
     assert lines[-1] == str(found)
     assert len(lines) == 1, "a run that ends soon after its restart has one line"

@@ -139,10 +139,10 @@ def test_a_bad_step_leaves_every_bit_and_the_run_goes_on(broken: Broken, update:
 
 def test_a_run_that_stops_names_the_first_bad_step_though_it_looks_later(broken: Broken) -> None:
     plan = broken.plan("stop", metrics={"log_every": 4}, checkpoint={"every": 4})
-    for told in broken.run(plan, "nan@1:2:reduce,inf@0:3:bwd"):
-        assert told.startswith("DivergedError: steps 2, 3: the last with loss=inf, grad_norm=")
-        assert "nothing was updated by them" in told
-        assert "a lower optim.lr" in told
+    for output in broken.run(plan, "nan@1:2:reduce,inf@0:3:bwd"):
+        assert output.startswith("DivergedError: steps 2, 3: the last with loss=inf, grad_norm=")
+        assert "nothing was updated by them" in output
+        assert "a lower optim.lr" in output
     assert saved(plan) == []
     assert [(line["step"], line["loss"], line["verdict"]) for line in lines(plan, "non_finite.jsonl")] == [
         (2, None, "stopped"),
@@ -154,8 +154,8 @@ def test_a_bad_step_that_is_fine_when_replayed_was_the_machine(broken: Broken) -
     options: dict[str, Any] = {"recovery": {"non_finite": "rollback"}, "checkpoint": {"every": 2}}
     straight, plan = broken.plan("straight", **options), broken.plan("transient", **options)
     assert broken.run(straight) == ["", ""]
-    for told in broken.run(plan, "nan@1:4:reduce"):
-        assert told.startswith("RestartError: step 4: loss=")
+    for output in broken.run(plan, "nan@1:4:reduce"):
+        assert output.startswith("RestartError: step 4: loss=")
     assert saved(plan) == [2]
     assert broken.run(plan, "nan@1:4:reduce") == ["", ""]
     assert course(plan.config.run.dir) == course(straight.config.run.dir)
@@ -170,7 +170,7 @@ def test_a_bad_step_that_recurs_is_skipped_from_then_on(broken: Broken) -> None:
     skips = broken.plan("skips", recovery={"non_finite": "skip"}, checkpoint={"every": 2})
     plan = broken.plan("persistent", recovery={"non_finite": "rollback"}, checkpoint={"every": 2})
     assert broken.run(skips, "nan@1:4:reduce") == ["", ""]
-    assert [told.split(":")[0] for told in broken.run(plan, "nan!@1:4:reduce")] == ["RestartError"] * 2
+    assert [output.split(":")[0] for output in broken.run(plan, "nan!@1:4:reduce")] == ["RestartError"] * 2
     assert broken.run(plan, "nan!@1:4:reduce") == ["", ""]
     assert_equal_bits(at(plan, STEPS), at(skips, STEPS))
     assert course(plan.config.run.dir) == course(skips.config.run.dir)
@@ -185,9 +185,9 @@ VOTES = [
 ]
 
 
-@pytest.mark.parametrize(("dp", "shard", "update", "told", "named"), VOTES)
+@pytest.mark.parametrize(("dp", "shard", "update", "output", "named"), VOTES)
 def test_a_flipped_bit_of_a_replica_is_found_before_it_is_saved(
-    broken: Broken, dp: int, shard: str, update: str, told: str, named: list[int]
+    broken: Broken, dp: int, shard: str, update: str, output: str, named: list[int]
 ) -> None:
     options: dict[str, Any] = {
         "dp": dp,
@@ -202,7 +202,7 @@ def test_a_flipped_bit_of_a_replica_is_found_before_it_is_saved(
     assert broken.run(straight) == [""] * dp
     said = broken.run(plan, fault)
     assert {text.split(":")[0] for text in said} == {"RestartError"}
-    assert sum(told in text for text in said) == (2 if shard == "hybrid" else dp)
+    assert sum(output in text for text in said) == (2 if shard == "hybrid" else dp)
     assert not any("was named" in text for text in said), "never before"
     assert saved(plan) == [2]
     (noted,) = lines(plan, "votes.jsonl")
@@ -229,6 +229,6 @@ def test_a_spike_is_told_in_the_record_and_growth_ends_the_run(broken: Broken) -
     assert list(alarms) == [20]
     assert alarms[20].startswith("spike: grad_norm")
     grows = broken.plan("grows", dp=1, **quiet, recovery={"on_divergence": "stop"})
-    (told,) = broken.run(grows, "spike@*:20:reduce:30:30")
-    assert told.startswith("DivergedError: step 3")
-    assert "recovery.on_divergence=stop" in told
+    (output,) = broken.run(grows, "spike@*:20:reduce:30:30")
+    assert output.startswith("DivergedError: step 3")
+    assert "recovery.on_divergence=stop" in output

@@ -51,8 +51,8 @@ def test_a_rank_that_sleeps_in_data_is_named_by_all(started_by: ForkServerContex
         stacks = (tmp_path / "run" / "logs" / f"hang-rank-{rank}.txt").read_text(encoding="utf-8")
         # Rank 0 waits in a collective, whose own time may come to its end a little sooner.
         places = ["loader.py"] if rank else ["shared_memory.py", "in await_verdict"]
-        assert any(place in stacks for place in places), stacks
-        assert any(place in said for place in places), "stacks are on standard error too"
+        assert any(frame in stacks for frame in places), stacks
+        assert any(frame in said for frame in places), "stacks are on standard error too"
     (verdict,) = verdicts
     assert verdict.startswith(
         f"rank 1 did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds: rank 1 is in"

@@ -27,23 +27,23 @@ LEAK_MIB_PER_100_STEPS = 1.0
 def together(folder: Path, armed: str) -> tuple[list[int | None], dict[int, str]]:
     port = free_port()
     processes = {number: start_rank(folder, number, port, armed=armed) for number in range(2)}
-    told = ended(folder, processes, 60.0)
-    return [process.exitcode for process in processes.values()], told
+    output = ended(folder, processes, 60.0)
+    return [process.exitcode for process in processes.values()], output
 
 
 @pytest.mark.parametrize("point", ["fwd", "opt"])
 def test_a_rank_without_memory_is_named_by_the_others(tmp_path: Path, point: str) -> None:
     straight = tmp_path / "straight"
     write_config(straight, steps=STEPS)
-    codes, told = together(straight, "")
-    assert codes == [0, 0], told
+    codes, output = together(straight, "")
+    assert codes == [0, 0], output
     write_config(tmp_path, steps=STEPS)
-    codes, told = together(tmp_path, f"oom@1:7:{point}")
-    assert codes == [1, 1], told
-    assert "MemoryError: injected" in told[1]
-    assert "rank 1 failed: MemoryError: injected" in told[0], told[0]
-    codes, told = together(tmp_path, f"oom@1:7:{point}")
-    assert codes == [0, 0], told
+    codes, output = together(tmp_path, f"oom@1:7:{point}")
+    assert codes == [1, 1], output
+    assert "MemoryError: injected" in output[1]
+    assert "rank 1 failed: MemoryError: injected" in output[0], output[0]
+    codes, output = together(tmp_path, f"oom@1:7:{point}")
+    assert codes == [0, 0], output
     assert course(tmp_path / "run") == course(straight / "run")
 
 
@@ -69,17 +69,17 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     write_config(tmp_path, steps=STEPS)
     # A background save starts threads, which Python may await until the hang limit (see `start_daemon`).
     at_limit = partial(at_batch, 7, partial(_allocate_beyond_limit, allocate))
-    code, told = train(tmp_path, "checkpoint.async=false", first=at_limit)
-    assert code == 1, told
-    assert says in told
-    held = re.search(r"error: rank 0 is out of memory; it holds parameters (\S+) [KM]iB, gradients", told)
-    assert held, told
+    code, output = train(tmp_path, "checkpoint.async=false", first=at_limit)
+    assert code == 1, output
+    assert says in output
+    held = re.search(r"error: rank 0 is out of memory; it holds parameters (\S+) [KM]iB, gradients", output)
+    assert held, output
     assert float(held[1]) > 0
-    assert "rank 0: keys that would help: " in told
+    assert "rank 0: keys that would help: " in output
     report = tmp_path / "run" / "logs" / "memory-rank-0.txt"
-    assert report.read_text(encoding="utf-8").splitlines()[0] in told
-    code, told = train(tmp_path)
-    assert code == 0, told
+    assert report.read_text(encoding="utf-8").splitlines()[0] in output
+    code, output = train(tmp_path)
+    assert code == 0, output
     assert course(tmp_path / "run") == straight
 
 
@@ -95,9 +95,9 @@ def _no_thread_begins() -> None:
 def test_a_rank_whose_threads_die_before_they_begin_ends_at_once(tmp_path: Path) -> None:
     """`Thread.start` waits for ever for such a thread, and the run would end at a limit of 60 seconds."""
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins))
-    assert code == 1, told
-    assert "no room for a batch" in told
+    code, output = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins))
+    assert code == 1, output
+    assert "no room for a batch" in output
 
 
 def anonymous_mib(pid: int | None) -> float:

@@ -126,9 +126,9 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
     armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in points)
     assert train(quiet)[0] == 0
     assert train(watched, "train.steps=2", "optim.decay_steps=4")[0] == 0
-    code, told = train(watched, armed=armed, first=partial(record_points, tmp_path / "seen"))
-    assert code == 0, told
-    assert "will be broken on purpose" in told
+    code, output = train(watched, armed=armed, first=partial(record_points, tmp_path / "seen"))
+    assert code == 0, output
+    assert "will be broken on purpose" in output
     seen = (tmp_path / "seen").read_text(encoding="utf-8").split()
     assert seen[0] == "load"
     assert seen.index("data") < seen.index("pre_step")  # in its thread, while the step before is under way
@@ -145,27 +145,27 @@ def test_a_process_killed_in_the_midst_of_a_checkpoint_goes_on_when_it_is_starte
     config(straight)
     assert train(straight)[0] == 0
     armed = "kill@0:4:ckpt_write:4096"
-    code, told = train(tmp_path, armed=armed)
-    assert code == -signal.SIGKILL, told
-    assert f"fault {armed} fires in step 4" in told
+    code, output = train(tmp_path, armed=armed)
+    assert code == -signal.SIGKILL, output
+    assert f"fault {armed} fires in step 4" in output
     (torn,) = (tmp_path / "run/checkpoints").glob("step-00000004.tmp-*/rank-00000.safetensors")
     assert torn.stat().st_size == 4096
-    code, told = train(tmp_path, armed=armed)
-    assert code == 0, told
+    code, output = train(tmp_path, armed=armed)
+    assert code == 0, output
     assert losses(tmp_path) == losses(straight)
 
 
 def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> None:
     config(tmp_path)
-    code, told = train(tmp_path, armed="kill@0:4")
-    assert code == 2, told
-    assert "kind@rank:step:point" in told
-    assert "Traceback" not in told
+    code, output = train(tmp_path, armed="kill@0:4")
+    assert code == 2, output
+    assert "kind@rank:step:point" in output
+    assert "Traceback" not in output
 
 
 def test_what_repeats_fires_at_every_start(tmp_path: Path) -> None:
     config(tmp_path)
     for _ in range(2):
-        code, told = train(tmp_path, armed="raise!@0:3:fwd")
+        code, output = train(tmp_path, armed="raise!@0:3:fwd")
         assert code == 1
-        assert "InjectedError: injected failure" in told
+        assert "InjectedError: injected failure" in output

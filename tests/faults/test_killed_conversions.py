@@ -30,11 +30,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, and what each conversion makes, named by its direction; each way back begins with the way there."""
     folder = tmp_path_factory.mktemp("outputs")
     write_config(folder, steps=4)
-    code, told = train(folder)
-    assert code == 0, told
+    code, output = train(folder)
+    assert code == 0, output
     for direction in DIRECTIONS:
-        code, told = convert(folder, direction, folder / direction)
-        assert code == 0, told
+        code, output = convert(folder, direction, folder / direction)
+        assert code == 0, output
     return folder
 
 
@@ -82,12 +82,12 @@ def test_a_conversion_that_was_killed_does_its_work_at_the_next_start(
     target = tmp_path / "to" / direction
 
     def kill(first: Callable[[], object]) -> None:
-        code, told = convert(outputs, direction, target, first)
-        assert code == -signal.SIGKILL, told
+        code, output = convert(outputs, direction, target, first)
+        assert code == -signal.SIGKILL, output
 
     def finish() -> None:
-        code, told = convert(outputs, direction, target)
-        assert code == 0, told
+        code, output = convert(outputs, direction, target)
+        assert code == 0, output
         assert digests(target) == digests(outputs / direction)
         assert [path.name for path in target.parent.iterdir()] == [direction]
         assert not [path for path in target.rglob("*") if ".tmp-" in path.name or ".old-" in path.name]
@@ -111,12 +111,12 @@ def test_a_run_that_is_killed_while_it_loads_goes_on_at_the_next_start(tmp_path:
     before = digests(tmp_path / "run/checkpoints")
     longer = ("train.steps=6", "optim.decay_steps=4")
     armed = "kill@0:0:load"
-    code, told = train(tmp_path, *longer, armed=armed)
-    assert code == -signal.SIGKILL, told
+    code, output = train(tmp_path, *longer, armed=armed)
+    assert code == -signal.SIGKILL, output
     assert digests(tmp_path / "run/checkpoints") == before
-    code, told = train(tmp_path, *longer, armed=armed)
-    assert code == 0, told
-    assert "continues after step 4\n" in told
-    code, told = train(tmp_path / "straight", *longer)
-    assert code == 0, told
+    code, output = train(tmp_path, *longer, armed=armed)
+    assert code == 0, output
+    assert "continues after step 4\n" in output
+    code, output = train(tmp_path / "straight", *longer)
+    assert code == 0, output
     assert course(tmp_path / "run") == course(tmp_path / "straight/run")

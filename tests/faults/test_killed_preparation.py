@@ -32,7 +32,7 @@ def finish(folder: Path, source: Path, *options: str) -> None:
     """Let the command come to its end."""
     done = start(folder, source, *options)
     done.join(120)
-    assert done.exitcode == 0, (folder.parent / commands.TOLD).read_text(encoding="utf-8")
+    assert done.exitcode == 0, (folder.parent / commands.OUTPUT).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("options", [(), ("--shard-bytes", "200kB"), ("--tokenizer",)], ids=" ".join)

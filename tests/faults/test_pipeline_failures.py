@@ -87,21 +87,25 @@ def test_all_ranks_end_and_name_the_stage_that_failed(
     started_by: ForkServerContext, tmp_path: Path, stage: int, kind: str
 ) -> None:
     ended = run_until_all_ended(started_by, tmp_path, stage, kind)
-    place = f"pipeline stage {stage} of {STAGES} (rank {stage})"
+    stage_of_rank = f"pipeline stage {stage} of {STAGES} (rank {stage})"
     first = ended.pop(stage)
     assert first.code == (1 if kind == "raise" else -signal.SIGKILL)
     if kind == "raise":
         assert (
-            f"{place} failed in B1: InjectedError: injected failure" in first.said.splitlines()[-2]
+            f"{stage_of_rank} failed in B1: InjectedError: injected failure" in first.said.splitlines()[-2]
         )  # before the note on defects
         assert "Traceback" in first.said
     for rank, one in ended.items():
         assert one.code == 1, one
         assert one.after_s < ENDED_S
         assert "Traceback" not in one.said
-        told = one.said[one.said.index("error: ") :]
-        words = f"{place} failed in B1: InjectedError: injected failure" if kind == "raise" else f"{place} is gone"
-        assert told.startswith(f"error: rank {rank}: {words}"), told
+        output = one.said[one.said.index("error: ") :]
+        words = (
+            f"{stage_of_rank} failed in B1: InjectedError: injected failure"
+            if kind == "raise"
+            else f"{stage_of_rank} is gone"
+        )
+        assert output.startswith(f"error: rank {rank}: {words}"), output
 
 
 def test_a_mistake_that_one_stage_finds_keeps_its_exit_code(started_by: ForkServerContext, tmp_path: Path) -> None:
@@ -115,10 +119,10 @@ def test_a_mistake_that_one_stage_finds_keeps_its_exit_code(started_by: ForkServ
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_stage_that_hangs_is_named_by_all_ranks(started_by: ForkServerContext, tmp_path: Path, stage: int) -> None:
     ended = run_until_all_ended(started_by, tmp_path, stage, "hang", PATIENCE_S)
-    place = f"pipeline stage {stage} of {STAGES} (rank {stage})"
+    stage_of_rank = f"pipeline stage {stage} of {STAGES} (rank {stage})"
     assert len(ended) == STAGES
     for one in ended.values():
         assert one.code == HangError.exit_code
         assert PATIENCE_S * 0.9 < one.after_s < PATIENCE_S + ENDED_S
         assert "Traceback" not in one.said
-        assert place in one.said[one.said.index("error: ") :].splitlines()[0], one.said
+        assert stage_of_rank in one.said[one.said.index("error: ") :].splitlines()[0], one.said

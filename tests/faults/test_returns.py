@@ -33,15 +33,15 @@ def test_killed_while_it_goes_back_a_run_goes_back_at_the_next_start(
 ) -> None:
     write_config(tmp_path, steps=12)
     assert train(tmp_path, "checkpoint.async=false")[0] == 0
-    told = (f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004", "checkpoint.async=false")
-    code, said = train(tmp_path, *told, armed="kill@0:0:load")
+    output = (f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004", "checkpoint.async=false")
+    code, said = train(tmp_path, *output, armed="kill@0:0:load")
     assert (code, steps(tmp_path)) == (-signal.SIGKILL, [4, 8, 12]), said
-    code, said = train(tmp_path, *told, restarted=True, armed="kill@0:10:fwd")
+    code, said = train(tmp_path, *output, restarted=True, armed="kill@0:10:fwd")
     assert code == -signal.SIGKILL, said
     assert "continues after step 4\n" in said
     assert "put aside as abandoned, since no part of it any more: step-00000008, step-00000012\n" in said
     assert steps(tmp_path) == [4, 8]
-    code, said = train(tmp_path, *told, restarted=True)
+    code, said = train(tmp_path, *output, restarted=True)
     assert code == 0, said
     assert "continues after step 8\n" in said
     assert course(tmp_path / "run") == straight

@@ -50,10 +50,10 @@ def lost(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
 def test_a_restoration_that_takes_three_times_the_limit_goes_on(lost: Path, s3_variables: dict[str, str]) -> None:
     with slow_s3(s3_variables, SLOW_S, 1) as variables:
         began = time.monotonic()
-        code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)
-    assert code == 0, told
+        code, output = begin(lost, 8, MIRROR, PATIENCE, **variables)
+    assert code == 0, output
     assert time.monotonic() - began > SLOW_S
-    assert "continues after step 4" in told
+    assert "continues after step 4" in output
     straight = lost / "straight"
     write_config(straight)
     assert begin(straight, 8)[0] == 0
@@ -62,9 +62,9 @@ def test_a_restoration_that_takes_three_times_the_limit_goes_on(lost: Path, s3_v
 
 def test_a_rank_that_has_all_waits_for_one_that_still_reads(lost: Path, s3_variables: dict[str, str]) -> None:
     """One slow answer, which one of the two gets; the other has nothing to read meanwhile."""
-    told = two_ranks(lost, s3_variables, SLOW_S)
-    assert all("did not" not in said for said in told.values()), told
-    assert "continues after step 4" in told[0]
+    output = two_ranks(lost, s3_variables, SLOW_S)
+    assert all("did not" not in said for said in output.values()), output
+    assert "continues after step 4" in output[0]
     assert [record["step"] for record in course(lost / "run")] == [5, 6, 7, 8]
 
 
@@ -79,9 +79,9 @@ def two_ranks(folder: Path, variables: dict[str, str], seconds: float) -> dict[i
 
 def test_an_answer_that_stops_coming_is_a_hang(lost: Path, s3_variables: dict[str, str]) -> None:
     with slow_s3(s3_variables, 0.0, 1) as variables:
-        code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)
-    assert code == HangError.exit_code, told
-    assert f"did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds" in told or "(restore)" in told
+        code, output = begin(lost, 8, MIRROR, PATIENCE, **variables)
+    assert code == HangError.exit_code, output
+    assert f"did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds" in output or "(restore)" in output
 
 
 def _take_nothing() -> None:
@@ -108,16 +108,16 @@ def test_a_mirror_that_hangs_costs_neither_a_checkpoint_nor_a_step(tmp_path: Pat
         )
         for number in range(2)
     }
-    told = ended(tmp_path, ranks, 40.0)
-    assert {process.exitcode for process in ranks.values()} == {StoppedBySignal.exit_code}, told
+    output = ended(tmp_path, ranks, 40.0)
+    assert {process.exitcode for process in ranks.values()} == {StoppedBySignal.exit_code}, output
     last = course(tmp_path / "run")[-1]["step"]
     saved = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)]
     assert saved == [*range(4, last, 4), last]
-    assert f"WARNING: the mirror lacks the checkpoint of step {last}: the run ends" in told[0]
+    assert f"WARNING: the mirror lacks the checkpoint of step {last}: the run ends" in output[0]
 
 
 def test_a_mirror_hides_no_hang(tmp_path: Path) -> None:
     write_config(tmp_path)
-    code, told = train(tmp_path, f"checkpoint.mirror={tmp_path}/mirror", PATIENCE, armed="hang@0:4:ckpt_stage")
-    assert code == HangError.exit_code, told
-    assert "(checkpoint)" in told
+    code, output = train(tmp_path, f"checkpoint.mirror={tmp_path}/mirror", PATIENCE, armed="hang@0:4:ckpt_stage")
+    assert code == HangError.exit_code, output
+    assert "(checkpoint)" in output

@@ -35,13 +35,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def once(told: str, act: Callable[[Ranks], object]) -> Callable[[Ranks], None]:
+def once(output: str, act: Callable[[Ranks], object]) -> Callable[[Ranks], None]:
     """Do something when the first rank has said something."""
     done = False
 
     def look(ranks: Ranks) -> None:
         nonlocal done
-        if not done and told in ranks.said()[0]:
+        if not done and output in ranks.said()[0]:
             done = True
             act(ranks)
 

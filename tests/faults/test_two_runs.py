@@ -26,16 +26,16 @@ def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: l
         verified = tmp_path / "run/checkpoints/step-00000004/verified"
         until(verified.exists, 60.0, lambda: "the first run verifies its checkpoint behind its steps")
         before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")}
-        code, told = train(tmp_path)
-        assert code == BackendError.exit_code, told
-        assert f"is in use by process {first.pid} on " in told
-        assert "Traceback" not in told
+        code, output = train(tmp_path)
+        assert code == BackendError.exit_code, output
+        assert f"is in use by process {first.pid} on " in output
+        assert "Traceback" not in output
         assert {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")} == before
     finally:
         first.kill()
         first.join()
     assert first.exitcode == -signal.SIGKILL
-    code, told = train(tmp_path)
-    assert code == 0, told
-    assert "continues after step 4" in told
+    code, output = train(tmp_path)
+    assert code == 0, output
+    assert "continues after step 4" in output
     assert course(tmp_path / "run") == straight

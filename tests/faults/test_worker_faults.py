@@ -30,24 +30,24 @@ def configured(folder: Path, *overrides: str) -> tuple[str, ...]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The records of a run whose rows the rank makes itself."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, told = train(folder, *configured(folder, "data.workers=0"))
-    assert code == 0, told
+    code, output = train(folder, *configured(folder, "data.workers=0"))
+    assert code == 0, output
     return course(folder / "run")
 
 
-def named(told: str) -> set[int]:
+def named(output: str) -> set[int]:
     """Processes of the workers that a run reports."""
-    return {int(pid) for pid in re.findall(r"data worker \d of rank 0 \(process (\d+)\)", told)}
+    return {int(pid) for pid in re.findall(r"data worker \d of rank 0 \(process (\d+)\)", output)}
 
 
 def test_killed_and_stopped_workers_are_replaced_and_no_number_changes(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
     overrides = configured(tmp_path, "recovery.hang_timeout_s=5")
-    code, told = train(tmp_path, *overrides, armed="killworker@0:2:worker:1,stopworker@0:5:worker:0")
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides, armed="killworker@0:2:worker:1,stopworker@0:5:worker:0")
+    assert code == 0, output
     assert course(tmp_path / "run") == undisturbed
-    flat = " ".join(told.split())
+    flat = " ".join(output.split())
     assert "was ended by SIGKILL, before its rows of step" in flat
     assert "has not answered for 1 seconds, before its rows of step" in flat
     assert f"it was reading {tmp_path}/o.arrow, document " in flat
@@ -61,14 +61,14 @@ def test_a_worker_that_dies_ends_a_run_that_allows_none_and_the_next_start_goes_
 ) -> None:
     overrides = configured(tmp_path, "data.worker_restarts=0")
     armed = "killworker@0:6:worker"
-    code, told = train(tmp_path, *overrides, armed=armed)
-    assert code == WorkerError.exit_code, told
+    code, output = train(tmp_path, *overrides, armed=armed)
+    assert code == WorkerError.exit_code, output
     assert code != -signal.SIGKILL
-    flat = " ".join(told.split())
+    flat = " ".join(output.split())
     assert "data worker 0 of rank 0 (process " in flat
     assert "data.worker_restarts=0 allows no further one" in flat
-    assert "Traceback" not in told
+    assert "Traceback" not in output
     assert len(course(tmp_path / "run")) < STEPS
-    code, told = train(tmp_path, *overrides, armed=armed)
-    assert code == 0, told
+    code, output = train(tmp_path, *overrides, armed=armed)
+    assert code == 0, output
     assert course(tmp_path / "run") == undisturbed

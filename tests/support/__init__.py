@@ -1,1 +1,8 @@
-"""Helpers that several lanes of the tests share."""
+"""What tests share: processes, runs, stand-ins for vendors, and the paths of the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TINY, DEMO = ROOT / "configs" / "tiny_cpu.toml", ROOT / "configs" / "demo.toml"

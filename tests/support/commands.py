@@ -28,7 +28,7 @@ from nxtrain.train.command import train_on  # noqa: F401
 from tests.support import forked_python, processes, runs
 from tests.support.processes import Ended, Started, rank_variables
 
-TOLD, ERRORS = "told.txt", "errors.txt"
+OUTPUT, ERRORS = "output.txt", "errors.txt"
 
 
 def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int = 18) -> Path:
@@ -66,7 +66,7 @@ def start(
 ) -> ForkServerProcess:
     """Start a command, whose output is in a folder."""
     words = [*map(str, argv)]
-    return processes.start(context(), folder / TOLD, play, words, dict(environ or {}), first).process
+    return processes.start(context(), folder / OUTPUT, play, words, dict(environ or {}), first).process
 
 
 def command(
@@ -76,8 +76,8 @@ def command(
     first: Callable[[], object] | None = None,
     within_s: float = 60.0,
 ) -> Ended:
-    """The exit code of a command, and what it told."""
-    return Started(start(folder, *argv, environ=environ, first=first), folder / TOLD).ended(within_s)
+    """The exit code of a command, and its output."""
+    return Started(start(folder, *argv, environ=environ, first=first), folder / OUTPUT).ended(within_s)
 
 
 def forked(
@@ -137,7 +137,7 @@ def start_rank(
     environ: Mapping[str, str] | None = None,
     first: Callable[[], object] | None = None,
 ) -> ForkServerProcess:
-    """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
+    """Start one rank of the run of a folder, where rank 0 makes the store; its output is in a folder of its own."""
     (folder / str(number)).mkdir(exist_ok=True)
     cut = (f"parallel.dp={world}", f"train.global_batch={2 * world if world > 2 else 2}")
     variables = {**rank_variables(number, world, port, host), **({VARIABLE: armed} if armed else {})}
@@ -158,13 +158,13 @@ def ended(folder: Path, ranks: Mapping[int, BaseProcess], within_s: float) -> di
     try:
         for process in ranks.values():
             process.join(max(0.0, limit - time.monotonic()))
-        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in ranks}
-        assert not any(process.is_alive() for process in ranks.values()), told
+        output = {number: (folder / str(number) / OUTPUT).read_text(encoding="utf-8") for number in ranks}
+        assert not any(process.is_alive() for process in ranks.values()), output
     finally:
         for process in ranks.values():
             process.kill()
             process.join()
-    return told
+    return output
 
 
 def at_batch(number: int, action: Callable[[], object]) -> None:

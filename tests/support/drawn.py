@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
-from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
@@ -25,9 +24,9 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
+from tests.support import ROOT
 from tests.support.models import SCALING_TYPES, draw_experts, draw_scaling
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""

@@ -24,7 +24,8 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.train.build import build_mesh
-from tests.support.drawn import CONFIG, ROOT, Drawn
+from tests.support import ROOT
+from tests.support.drawn import CONFIG, Drawn
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Course, max_weight_error, reference, run_ours
 

@@ -25,9 +25,8 @@ from nxtrain.plan.inspection import inspect
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
 from nxtrain.plan.speed import OTHER, SPEEDS, step_time
+from tests.support import ROOT
 from tests.support.published import Compared, compared, held_out, job_of, summary, with_context
-
-ROOT = Path(__file__).parents[2]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"^<!-- begin: .*?^<!-- end: \w+ -->\n", flags=re.DOTALL | re.MULTILINE)

@@ -15,8 +15,8 @@ from nxtrain.launch.targets import docker
 from nxtrain.launch.targets.job import ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.slurm import render_generic
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/launch"
 
 

@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
+from tests.support import ROOT
 from tests.support.caches import COMPILER, compile_now
 from tests.support.forked_python import play
 from tests.support.xla_processes import FAST
@@ -119,7 +120,6 @@ if __name__ == "__main__":
     main(sys.argv[1:])
 
 
-ROOT = Path(__file__).parents[2]
 FOLDER = "PRETENDED_MACHINE"
 """Variable: the folder of the machine."""
 

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import TCPStore
 
 from nxtrain.config.check import Resolved
-from tests.support import neuron_machine
+from tests.support import ROOT, neuron_machine
 from tests.support.models import hf_model
-from tests.support.neuron_machine import ROOT, install, rank_variables
+from tests.support.neuron_machine import install, rank_variables
 from tests.support.parity import OPTIM, batches
 from tests.support.xla_processes import start
 

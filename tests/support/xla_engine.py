@@ -65,20 +65,20 @@ def _environments(world: int, port: int) -> list[dict[str, str]]:
     return [{**shared, **rank_variables(rank, world, port)} for rank in range(world)]
 
 
-def pretend(place: Placement) -> None:
+def pretend(placement: Placement) -> None:
     """Tell torch-xla the world that it would find on devices that join."""
     import torch_xla.runtime as xr
 
-    xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
+    xr._WORLD_SIZE, xr._ORDINAL = placement.world, placement.rank
 
 
 def _play(job: Path) -> None:
     body, args = pickle.loads(job.read_bytes())
-    place = Placement.read()
-    pretend(place)
+    placement = Placement.read()
+    pretend(placement)
     torch.set_num_threads(1)
-    found = json.dumps(body(place, *args))
-    (job.parent / f"result-{place.rank}.json").write_text(found, encoding="utf-8")
+    found = json.dumps(body(placement, *args))
+    (job.parent / f"result-{placement.rank}.json").write_text(found, encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join
 

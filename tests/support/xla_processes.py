@@ -79,22 +79,22 @@ Groups = list[list[int]]
 def link(report: Path | None = None) -> None:
     """Give this process a device, and join it to those that torchrun's variables tell of; before a command."""
     adopt({**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": FAST})
-    place = Placement.read()
-    if report is not None and place.rank == 0:
+    placement = Placement.read()
+    if report is not None and placement.rank == 0:
         os.environ["XLA_METRICS_FILE"] = str(report)
-    if place.world == 1:
+    if placement.world == 1:
         return
     import torch_xla.runtime as xr
 
-    xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
-    carry(place)
+    xr._WORLD_SIZE, xr._ORDINAL = placement.world, placement.rank
+    carry(placement)
 
 
-def carry(place: Placement) -> None:
+def carry(placement: Placement) -> None:
     """Hand the collectives of this process over to the hosts."""
     import torch_xla.core.xla_model as xm
 
-    carrier: Any = _Carrier(place)
+    carrier: Any = _Carrier(placement)
     xm.all_reduce, xm.all_gather = carrier.all_reduce, carrier.all_gather
     xm.reduce_scatter = carrier.reduce_scatter
 
@@ -108,8 +108,8 @@ def compiled(report: Path) -> int:
 
 
 class _Carrier:
-    def __init__(self, place: Placement) -> None:
-        self._place = place
+    def __init__(self, placement: Placement) -> None:
+        self._place = placement
 
     def all_reduce(self, op: str, inputs: Sequence[Tensor], *, scale: float, groups: Groups, pin_layout: bool) -> None:
         for x in inputs:

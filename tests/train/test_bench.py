@@ -1,4 +1,4 @@
-"""The benchmark commands measure the same work on both sides, and what they print follows from it."""
+"""Benchmarks as commands: their figures, their JSON and their targets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
+from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
-from nxtrain.tools.bench import optim, training
+from nxtrain.tools.bench import checkpoint, materialize, optim, training
 from nxtrain.tools.bench.breakdown import COMMUNICATION, KINDS, OUTSIDE, UPDATE, break_down
+from nxtrain.tools.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, FilledState
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.collectives import GIB, KIB, OPERATIONS
 from nxtrain.tools.bench.data_wait import LADDER
@@ -31,6 +33,7 @@ from nxtrain.tools.bench.scaling import ONE, TWO
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import transformers_step
 from tests.support.commands import command as forked_command
+from tests.support.commands import outcome
 from tests.support.ports import patient_s
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
@@ -203,7 +206,7 @@ TRAFFIC = {
 @pytest.mark.parametrize("case", optim.CASES, ids=lambda case: case.name)
 def test_an_update_moves_no_more_memory_than_it_did(case: optim.Case) -> None:
     backend = CpuBackend()
-    layout = optim._layout(backend, 1)
+    layout = optim.layout_of(backend, 1)
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
     update, _ = optim._ours(case, layout, backend, grads)
     per_param = traffic(update) / layout.table.num_params()
@@ -217,9 +220,9 @@ def _of_small_models() -> None:
 def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) -> None:
     """A small model has the same types, and so the same bytes per parameter."""
     argv = ("bench", "optim", "--layers", "1", "--rounds", "1", "--json")
-    code, told = forked_command(tmp_path, *argv, first=_of_small_models)
-    assert code == 0, told
-    found = json.loads(told)  # a library prints no line of its own
+    code, output = forked_command(tmp_path, *argv, first=_of_small_models)
+    assert code == 0, output
+    found = json.loads(output)  # a library prints no line of its own
     assert found["num_params"] < 1_000_000
     rules = found["rules"]
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
@@ -289,3 +292,90 @@ def test_the_loader_is_measured_beside_numpy() -> None:
     # A start that reads the documents would take their memory: the file is larger than the limit.
     assert found["start"]["mib"] >= 256
     assert found["start"]["rss_mib"] < 200
+
+
+def test_a_checkpoint_is_measured_beside_the_disk_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[int] = []
+    save = FilledState.save
+
+    def saved(state: FilledState) -> None:
+        save(state)
+        files = (file for file in tmp_path.rglob("step-*/**/*") if file.is_file())
+        written.append(sum(file.stat().st_size for file in files))
+
+    monkeypatch.setattr(FilledState, "save", saved)
+    code, out, err = outcome("bench", "checkpoint", "--mib", 31, "--folder", tmp_path, "--rounds", 1, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["mib"] == 24, "two tensors of each kind"
+    assert [size >> 20 for size in written] == [24, 24]
+    results = found["results"]
+    assert set(results) == {COPY, STALL, DISK_WRITE, DISK_READ, *FLOORS}
+    for name, row in results.items():
+        floor = results[FLOORS.get(name, name)]["gib_per_s"]
+        assert row["share"] == pytest.approx(row["gib_per_s"] / floor)
+        assert row["gib_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("slow", "code"), [(SAVE, 1), (LOAD, 1), ("", 0)])
+def test_the_check_fails_below_a_target(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: str, code: int) -> None:
+    names = {COPY, STALL, DISK_WRITE, DISK_READ, *FLOORS}
+    seconds = {name: [2.0 if name == slow else 1.0] for name in names}
+    monkeypatch.setattr(checkpoint, "measure", lambda *_: seconds)
+    ended, out, err = outcome("bench", "checkpoint", "--folder", tmp_path, "--check", "--json")
+    assert ended == code, err
+    assert list(json.loads(out)["missed"]) == ([slow] if slow else [])
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_params", "blocks", "shard_params"),
+    [
+        # By hand, of a block: q and o, k and v of which four ranks hold each head, gate and up and down, two norms.
+        (
+            "llama2-70b",
+            68_976_648_192,
+            [40, 49],
+            10 * ((2 * 8192**2 + 4 * 2 * 1024 * 8192 + 3 * 8192 * 28_672) // 32 + 2 * 8192),
+        ),
+        pytest.param(
+            "llama3.1-405b",
+            405_853_388_800,
+            [63, 78],  # 126 blocks: 15 to the last stage, which projects to scores, and to the first
+            16 * ((2 * 16_384**2 + 4 * 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 32 + 2 * 16_384),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_shard_of_tp_32_and_pp_8_is_made_in_bounded_memory(
+    preset: str, num_params: int, blocks: list[int], shard_params: int
+) -> None:
+    """The bound counts the interpreter and torch; what is added must be the shard and little else."""
+    argv = [sys.executable, "-m", "nxtrain", "bench", "materialize", "--preset", preset, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["tp"], found["pp"], found["stage"]) == (32, 8, 4)
+    assert (found["num_params"], found["blocks"]) == (num_params, blocks)
+    assert found["shard_params"] == shard_params
+    assert found["shard_bytes"] == 2 * shard_params
+    assert found["peak_bytes"] <= found["bound_bytes"] == int(1.3 * found["shard_bytes"]) + (1 << 30)
+    assert found["within"] is True
+    added = found["peak_bytes"] - found["before_bytes"]
+    assert 0.95 * found["shard_bytes"] < added < found["shard_bytes"] + 64 * MIB
+
+
+def test_a_peak_over_the_bound_is_printed_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(materialize, "SLACK_BYTES", 0)  # torch alone takes more
+    with pytest.raises(BackendError, match="exceeds"):
+        materialize.bench_materialize(preset="tiny", tp=2, pp=2, stage=0, as_json=True)
+    assert json.loads(capsys.readouterr().out)["within"] is False

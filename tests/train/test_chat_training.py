@@ -68,23 +68,23 @@ def test_losses_and_norms_are_those_of_whole_conversations(tmp_path: Path, famil
     documents = [each for talk in talks for each in answers_of(tokenizer, template, talk)]
     talks_file = write_talks(tmp_path / "talks.jsonl", talks)
     corpus = tmp_path / "talks.arrow"
-    told = in_process(
+    output = in_process(
         "data", "prepare", talks_file, "--chat", "--field", "messages", "--tokenizer", tmp_path / "base",
         "--out", corpus,
     )  # fmt: skip
-    assert told[0] == 0, told
+    assert output[0] == 0, output
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": SEQ_LEN}
     model = hf_model(plan("gqa2", model={"config": shape}), std=0.2)
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "run.toml").write_text(f"[train]\nsteps = {STEPS}\n", encoding="utf-8")
-    told = in_process(
+    output = in_process(
         "train", tmp_path / "run.toml", f"run.dir={tmp_path / 'run'}", f"model.hf={tmp_path / 'base'}",
         "model.init=hf", "backend.name=cpu", f"data.path={corpus}", *(f"data.{k}={v}".lower() for k, v in DATA.items()),
         f"train.seq_len={SEQ_LEN}", f"train.global_batch={GLOBAL_BATCH}",
         "train.micro_batch=1", "optim.schedule=constant", "optim.lr=1e-3", "optim.weight_decay=0", "optim.clip=0",
         "metrics.log_every=1", "metrics.tensorboard=false", "metrics.progress=false",
     )  # fmt: skip
-    assert told[0] == 0, told
+    assert output[0] == 0, output
     lines = (tmp_path / "run" / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for line, answers in zip(map(json.loads, lines), answers_of_steps(tmp_path, documents), strict=False):
@@ -104,7 +104,7 @@ def test_a_run_on_token_files_says_which_id_ends_documents(tmp_path: Path) -> No
     tokenizer = write_tokenizer(tmp_path / "tokenizer", 300)
     file = write_config(tmp_path, steps=1)
     given = (f"data.tokenizer={tokenizer}", "model.config.vocab_size=300")
-    code, told = command(tmp_path, "train", file, "data.doc_mask=true", *given)
-    assert code == 0, told
+    code, output = command(tmp_path, "train", file, "data.doc_mask=true", *given)
+    assert code == 0, output
     known = load_tokenizer(tokenizer, 300)
-    assert f"token files mark no documents, so that each id {known.end_id} ends one" in told
+    assert f"token files mark no documents, so that each id {known.end_id} ends one" in output

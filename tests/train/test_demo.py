@@ -8,18 +8,17 @@ import os
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from nxtrain.metrics.progress import LINE_EVERY_S
 from nxtrain.tools.eval.generate import Sampling
 from nxtrain.tools.report.loss_chart import ASCII, BRAILLE, loss_chart
+from tests.support import ROOT
 from tests.support.commands import in_process
 from tests.support.models import continued
 from tests.train.test_screen import EXPORT, NUMBER, RUN, assert_all_ours
 
-ROOT = Path(__file__).parents[2]
 UNSET = {"PJRT_DEVICE", "USE_TORCH_XLA"}
 """Variables of these tests under which torch-xla prints no lines of its own."""
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands, forked_python
+from tests.support import ROOT, commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw
+from tests.support.drawn import CONFIG, SEED, Drawn, covering_array, draw
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)
@@ -35,8 +35,8 @@ def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:
     """Train a drawn run by the command, or by the ranks that the command renders, next to transformers."""
     argv = prepare(run, tmp_path)
     if launches:
-        code, told = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
-        assert code == 0, told
+        code, output = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
+        assert code == 0, output
     else:
         overrides = argv[argv.index(NAME) + 1 : argv.index("--nproc")]
         train_as_launched(commands.context(), tmp_path, CONFIG, overrides)

@@ -16,6 +16,7 @@ from nxtrain.checkpoint.load import read_shards
 from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import TensorShard
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.train.command import train
 from tests.support.drawn_runs import LOSS, NORM
@@ -58,7 +59,8 @@ def test_its_run_goes_on_over_one_rank(tmp_path: Path) -> None:
         "train.eval_every=0",
         "parallel.tp=1",
     ]
-    train(load(FOLDER / "fp32" / "config.toml", [*overrides, 'checkpoint.allow_drift=["code"]']))
+    loaded = load(FOLDER / "fp32" / "config.toml", [*overrides, 'checkpoint.allow_drift=["code"]'])
+    train(loaded, resolve_config(loaded, 1))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["step"]: record for record in map(json.loads, lines)}
     assert tuple(records) == (4, 5, 6)

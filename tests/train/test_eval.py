@@ -56,11 +56,11 @@ def run(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def open_scorer(place: Path, backend: Backend | None = None, tp: int = 1) -> Scorer:
+def open_scorer(model_folder: Path, backend: Backend | None = None, tp: int = 1) -> Scorer:
     backend = backend or CpuBackend()
     mesh = Mesh.build(backend.world, backend.rank, tp=tp)
     backend.lay_out(mesh)
-    return Scorer(Trained.find(str(place)), backend, Ranks(mesh, backend.host_group))
+    return Scorer(Trained.find(str(model_folder)), backend, Ranks(mesh, backend.host_group))
 
 
 @pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope", "yarn-rope", *DRAWN_FAMILIES])
@@ -69,10 +69,10 @@ def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, m
     from transformers import AutoModelForCausalLM
 
     drawn = random.Random(shape)
-    place = text_model(tmp_path, shape)
+    model_folder = text_model(tmp_path, shape)
     monkeypatch.setattr(scorer, "MAX_ROWS", drawn.choice([1, 3, 8]))
     monkeypatch.setattr(scorer, "LOGITS", 300 * drawn.choice([1, 9, 50, 1000]))
-    ours, theirs = open_scorer(place), AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    ours, theirs = open_scorer(model_folder), AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     groups = []
     for _ in range(12):
         ids = tuple(drawn.randrange(300) for _ in range(drawn.randint(2, LENGTH + 1)))
@@ -119,9 +119,9 @@ def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf:
         assert all(len(row.ids) <= LENGTH + 1 for row in rows)
 
 
-def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Likelihood], list[str], int]:
+def scored_by_rank(backend: Backend, model_folder: Path, tp: int = 1) -> tuple[list[Likelihood], list[str], int]:
     """Scores and continuations on one rank, with each reported when done, and the number of its batches."""
-    ours, batches, reported = open_scorer(place, backend, tp), 0, dict[int, str]()
+    ours, batches, reported = open_scorer(model_folder, backend, tp), 0, dict[int, str]()
     compute = ours._score
 
     def counted(rows: Any) -> list[Likelihood]:
@@ -175,9 +175,9 @@ def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_pat
         assert [each.nats for each in shared] == pytest.approx([each.nats for each in alone], abs=1e-4)
 
 
-def likelihoods_by_rank(backend: Backend, place: Path, pairs: list[tuple[str, str]]) -> list[Likelihood]:
+def likelihoods_by_rank(backend: Backend, model_folder: Path, pairs: list[tuple[str, str]]) -> list[Likelihood]:
     """Scores of a model that all ranks share."""
-    return open_scorer(place, backend, backend.world).likelihoods(pairs)
+    return open_scorer(model_folder, backend, backend.world).likelihoods(pairs)
 
 
 def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:

@@ -19,13 +19,13 @@ import pytest
 
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES
+from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
@@ -171,7 +171,7 @@ SUBSET = (
     "tests/unit/test_cli.py",
     "tests/unit/test_s3.py",
     "tests/unit/metrics/test_sinks.py",
-    "tests/unit/metrics/test_screen.py",
+    "tests/unit/metrics/test_progress.py",
     "tests/unit/data/test_tokenization.py",
     "tests/unit/data/test_seal.py",
     "tests/unit/data/test_prepared_corpus.py",

@@ -23,8 +23,9 @@ from nxtrain.checkpoint.convert.verify_export import open_model
 from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
+from tests.support import ROOT
 from tests.support.commands import in_process
-from tests.support.generated_docs import ROOT, blocks
+from tests.support.generated_docs import blocks
 from tests.support.models import continued, hf_model, plan
 
 VOCAB = 300
@@ -274,9 +275,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_pat
     written = sum(file.stat().st_size for file in newest(folder.path / "whole").iterdir())
     assert written < 0.6 * (folder.base / "model.safetensors").stat().st_size
     for step, name in ((STEPS, "last"), (4, "early")):
-        place = directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, step)
-        code, told, _ = in_process("convert", "nxtrain-to-peft", place, tmp_path / name)
-        assert (code, told) == (0, f"{tmp_path / name} holds the adapter of {place}, in PEFT's format\n")
+        location = directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, step)
+        code, told, _ = in_process("convert", "nxtrain-to-peft", location, tmp_path / name)
+        assert (code, told) == (0, f"{tmp_path / name} holds the adapter of {location}, in PEFT's format\n")
     assert_equal(load_file(tmp_path / "last" / "adapter_model.safetensors"), folder.adapter("whole"))
     if method == "qlora":
         early = our_logits(directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, 4))
@@ -358,6 +359,6 @@ def test_generate_reads_the_base_with_the_adapter(folder: Folder, tmp_path: Path
     run = folder.path / "lora"
     assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged")[0] == 0
     one, other = (
-        continued(place, "3 plus 4 is ", 6, Sampling(temperature=0.0)) for place in (run, tmp_path / "merged")
+        continued(location, "3 plus 4 is ", 6, Sampling(temperature=0.0)) for location in (run, tmp_path / "merged")
     )
     assert one == other

@@ -52,8 +52,8 @@ def checkpoint(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY) -> str:
-    return continued(place, prompt, count, sampling)
+def whole(location: Path, prompt: str, count: int, sampling: Sampling = GREEDY) -> str:
+    return continued(location, prompt, count, sampling)
 
 
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
@@ -225,8 +225,8 @@ PROMPTS = ("the quick", "na\xefve", "brown fox " * 3, "\u4f60\u597d, \u4e16\u754
 @pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope", "yarn-rope", "linear-rope", *DRAWN_FAMILIES])
 def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Path, shape: str) -> None:
     """Token for token, greedy and sampled: a text of any length does not depend on its neighbours."""
-    place = text_model(tmp_path, shape)
-    model = Trained.find(str(place))
+    location = text_model(tmp_path, shape)
+    model = Trained.find(str(location))
     backend = CpuBackend()
     whole_texts = model.open(backend, LENGTH, Mesh(1, 0))
     for sampling in (GREEDY, Sampling(1.3, top_k=40, top_p=0.95)):
@@ -247,9 +247,9 @@ def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Pat
 def test_tokens_beyond_the_original_length_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    place = text_model(tmp_path, shape)
-    theirs = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-    endless = replace(Trained.find(str(place)), ends=frozenset())
+    location = text_model(tmp_path, shape)
+    theirs = AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32)
+    endless = replace(Trained.find(str(location)), ends=frozenset())
     request = GenerateRequest(("the quick brown fox na\xefve",), LENGTH, seed=0)
     (text,) = generate_on(CpuBackend(), endless, request, GREEDY, lambda *_: None)
     ids = torch.tensor([[*text.ids, *text.added]])
@@ -259,10 +259,10 @@ def test_tokens_beyond_the_original_length_are_those_of_transformers(tmp_path: P
     assert likeliest[0, len(text.ids) - 1 : -1].tolist() == text.added
 
 
-def continued_on(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
+def continued_on(backend: Backend, location: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
     """Texts on one rank of a tensor parallel world."""
     texts = generate_on(
-        backend, Trained.find(str(place)), GenerateRequest(PROMPTS, 12, seed=2), sampling, lambda *_: None
+        backend, Trained.find(str(location)), GenerateRequest(PROMPTS, 12, seed=2), sampling, lambda *_: None
     )
     return [(text.added, text.text) for text in texts]
 
@@ -296,8 +296,8 @@ def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
 
 def test_only_the_first_rank_prints(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
-        place = Placement(rank=rank, world=2)
-        monkeypatch.setattr("nxtrain.cli.inference._place", lambda *_, place=place, **__: place)
+        location = Placement(rank=rank, world=2)
+        monkeypatch.setattr("nxtrain.cli.inference._place", lambda *_, location=location, **__: location)
         for options in ((), ("--json",), ("--prompt", "y")):
             # Not by `main`, which ends the process of a rank at once.
             argv = ["generate", str(hf), "--prompt", "x", "--max-new-tokens", "2", *options]
@@ -380,15 +380,15 @@ def test_what_takes_long_before_the_first_token_is_printed_before_it(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
-    place = directory.step_path(run / "checkpoints", 2)
-    shutil.copytree(checkpoint, place)
+    location = directory.step_path(run / "checkpoints", 2)
+    shutil.copytree(checkpoint, location)
     monkeypatch.setattr("nxtrain.tools.eval.generate.Progress", partial(Progress, line_every_s=0.05))
     slowly(monkeypatch, Trained, "open")
     slowly(monkeypatch, Decoder, "scores")
     argv = ["generate", str(run), "--prompt", "the quick", "--max-new-tokens", "3", "--temperature", "0", *options]
     result = CliRunner().invoke(app, argv)  # whose output has both streams in the order of their lines
     assert result.exit_code == 0, result.output
-    wanted = [f"reading the weights of {place}: ", "reading 2 tokens of prompts: ", "the quick"]
+    wanted = [f"reading the weights of {location}: ", "reading 2 tokens of prompts: ", "the quick"]
     if "--prompt" in options:
         wanted[1:] = ["reading 3 tokens of prompts: ", "continuing the prompts: ", "the quick"]
     elif options:
@@ -396,7 +396,7 @@ def test_what_takes_long_before_the_first_token_is_printed_before_it(
     else:
         assert "continuing" not in result.output, "tokens are shown as they come"
     if "--json" not in options:
-        wanted.insert(0, f"from {place}, step 0")
+        wanted.insert(0, f"from {location}, step 0")
     places = [result.output.find(words) for words in wanted]
     assert -1 not in places and places == sorted(places), result.output
 

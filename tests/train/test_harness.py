@@ -91,8 +91,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text_model(tmp_path_factory.mktemp("hf"))
 
 
-def open_scorer(place: Path) -> Scorer:
-    return Scorer(Trained.find(str(place)), CpuBackend(), Ranks(Mesh(1, 0)))
+def open_scorer(model_folder: Path) -> Scorer:
+    return Scorer(Trained.find(str(model_folder)), CpuBackend(), Ranks(Mesh(1, 0)))
 
 
 def likelihood(hf: Path, ids: list[int], num_scored: int) -> float:

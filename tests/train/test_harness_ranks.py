@@ -125,11 +125,11 @@ def test_ranks_of_torchrun_give_the_results_of_one_process(
     assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == len(NAMES)
 
 
-def evaluated(backend: Backend, place: Path, tasks: Path, answers: Path, tp: int, rounds: int) -> Metrics | str:
+def evaluated(backend: Backend, model_folder: Path, tasks: Path, answers: Path, tp: int, rounds: int) -> Metrics | str:
     """Results of a task on one rank, as torchrun starts it, or the error of its death after some rounds."""
     backend.lay_out(mesh := Mesh.build(backend.world, backend.rank, tp=tp))
     ranks = Ranks(mesh, backend.host_group)
-    scorer, left = Scorer(Trained.find(str(place)), backend, ranks), rounds
+    scorer, left = Scorer(Trained.find(str(model_folder)), backend, ranks), rounds
     compute = scorer._score
 
     def dying(rows: Any) -> Any:
@@ -161,7 +161,7 @@ def test_ranks_go_on_after_a_kill_with_the_answers_that_all_of_them_gave(
         assert found == pytest.approx(alone["own_choice"], rel=1e-4)
 
 
-def failing(backend: Backend, place: Path, error: Exception) -> tuple[str, str]:
+def failing(backend: Backend, model_folder: Path, error: Exception) -> tuple[str, str]:
     """Error of a program that fails on the leader, as each rank gets it."""
     backend.lay_out(mesh := Mesh.build(backend.world, backend.rank))
     ranks = Ranks(mesh, backend.host_group)
@@ -171,7 +171,7 @@ def failing(backend: Backend, place: Path, error: Exception) -> tuple[str, str]:
         raise error
 
     try:
-        lead(Scorer(Trained.find(str(place)), backend, ranks), ranks, program)
+        lead(Scorer(Trained.find(str(model_folder)), backend, ranks), ranks, program)
     except Exception as found:
         return type(found).__name__, str(found)
     return "", ""

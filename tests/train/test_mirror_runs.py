@@ -40,10 +40,10 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
     """The only rank of a node; returns what it told."""
     os.environ.update(variables)
     backend.local_rank, backend.local_world = 0, 1
-    told = io.StringIO()
-    with redirect_stderr(told):
+    output = io.StringIO()
+    with redirect_stderr(output):
         train_on(RunContext.open(backend, plans[backend.rank % len(plans)]))
-    return told.getvalue()
+    return output.getvalue()
 
 
 class Nodes:
@@ -130,9 +130,9 @@ def test_rank_files_without_meta_are_no_checkpoint(on_folder: Nodes) -> None:
     on_folder.run(2)
     (Path(on_folder.mirror) / "step-00000002" / "meta.json").unlink()
     on_folder.lose(1)
-    told = on_folder.run(STEPS)
-    assert f"step 2 is not in {on_folder.mirror}, and no disk holds its {FILES[1]} whole" in told
-    assert "continues after step 1" in told
+    output = on_folder.run(STEPS)
+    assert f"step 2 is not in {on_folder.mirror}, and no disk holds its {FILES[1]} whole" in output
+    assert "continues after step 1" in output
     assert on_folder.course() == on_folder.straight()
 
 
@@ -146,10 +146,10 @@ def test_a_flipped_bit_in_the_mirror_is_named_and_the_one_before_it_taken(nodes:
     else:
         flip(Path(nodes.mirror) / "step-00000002" / FILES[1])
     nodes.lose(1)
-    told = nodes.run(STEPS)
-    assert f"{nodes.mirror}/step-00000002/{FILES[1]} is damaged: bytes" in told
-    assert f"step 2 is put aside on disks and in {nodes.mirror}" in told
-    assert "continues after step 1" in told
+    output = nodes.run(STEPS)
+    assert f"{nodes.mirror}/step-00000002/{FILES[1]} is damaged: bytes" in output
+    assert f"step 2 is put aside on disks and in {nodes.mirror}" in output
+    assert "continues after step 1" in output
     assert nodes.course() == nodes.straight()
     assert nodes.checkpoint(0, 2).with_name("step-00000002.corrupt").is_dir()
 
@@ -157,9 +157,9 @@ def test_a_flipped_bit_in_the_mirror_is_named_and_the_one_before_it_taken(nodes:
 def test_a_damaged_local_file_is_read_from_the_mirror_and_nothing_older(on_folder: Nodes) -> None:
     on_folder.run(2)
     flip(on_folder.checkpoint(1, 2) / FILES[1])
-    told = on_folder.run(STEPS)
-    assert f"WARNING: {on_folder.checkpoint(1, 2) / FILES[1]} is damaged" in told
-    assert "continues after step 2" in told
+    output = on_folder.run(STEPS)
+    assert f"WARNING: {on_folder.checkpoint(1, 2) / FILES[1]} is damaged" in output
+    assert "continues after step 2" in output
     assert on_folder.course() == on_folder.straight()
 
 
@@ -167,9 +167,9 @@ def test_a_damaged_local_file_is_read_from_the_mirror_and_nothing_older(on_folde
 def test_a_damaged_list_on_one_disk_costs_no_step(on_folder: Nodes, name: str) -> None:
     on_folder.run(2)
     flip(on_folder.checkpoint(0, 2) / name)
-    told = on_folder.run(STEPS)
-    assert f"{on_folder.checkpoint(0, 2) / name} is damaged" in told
-    assert "continues after step 2" in told
+    output = on_folder.run(STEPS)
+    assert f"{on_folder.checkpoint(0, 2) / name} is damaged" in output
+    assert "continues after step 2" in output
     assert on_folder.course() == on_folder.straight()
 
 
@@ -180,9 +180,9 @@ def test_a_disk_that_was_away_while_the_run_went_back_loses_what_was_left(on_fol
     on_folder.run(2, resume=f"{on_folder.mirror}/step-00000001")
     away.rename(on_folder.folder / "between")
     (on_folder.folder / "away").rename(away)
-    told = on_folder.run(STEPS)
-    assert "the run went back where this was not seen: put aside as abandoned" in told
-    assert "continues after step 2" in told
+    output = on_folder.run(STEPS)
+    assert "the run went back where this was not seen: put aside as abandoned" in output
+    assert "continues after step 2" in output
     assert on_folder.course() == on_folder.straight()
     aside = [path.name for path in on_folder.checkpoint(1, 1).parent.glob("*.abandoned")]
     assert sorted(aside) == ["step-00000002.abandoned", "step-00000003.abandoned"]
@@ -207,8 +207,8 @@ def test_nodes_that_share_their_folder_go_on_from_it_and_one_of_them_acts(ranks:
     held = sorted(path.name for path in (tmp_path / "shared" / "checkpoints" / "step-00000002").glob("rank-*"))
     assert held == list(FILES)
     shutil.rmtree(nodes.mirror)
-    told = ranks.run(2, node_rank, [nodes.plan("shared", STEPS, mirror=nodes.mirror)], {})[0]
-    assert "continues after step 2" in told
+    output = ranks.run(2, node_rank, [nodes.plan("shared", STEPS, mirror=nodes.mirror)], {})[0]
+    assert "continues after step 2" in output
     assert course(tmp_path / "shared") == nodes.straight()
 
 
@@ -236,9 +236,9 @@ def test_a_mirror_that_fails_is_told_and_the_run_ends_as_it_would(
 ) -> None:
     nodes = Nodes(ranks, tmp_path, f"s3://{BUCKET}/run", s3_variables)
     plans = [nodes.plan(f"node-{n}", STEPS, mirror=nodes.mirror, strict=True) for n in range(2)]
-    told = nodes.ranks.run(2, doomed_rank, plans, s3_variables)[0]
-    assert "WARNING: the mirror lacks the checkpoint of step 1" in told
-    assert "NoSuchBucket" in told
+    output = nodes.ranks.run(2, doomed_rank, plans, s3_variables)[0]
+    assert "WARNING: the mirror lacks the checkpoint of step 1" in output
+    assert "NoSuchBucket" in output
     assert nodes.course() == nodes.straight()
 
 

@@ -32,9 +32,9 @@ def test_a_run_goes_on_from_rank_files(tmp_path: Path) -> None:
     assert code == 0
     assert f"{back} holds model, exp_avg, exp_avg_sq, master at step 2\n" in said
     assert in_process("train", file, f"run.dir={tmp_path / 'other'}")[0] == 0
-    untold, told = course(whole), course(tmp_path / "other")
-    assert [line["step"] for line in told] == [3, 4]
-    assert told == untold[2:]
+    untold, output = course(whole), course(tmp_path / "other")
+    assert [line["step"] for line in output] == [3, 4]
+    assert output == untold[2:]
 
 
 def test_the_settings_of_the_optimizer_come_from_the_run(tmp_path: Path) -> None:

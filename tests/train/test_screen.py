@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.tools.eval.generate import Sampling
+from tests.support import ROOT
 from tests.support.models import continued
 from tests.support.ports import patient_s
 
@@ -104,7 +105,6 @@ def _play(raw: str) -> list[list[str]]:
     return states
 
 
-ROOT = Path(__file__).parents[2]
 NXTRAIN = (sys.executable, "-m", "nxtrain")
 STEPS = 40
 

@@ -72,9 +72,9 @@ class Runs:
         self._patch.setattr(sys, "argv", ["nxtrain", "train", *config, *overrides])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        told = " ".join(self._capture.readouterr().err.split())
-        assert "Traceback" not in told
-        return int(ended.value.code or 0), told
+        output = " ".join(self._capture.readouterr().err.split())
+        assert "Traceback" not in output
+        return int(ended.value.code or 0), output
 
     def ids(self, name: str = "run") -> list[int]:
         """Token ids that a run has prepared."""
@@ -95,23 +95,23 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_text_gets_the_ids_of_the_weights_and_so_do_all_that_go_on_from_them(runs: Runs) -> None:
-    code, told = runs.train(*runs.of_hf, "train.steps=1", "optim.decay_steps=2")
-    assert code == 0, told
-    assert f"the tokenizer is that of model.hf={runs.folder}/hf, whose ids the weights know" in told
+    code, output = runs.train(*runs.of_hf, "train.steps=1", "optim.decay_steps=2")
+    assert code == 0, output
+    assert f"the tokenizer is that of model.hf={runs.folder}/hf, whose ids the weights know" in output
     assert runs.ids() == [number for text in runs.texts for number in (*runs.tokenizer.encode(text).ids, 1)]
     assert (runs.checkpoint(1) / "tokenizer.json").read_bytes() == (runs.folder / "hf/tokenizer.json").read_bytes()
     assert read_meta(runs.checkpoint(1)).end_of_text == "<end>"
-    code, told = runs.train(*runs.of_hf)
-    assert code == 0, told
-    assert "continues after step 1" in told
+    code, output = runs.train(*runs.of_hf)
+    assert code == 0, output
+    assert "continues after step 1" in output
 
     # The same weights by way of a checkpoint: the same ids, so the same losses.
-    code, told = runs.train(*runs.of_checkpoint, "train.steps=1", "optim.decay_steps=2", name="other")
-    assert code == 0, told
-    assert f"the tokenizer is that of checkpoint.resume={runs.folder}/converted, whose ids" in told
-    code, told = runs.train(name="other")
-    assert code == 0, told
-    assert "continues after step 1" in told
+    code, output = runs.train(*runs.of_checkpoint, "train.steps=1", "optim.decay_steps=2", name="other")
+    assert code == 0, output
+    assert f"the tokenizer is that of checkpoint.resume={runs.folder}/converted, whose ids" in output
+    code, output = runs.train(name="other")
+    assert code == 0, output
+    assert "continues after step 1" in output
     assert runs.ids("other") == runs.ids()
     assert course(runs.folder / "other") == course(runs.folder / "run")
 
@@ -128,17 +128,17 @@ def test_a_conversion_carries_the_tokenizer_and_the_end_of_its_documents(runs: R
 def test_another_tokenizer_is_refused_unless_it_is_allowed(runs: Runs, source: str) -> None:
     word_tokenizer(runs.folder / "other/tokenizer.json", first=50)
     named = (*getattr(runs, source), f"data.tokenizer={runs.folder}/other")
-    code, told = runs.train(*named)
-    assert code == CheckpointError.exit_code, told
-    assert "fingerprint is '" in told
-    assert 'checkpoint.allow_drift=["tokenizer"]' in told
-    assert "data.tokenizer out" in told
+    code, output = runs.train(*named)
+    assert code == CheckpointError.exit_code, output
+    assert "fingerprint is '" in output
+    assert 'checkpoint.allow_drift=["tokenizer"]' in output
+    assert "data.tokenizer out" in output
     assert not runs.checkpoint(1).exists()
-    code, told = runs.train(*named, 'checkpoint.allow_drift=["tokenizer"]')
-    assert code == 0, told
+    code, output = runs.train(*named, 'checkpoint.allow_drift=["tokenizer"]')
+    assert code == 0, output
     assert min(set(runs.ids()) - {1}) == 50
-    code, told = runs.train(*getattr(runs, source), f"data.tokenizer={runs.folder}/hf", name="same")
-    assert code == 0, told
+    code, output = runs.train(*getattr(runs, source), f"data.tokenizer={runs.folder}/hf", name="same")
+    assert code == 0, output
 
 
 def test_a_conversion_without_a_fingerprint_is_held_to_its_tokenizer_too(runs: Runs) -> None:
@@ -147,65 +147,65 @@ def test_a_conversion_without_a_fingerprint_is_held_to_its_tokenizer_too(runs: R
     old = meta.model_copy(update={"tokenizer_fingerprint": "", "end_of_text": ""}).sealed()
     (runs.folder / "converted" / directory.META).write_text(old)
     word_tokenizer(runs.folder / "other/tokenizer.json", first=50)
-    code, told = runs.train(*runs.of_checkpoint, f"data.tokenizer={runs.folder}/other")
-    assert code == CheckpointError.exit_code, told
-    assert "the tokenizer's fingerprint is" in told
+    code, output = runs.train(*runs.of_checkpoint, f"data.tokenizer={runs.folder}/other")
+    assert code == CheckpointError.exit_code, output
+    assert "the tokenizer's fingerprint is" in output
 
 
 def test_weights_whose_tokenizer_is_not_there_get_none_that_is_trained_on_the_spot(runs: Runs) -> None:
     (runs.folder / "hf/tokenizer.json").rename(runs.folder / "hf/tokenizer.model")
-    code, told = runs.train(*runs.of_hf)
-    assert code == CheckpointError.exit_code, told
-    assert "hf has no tokenizer.json (only tokenizer.model, tokenizer_config.json)" in told
-    assert "save_pretrained" in told
+    code, output = runs.train(*runs.of_hf)
+    assert code == CheckpointError.exit_code, output
+    assert "hf has no tokenizer.json (only tokenizer.model, tokenizer_config.json)" in output
+    assert "save_pretrained" in output
     assert not list((runs.folder / "run/data").glob("tokenizer*"))
-    code, told = runs.train(*runs.of_hf, 'checkpoint.allow_drift=["tokenizer"]')
-    assert code == 0, told
+    code, output = runs.train(*runs.of_hf, 'checkpoint.allow_drift=["tokenizer"]')
+    assert code == 0, output
 
 
 def test_a_checkpoint_that_names_no_tokenizer_goes_on_with_none_that_is_trained_on_the_spot(runs: Runs) -> None:
     rows = token_file(runs.folder / "rows.npy", num_rows=24)
-    code, told = runs.train("data.source=tokens", f"data.path={rows}")
-    assert code == 0, told
-    code, told = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
-    assert code == CheckpointError.exit_code, told
-    assert "it names no tokenizer, and the one here was trained on the data" in told
-    assert 'checkpoint.allow_drift=["data", "tokenizer"]' in told
+    code, output = runs.train("data.source=tokens", f"data.path={rows}")
+    assert code == 0, output
+    code, output = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
+    assert code == CheckpointError.exit_code, output
+    assert "it names no tokenizer, and the one here was trained on the data" in output
+    assert 'checkpoint.allow_drift=["data", "tokenizer"]' in output
 
 
 def test_ids_of_unknown_origin_may_start_from_any_weights(runs: Runs) -> None:
     rows = token_file(runs.folder / "rows.npy", num_rows=24)
     for name in ("of_hf", "of_checkpoint"):
-        code, told = runs.train(*getattr(runs, name), "data.source=tokens", f"data.path={rows}", name=name)
-        assert code == 0, told
-        assert "the tokenizer is that of" not in told
+        code, output = runs.train(*getattr(runs, name), "data.source=tokens", f"data.path={rows}", name=name)
+        assert code == 0, output
+        assert "the tokenizer is that of" not in output
 
 
 def test_data_that_grew_keeps_the_tokenizer_of_the_run(runs: Runs) -> None:
     """One that is trained on the spot: more text would train another."""
-    code, told = runs.train()
-    assert code == 0, told
+    code, output = runs.train()
+    assert code == 0, output
     first = (runs.checkpoint(2) / "tokenizer.json").read_bytes()
     (runs.folder / "text/9.txt").write_text("omega psi chi phi upsilon tau sigma " * 30)
-    code, told = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
-    assert code == 0, told
+    code, output = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
+    assert code == 0, output
     assert (runs.checkpoint(3) / "tokenizer.json").read_bytes() == first
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(runs: Runs) -> None:
     word_tokenizer(runs.folder / "hf/tokenizer.json", first=VOCAB)
-    code, told = runs.train(*runs.of_hf)
-    assert code == DataError.exit_code, told
-    assert f"has ids up to {VOCAB + 3}" in told
-    assert f"the model's vocabulary ends at {VOCAB - 1}" in told
+    code, output = runs.train(*runs.of_hf)
+    assert code == DataError.exit_code, output
+    assert f"has ids up to {VOCAB + 3}" in output
+    assert f"the model's vocabulary ends at {VOCAB - 1}" in output
 
 
 def test_a_tokenizer_that_was_changed_in_its_checkpoint_is_not_taken(runs: Runs) -> None:
     word_tokenizer(runs.folder / "converted/tokenizer.json", first=50)
     (runs.folder / "converted/tokenizer_config.json").unlink()
-    code, told = runs.train(*runs.of_checkpoint)
-    assert code == CheckpointError.exit_code, told
-    assert "the tokenizer's fingerprint is" in told
+    code, output = runs.train(*runs.of_checkpoint)
+    assert code == CheckpointError.exit_code, output
+    assert "the tokenizer's fingerprint is" in output
 
 
 def test_generation_ends_where_the_tokenizer_of_the_weights_ends_a_text(

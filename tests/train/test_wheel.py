@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+
 SOURCES = ("nxtrain", "models", "pyproject.toml", "README.md", "LICENSE")
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = sorted(path for folder in ("nxtrain", "models") for path in (ROOT / folder).rglob("*.py"))
 TEXTS = sorted(
     path

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,10 +17,11 @@ from nxtrain.cli import main as cli
 from nxtrain.common.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.config.load import load
 from nxtrain.launch.local import AGENT, render
+from tests.support import DEMO
+from tests.support import TINY as TINY_FILE
+from tests.support.commands import in_process
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-TINY = str(CONFIGS / "tiny_cpu.toml")
-DEMO = CONFIGS / "demo.toml"
+TINY = str(TINY_FILE)
 
 # Runs the command line and fails if torch was imported on the way.
 WITHOUT_TORCH = """
@@ -44,13 +46,6 @@ def command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxtrain", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    return int(raised.value.code or 0)
-
-
 def test_help_comes_without_torch_and_names_every_command() -> None:
     done = command("--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,54 +53,21 @@ def test_help_comes_without_torch_and_names_every_command() -> None:
         assert f" {name} " in done.stdout
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["train"],
-        ["launch"],
-        ["graphs"],
-        ["generate"],
-        ["convert", "hf-to-nxtrain"],
-        ["convert", "nxtrain-to-hf"],
-        ["convert", "nxd-to-nxtrain"],
-        ["convert", "nxtrain-to-nxd"],
-        ["config", "show"],
-        ["config", "keys"],
-        ["bench", "train"],
-        ["bench", "pipeline"],
-        ["cache", "ls"],
-        ["cache", "verify"],
-        ["cache", "sync"],
-        ["cache", "clean"],
-    ],
-    ids=" ".join,
-)
-def test_every_command_shows_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str]
-) -> None:
-    assert main(monkeypatch, *args, "--help") == 0
-    assert "Example: " in capsys.readouterr().out
-
-
-def test_the_version_is_that_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"nxtrain {nxtrain.__version__}\n"
+def test_the_version_is_that_of_the_package() -> None:
+    assert in_process("--version") == (0, f"nxtrain {nxtrain.__version__}\n", "")
     assert nxtrain.__version__ == version("nxtrain")
 
 
-def test_the_schedule_is_drawn_or_given_as_numbers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_schedule_is_drawn_or_given_as_numbers() -> None:
     show = ("config", "show", TINY, "--schedule", "optim.schedule=wsd", "train.steps=40", "optim.lr=1.0")
-    assert main(monkeypatch, *show) == 0
-    drawn = capsys.readouterr().out
+    code, drawn, _ = in_process(*show)
+    assert code == 0
     assert drawn.count("*") == 40 and "down to" in drawn.splitlines()[-1]
-    assert main(monkeypatch, *show, "--json") == 0
-    numbers = json.loads(capsys.readouterr().out)
+    code, printed, _ = in_process(*show, "--json")
+    numbers = json.loads(printed)
+    assert code == 0
     assert (numbers["steps"], numbers["lr"][30]) == (list(range(1, 41)), 1.0)
-    assert main(monkeypatch, *show, "optim.decay_steps=90") == 2
+    assert in_process(*show, "optim.decay_steps=90")[0] == 2
 
 
 def test_config_show_prints_toml_that_loads_equal_without_torch(tmp_path: Path) -> None:
@@ -117,10 +79,10 @@ def test_config_show_prints_toml_that_loads_equal_without_torch(tmp_path: Path) 
     assert load(again).config == load(TINY, ["train.steps=7", "optim.warmup_steps=1"]).config
 
 
-def test_config_show_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(monkeypatch, "config", "show", TINY, "--json", "run.seed=3") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["run"]["seed"], shown["origins"]["run.seed"]) == (3, "override")
+def test_config_show_prints_json() -> None:
+    code, printed, _ = in_process("config", "show", TINY, "--json", "run.seed=3")
+    shown = json.loads(printed)
+    assert (code, shown["run"]["seed"], shown["origins"]["run.seed"]) == (0, 3, "override")
 
 
 def test_config_keys_lists_every_key_without_torch() -> None:
@@ -189,83 +151,60 @@ def test_the_world_of_torchrun_is_checked() -> None:
     ],
 )
 def test_a_failure_prints_its_message_and_exits_with_its_code(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: NxtrainError,
-    rank: str | None,
-    code: int,
-    printed: str,
+    monkeypatch: pytest.MonkeyPatch, error: NxtrainError, rank: str | None, code: int, printed: str
 ) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=error))
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setattr(os, "_exit", sys.exit)  # a rank of several ends at once
-    assert main(monkeypatch) == code
-    assert capsys.readouterr().err == printed
+    assert in_process() == (code, "", printed)
 
 
-def test_a_long_message_stays_on_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(monkeypatch, "train", "x" * 200 + ".toml") == 2
-    assert f"error: cannot read {'x' * 200}.toml: No such file or directory\n" in capsys.readouterr().err
-
-
-def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise RuntimeError("bug")
-
-    monkeypatch.setattr(cli, "app", fail)
-    assert main(monkeypatch, "train") == 1
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback")
-    assert "RuntimeError: bug" in said
-    assert said.endswith(f"{cli.DEFECT}\n")
+def test_a_long_message_stays_on_one_line() -> None:
+    code, _, errors = in_process("train", "x" * 200 + ".toml")
+    assert code == 2
+    assert f"error: cannot read {'x' * 200}.toml: No such file or directory\n" in errors
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "_load", interrupt)
-    assert main(monkeypatch, "train", TINY) == 130
+    monkeypatch.setattr("nxtrain.config.check.resolve_config", mock.Mock(side_effect=KeyboardInterrupt))
+    assert in_process("train", TINY)[0] == 130
 
 
-def test_launch_prints_the_command_and_starts_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, "launch", str(DEMO), "--dry-run", "--nproc", "2", "run.name=a b") == 0
-    printed = capsys.readouterr().out
+def test_launch_prints_the_command_and_starts_nothing() -> None:
+    code, printed, _ = in_process("launch", DEMO, "--dry-run", "--nproc", "2", "run.name=a b")
+    assert code == 0
     assert " --nproc-per-node=2 " in printed
     assert printed.endswith(f" -m nxtrain train {DEMO} 'run.name=a b'\n")
 
 
+@pytest.mark.parametrize(
+    ("target", "code", "reason"),
+    [
+        ("nomad", 2, "'nomad' is not one of 'local'"),
+        ("kubernetes", 2, "--target kubernetes starts nothing itself: use --out DIR"),
+        ("slurm", 5, "sbatch, a program of Slurm, is not on PATH"),
+    ],
+)
 def test_launch_refuses_targets_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, target: str, code: int, reason: str
 ) -> None:
-    assert main(monkeypatch, "launch", str(DEMO), "--target", "nomad") == 2
-    assert "'nomad' is not one of 'local'" in capsys.readouterr().err
-    assert main(monkeypatch, "launch", str(DEMO), "--target", "kubernetes") == 2
-    assert "--target kubernetes starts nothing itself: use --out DIR" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
-    assert main(monkeypatch, "launch", str(DEMO), "--target", "slurm") == 5
-    assert "sbatch, a program of Slurm, is not on PATH" in capsys.readouterr().err
+    found, _, errors = in_process("launch", DEMO, "--target", target)
+    assert (found, reason in errors) == (code, True)
 
 
-def test_launch_shows_or_writes_the_files_of_a_cluster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ("launch", str(DEMO), "--target", "kubernetes", "--image", "mine", "--claim", "disk")
-    assert main(monkeypatch, *words, "--out", str(tmp_path / "a/b")) == 0
+def test_launch_shows_or_writes_the_files_of_a_cluster(tmp_path: Path) -> None:
+    words = ("launch", DEMO, "--target", "kubernetes", "--image", "mine", "--claim", "disk")
+    code, printed, _ = in_process(*words, "--out", tmp_path / "a/b")
     names = ["pytorchjob.yaml", "mpijob.yaml", "jobset.yaml", "Dockerfile"]
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "a/b" / name) for name in names]
+    assert (code, printed.splitlines()) == (0, [str(tmp_path / "a/b" / name) for name in names])
     texts = {name: (tmp_path / "a/b" / name).read_text(encoding="ascii") for name in names}
     assert "claimName: disk\n" in texts["jobset.yaml"]
-    assert main(monkeypatch, *words, "--dry-run") == 0
-    assert capsys.readouterr().out == "\n".join(f"# ===== {name}\n{text}" for name, text in texts.items())
+    shown = "\n".join(f"# ===== {name}\n{text}" for name, text in texts.items())
+    assert in_process(*words, "--dry-run") == (0, shown, "")
 
 
 @pytest.mark.parametrize(("overrides", "nproc"), [([], 2), (["parallel.dp=4"], 4), (["parallel.tp=2"], 4)])
@@ -289,16 +228,10 @@ def test_launch_checks_the_ranks_against_the_degrees() -> None:
 
 @pytest.mark.parametrize("number", ["0", "-1", "9", "1", "many"])
 @pytest.mark.parametrize("target", ["local", "slurm"])
-def test_a_number_of_machines_that_no_run_can_shrink_to_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str, number: str
-) -> None:
-    words = ("launch", str(DEMO), "parallel.dp=0", "--target", target, "--min-nodes", number, "--dry-run")
-    assert main(monkeypatch, *words) == 2
-    assert "min-nodes" in capsys.readouterr().err
-
-
-def test_launch_restarts_as_often_as_the_configuration_says() -> None:
-    assert "--max-restarts=3" in render(DEMO, ["recovery.max_restarts=3"], None, {}).argv
+def test_a_number_of_machines_that_no_run_can_shrink_to_is_refused(target: str, number: str) -> None:
+    words = ("launch", DEMO, "parallel.dp=0", "--target", target, "--min-nodes", number, "--dry-run")
+    code, _, errors = in_process(*words)
+    assert (code, "min-nodes" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("end", ["pipe", "terminal"])
@@ -327,15 +260,3 @@ def test_a_command_outlives_whoever_reads_it(argv: tuple[str, ...], code: int, e
     )
     os.close(writing)
     assert said.returncode == code
-
-
-def test_a_full_disk_under_the_output_is_told() -> None:
-    """A full disk is no closed pipe: half a table that looks whole would be worse than an error."""
-    if not Path("/dev/full").exists():
-        pytest.skip("this system has no /dev/full, the disk that is always full; runs on Linux")
-    with open("/dev/full", "w") as full:
-        said = subprocess.run(
-            [sys.executable, "-m", "nxtrain", "config", "keys"], stdout=full, stderr=subprocess.PIPE, check=False
-        )
-    assert said.returncode
-    assert b"No space left on device" in said.stderr

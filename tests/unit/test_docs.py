@@ -22,11 +22,10 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
 from nxtrain.parallel.schedule import Action, Kind
 from nxtrain.parallel.simulate import Span
-from tests.support import generated_docs
+from tests.support import ROOT, generated_docs
 from tests.support.generated_docs import (
     FENCE,
     GENERATED,
-    ROOT,
     anchors,
     blocks,
     cell_sentences,

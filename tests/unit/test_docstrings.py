@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+
 FOLDERS = ("nxtrain", "models", "scripts", "tests")
 QUESTION_WORDS = frozenset({"how", "what", "where", "whether", "which", "who", "whose", "why"})
 OLD_WORDS = frozenset(

@@ -27,7 +27,7 @@ def test_every_part_of_a_fault_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("kill", "kind@rank:step:point"),
         ("", "kind@rank:step:point"),
@@ -48,8 +48,8 @@ def test_every_part_of_a_fault_is_read() -> None:
         ("flip@0:1:reduce", "flip is possible at pre_step, post_step"),
     ],
 )
-def test_what_is_no_fault_is_refused_with_the_rule_and_an_example(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as error:
+def test_what_is_no_fault_is_refused_with_the_rule_and_an_example(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         parse(text)
     assert EXAMPLE in str(error.value)
     assert error.value.exit_code == 2
@@ -70,9 +70,9 @@ def test_the_example_is_a_fault() -> None:
     assert [fault.text for line in lines for fault in parse(line)] == lines
 
 
-@pytest.mark.parametrize("place", [*POINTS.values(), *GRADIENTS, LOSS])
-def test_every_point_is_a_function_of_the_run(place: PatchPoint) -> None:
-    assert callable(vars(faults.owner_of(place))[place.attribute])
+@pytest.mark.parametrize("target", [*POINTS.values(), *GRADIENTS, LOSS])
+def test_every_point_is_a_function_of_the_run(target: PatchPoint) -> None:
+    assert callable(vars(faults.owner_of(target))[target.attribute])
 
 
 def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:

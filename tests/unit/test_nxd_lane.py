@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.support.nxd_cpu import COMMITS, REPOSITORY
 from tests.support.nxd_golden import VERSION
 from tests.support.ports import VARIABLE, patient_s
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "scripts" / "nxd.sh").read_text(encoding="utf-8")
 WAY_OUT = f"git clone {REPOSITORY}, check out {COMMITS[VERSION][:7]}, then: bash scripts/test.sh nxd --source DIR"
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support import ports
-
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT, ports
 
 OTHER = """
 import sys

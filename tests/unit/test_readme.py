@@ -25,8 +25,8 @@ from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.plan.command import Question, find_layouts, length_of, predict
-from tests.support import generated_docs
-from tests.support.generated_docs import GENERATED, ROOT, blocks, inline_code, markdown_pages
+from tests.support import ROOT, generated_docs
+from tests.support.generated_docs import GENERATED, blocks, inline_code, markdown_pages
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -66,12 +66,12 @@ def test_what_comes_late_for_the_first_time_may_compile(backend: CompilingBacken
 
 def test_a_recompilation_is_told_with_rank_step_kind_and_causes(backend: CompilingBackend) -> None:
     work = [(kind, step, int((kind, step) == (LOG, 7))) for step in range(1, 10) for kind in (TRAINING, LOG)]
-    told = play(backend, work, limit=3)
-    assert told.startswith(
+    printed = play(backend, work, limit=3)
+    assert printed.startswith(
         "rank 3: step 7 (log) compiled a new graph, though log had been done 6 times; recompilation 1, "
         "compile.max_recompiles=3 are allowed. Usual causes: a tensor of another shape, a Python number that changed"
     )
-    assert len(told.splitlines()) == 1
+    assert len(printed.splitlines()) == 1
 
 
 def test_the_one_after_the_limit_ends_the_run_and_names_all(backend: CompilingBackend) -> None:

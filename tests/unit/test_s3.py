@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from boto3.exceptions import S3UploadFailedError
-from botocore import exceptions as told
+from botocore import exceptions as s3_errors
 
 from nxtrain.common.errors import BackendError, NxtrainError, StorageError
 from nxtrain.common.io.s3 import explained
@@ -18,9 +18,9 @@ __all__ = ["s3", "s3_variables"]
 ADDRESS = "s3://bucket/run"
 
 
-def answer(status: int, code: str) -> told.ClientError:
+def answer(status: int, code: str) -> s3_errors.ClientError:
     response: Any = {"Error": {"Code": code, "Message": "words"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return told.ClientError(response, "PutObject")
+    return s3_errors.ClientError(response, "PutObject")
 
 
 def wrapped() -> S3UploadFailedError:
@@ -33,20 +33,20 @@ PASSING = [
     answer(500, "InternalError"),
     answer(503, "SlowDown"),
     answer(400, "RequestTimeout"),
-    told.EndpointConnectionError(endpoint_url=ADDRESS),
-    told.ConnectTimeoutError(endpoint_url=ADDRESS),
-    told.ReadTimeoutError(endpoint_url=ADDRESS),
-    told.ConnectionClosedError(endpoint_url=ADDRESS),
-    told.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+    s3_errors.EndpointConnectionError(endpoint_url=ADDRESS),
+    s3_errors.ConnectTimeoutError(endpoint_url=ADDRESS),
+    s3_errors.ReadTimeoutError(endpoint_url=ADDRESS),
+    s3_errors.ConnectionClosedError(endpoint_url=ADDRESS),
+    s3_errors.IncompleteReadError(actual_bytes=1, expected_bytes=2),
     wrapped(),
 ]
 FIRM = [
     answer(403, "AccessDenied"),
     answer(404, "NoSuchBucket"),
     answer(400, "InvalidToken"),
-    told.NoCredentialsError(),
-    told.NoRegionError(),
-    told.ProfileNotFound(profile="mine"),
+    s3_errors.NoCredentialsError(),
+    s3_errors.NoRegionError(),
+    s3_errors.ProfileNotFound(profile="mine"),
     S3UploadFailedError("Failed to upload"),
 ]
 

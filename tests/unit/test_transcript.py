@@ -77,10 +77,13 @@ def test_help_texts_and_exit_codes_are_the_recorded_ones(monkeypatch: pytest.Mon
         assert found[call] == want, call
 
 
-def test_no_help_shows_the_bounds_of_memory_or_brackets_in_brackets() -> None:
+def test_every_help_has_an_example_and_no_bounds_of_memory_or_brackets_in_brackets() -> None:
     recorded = json.loads(GOLDEN.read_text(encoding="utf-8"))
     helped = {call: answered["help"] for call, answered in recorded.items() if "help" in answered}
     assert len(helped) > 35
+    groups = {call for call, text in helped.items() if "COMMAND [ARGS]" in text}
+    assert {call for call, text in helped.items() if "Example: " not in text} <= groups
+    assert len(groups) < 8
     odd = {call: re.findall(r"<=x|range|\[\[|\]\]|\.\.\.\.", text) for call, text in helped.items()}
     assert {call: found for call, found in odd.items() if found} == {}
 

@@ -18,8 +18,9 @@ from nxtrain.tools.compile.commands import clean, ls, verify
 from nxtrain.tools.compile.entries import EntryState
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from nxtrain.tools.compile.module_folders import naming
+from tests.support import ROOT
 from tests.support.caches import COMPILER
-from tests.support.neuron_machine import PAUSE, ROOT, assert_real, command, install
+from tests.support.neuron_machine import PAUSE, assert_real, command, install
 from tests.support.processes import Started
 from tests.support.xla_processes import start
 

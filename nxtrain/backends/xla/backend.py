@@ -236,8 +236,8 @@ class XlaBackend(Backend):
         import torch_xla.runtime as xr
 
         self._sync: Callable[[], None] = sync or torch_xla.sync
-        place = Placement.read()
-        self._hosts = join(place, settings.hang_timeout_s) if place.world > 1 else None
+        placement = Placement.read()
+        self._hosts = join(placement, settings.hang_timeout_s) if placement.world > 1 else None
         self._compared, self._num_compared = "", 0
         self._mesh: Mesh | None = None
         self._failures: FailureReporter | None = None
@@ -247,11 +247,11 @@ class XlaBackend(Backend):
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
         if self._hosts is not None:
             self.host_group = self._hosts.group
-            self.local_rank, self.local_world = place.local_rank, place.local_world
+            self.local_rank, self.local_world = placement.local_rank, placement.local_world
             freeze_older_objects()
             meet = self._hosts.barrier
             store = dist.distributed_c10d._get_default_store()
-            self._failures = FailureReporter(store, place.rank, settings.hang_timeout_s, self._name_of)
+            self._failures = FailureReporter(store, placement.rank, settings.hang_timeout_s, self._name_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 

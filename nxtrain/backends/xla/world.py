@@ -21,7 +21,7 @@ _ANSWER = timedelta(seconds=5)
 """Time limit for a store on this network; connections to a process that is gone are refused at once."""
 
 
-def join(place: Placement, hang_timeout_s: float) -> HostGroup:
+def join(placement: Placement, hang_timeout_s: float) -> HostGroup:
     """Join the other ranks, on the devices and on the hosts; torch's default group then has the backend `xla`.
 
     torchrun alone does not make a world: until the devices replicate, `world_size()` is 1 and torch-xla silently skips
@@ -30,7 +30,7 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
     `xla`, so the hosts get a group of their own, for the plans of checkpoints and for barriers without a graph.
 
     Args:
-        place: Place of this process, set by torchrun.
+        placement: Placement of this process, set by torchrun.
         hang_timeout_s: Seconds that a rank waits for the others to arrive. Later waits on the host are longer, and
             collectives inside a graph have the runtime's own limit.
 
@@ -46,13 +46,13 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
     import torch_xla.runtime as xr
     from torch_xla._internal import rendezvous
 
-    if place.world > place.local_world and place.uses_agents_store:
-        rendezvous._store = meet(os.environ, place.rank, hang_timeout_s)
+    if placement.world > placement.local_world and placement.uses_agents_store:
+        rendezvous._store = meet(os.environ, placement.rank, hang_timeout_s)
     dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=hang_timeout_s))
     rank, world = xr.global_ordinal(), xr.world_size()
-    if (rank, world) != (place.rank, place.world):
+    if (rank, world) != (placement.rank, placement.world):
         dist.destroy_process_group()
-        raise BackendError(misfit(place, rank, world, str(xr.device_type())))
+        raise BackendError(misfit(placement, rank, world, str(xr.device_type())))
     # A rank that compiles comes late; once nothing is new, the watchdog's limit is the shorter.
     return HostGroup(first_use_limit_s(hang_timeout_s))
 
@@ -96,22 +96,23 @@ def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
     raise HangError(f"rank 0 did not open a store on {host} within recovery.hang_timeout_s={timeout_s:g} seconds")
 
 
-def misfit(place: Placement, rank: int, world: int, device: str) -> str:
+def misfit(placement: Placement, rank: int, world: int, device: str) -> str:
     """Message about devices and processes that do not form one world, with the way out.
 
     Args:
-        place: Place of this process, set by torchrun.
+        placement: Placement of this process, set by torchrun.
         rank, world: Rank and world of the devices.
         device: PJRT's name of the kind of device.
     """
     found = (
-        f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank {rank} of {world}"
+        f"torchrun started rank {placement.rank} of {placement.world}, but PyTorch/XLA on {device} is rank {rank} "
+        f"of {world}"
     )
     if device == "CPU":
         return f"{found}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
     if not dist.is_torchelastic_launched():
         return f"{found}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
-    if place.local_world == 1:
+    if placement.local_world == 1:
         return f"{found}: it takes a node's only rank for the whole world. Start at least two ranks per node"
     return (
         f"{found}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and those "

@@ -7,7 +7,6 @@ tensors alive at once. A measure that grows as a power of the length has that po
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -67,12 +66,13 @@ def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -
     for length in lengths:
         given = _inputs(length)
         sides = {name: side for name, side in SIDES.items() if name != "mask" or length <= LONGEST_MASK}
-        turns = {name: partial(_cpu_s, side, given) for name, side in sides.items()}
+        turns = {name: partial(harness.cpu_s, partial(_pass, side, given)) for name, side in sides.items()}
         seconds = harness.take_turns(turns, rounds, warm_up=0, label=f"{length:,} tokens, ")
         for name, side in sides.items():
-            peak = _peak_bytes(side, given)
-            rows.append(harness.row(f"{name} {length}", "s", seconds[name], peak_bytes=peak))
-            points.append((name, length, rows[-1]["value"], peak))
+            with LiveBytes(list(given)) as live:
+                _pass(side, given)
+            rows.append(harness.row(f"{name} {length}", "s", seconds[name], peak_bytes=live.peak))
+            points.append((name, length, rows[-1]["value"], live.peak))
     found = {name: exponents([point[1:] for point in points if point[0] == name]) for name in SIDES}
     result = {"machine": harness.machine(), "threads": torch.get_num_threads(), "rows": rows, "exponents": found}
     harness.present(result, lambda: _shown(result, points), as_json=as_json)
@@ -109,18 +109,6 @@ def _pass(side: Attention, given: Sequence[Tensor]) -> None:
     q, k, v, starts = given
     out = side(q, k, v, starts)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-
-
-def _cpu_s(side: Attention, given: Sequence[Tensor]) -> float:
-    began = time.process_time()
-    _pass(side, given)
-    return time.process_time() - began
-
-
-def _peak_bytes(side: Attention, given: Sequence[Tensor]) -> int:
-    with LiveBytes(list(given)) as live:
-        _pass(side, given)
-    return live.peak
 
 
 def _shown(result: Mapping[str, Any], points: Sequence[tuple[str, int, float, int]]) -> list[Any]:

@@ -18,7 +18,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import PATIENCE_S, median_ratio, start_ranks, take_turns, turn_at_once
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -29,8 +29,6 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 TURN_BYTES = 64 << 20
 MOST_REPEATS = 50
 LEAST_REPEATS = 2
-
-PATIENCE_S = 600.0
 
 
 @dataclass(frozen=True)

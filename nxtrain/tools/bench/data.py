@@ -77,7 +77,11 @@ def measure_ids(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
             rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
             np.save(file, rows)
             del rows
-        loader = _loader(file, seq_len)
+        config = DataConfig(source="tokens", path=str(file))
+        work = Path(folder) / "work"
+        data = open_data(config, seq_len=seq_len, vocab_size=VOCAB, workdir=work, leader=True, barrier=lambda: None)
+        share = BatchShare(global_batch=BATCH, micro_batch=BATCH, dp_rank=0, dp_size=1)
+        loader = Loader(data.train, share, seed=0, shuffle=True)
         ids = np.load(file, mmap_mode="r")
         draw = np.random.default_rng(1)
         steps = num_rows // BATCH
@@ -92,28 +96,14 @@ def measure_ids(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
                 num_targets += batch[:, 1:].size
             return num_targets
 
-        sides = {LOADER: partial(_rate, load), NUMPY: partial(_rate, copy)}
-        return harness.take_turns(sides, rounds, label="reading ids, ")
+        def rate(act: Callable[[], int]) -> float:
+            began = time.process_time()
+            tokens = act()
+            return tokens / (time.process_time() - began)
 
-
-def _rate(act: Callable[[], int]) -> float:
-    """Tokens per CPU second of one turn."""
-    began = time.process_time()
-    tokens = act()
-    return tokens / (time.process_time() - began)
-
-
-def _loader(file: Path, seq_len: int) -> Loader:
-    data = open_data(
-        DataConfig(source="tokens", path=str(file)),
-        seq_len=seq_len,
-        vocab_size=VOCAB,
-        workdir=file.parent / "work",
-        leader=True,
-        barrier=lambda: None,
-    )
-    share = BatchShare(global_batch=BATCH, micro_batch=BATCH, dp_rank=0, dp_size=1)
-    return Loader(data.train, share, seed=0, shuffle=True)
+        return harness.take_turns(
+            {LOADER: partial(rate, load), NUMPY: partial(rate, copy)}, rounds, label="reading ids, "
+        )
 
 
 def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, CorpusLanes], TextTokenizer]:

@@ -18,8 +18,8 @@ from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
+from nxtrain.launch.threads import num_cores
 from nxtrain.metrics.work_meter import WorkMeter
-from nxtrain.tools.bench.harness import num_cores
 
 TOKENS_PER_S = 1_000_000  # speed of a node that the loader serves
 MOST_WAITING = 0.01  # largest share of a step that may wait for data

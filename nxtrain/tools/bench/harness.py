@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
@@ -26,8 +27,12 @@ from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
 from nxtrain.launch.environment import QUIET_PROFILER
+from nxtrain.launch.threads import num_cores
 
 Turn = TypeVar("Turn")
+
+PATIENCE_S = 600.0
+"""Seconds that a rank of a benchmark waits for the others."""
 
 
 class BenchWorker:
@@ -141,6 +146,13 @@ def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
+def cpu_s(act: Callable[[], object]) -> float:
+    """CPU seconds of this process in one call of a function."""
+    began = time.process_time()
+    act()
+    return time.process_time() - began
+
+
 def row(name: str, unit: str, rounds: Sequence[float], **more: Any) -> dict[str, Any]:
     """Row of a side for `--json`: the median over rounds, and each round."""
     return {"name": name, "value": median(rounds), "unit": unit, "rounds": list(rounds), **more}
@@ -188,13 +200,6 @@ def table(
     for cells in rows:
         drawn.add_row(*cells)
     return drawn
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")

@@ -6,7 +6,6 @@ rounds. Ratios are medians of the ratios inside each round.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +67,7 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     if threads:
         torch.set_num_threads(threads)
     backend = open_backend("cpu")
-    layout = _layout(backend, layers)
+    layout = layout_of(backend, layers)
     num_params = layout.table.num_params()
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
     updates: dict[str, Callable[[], object]] = {PEER: _torchs(grads)}
@@ -76,17 +75,19 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     for case in CASES:
         updates[case.name], held = _ours(case, layout, backend, grads)
         bytes_per_param[case.name] = held / num_params
-    sides = {name: partial(_cpu_s, update) for name, update in updates.items()}
+    sides = {name: partial(harness.cpu_s, update) for name, update in updates.items()}
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
     result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
     result["rules"] = summarize(seconds, num_params, bytes_per_param)
     harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
 
 
-def _cpu_s(update: Callable[[], object]) -> float:
-    began = time.process_time()
-    update()
-    return time.process_time() - began
+def layout_of(backend: Backend, layers: int) -> Layout:
+    """Parameters of a model with some blocks, on one rank."""
+    family = find_family("llama")
+    shape = family.config_type.model_validate({**SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 128})
+    mesh = Mesh.build(1, 0)
+    return Layout(ParamTable.of(build_meta(Resolved(RunConfig(), family, shape), backend, mesh)), mesh)
 
 
 def summarize(
@@ -101,13 +102,6 @@ def summarize(
             "bytes_per_param": bytes_per_param[name],
         }
     return rules
-
-
-def _layout(backend: Backend, layers: int) -> Layout:
-    family = find_family("llama")
-    shape = family.config_type.model_validate({**SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 128})
-    mesh = Mesh.build(1, 0)
-    return Layout(ParamTable.of(build_meta(Resolved(RunConfig(), family, shape), backend, mesh)), mesh)
 
 
 def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tensor]) -> tuple[Callable[[], None], int]:

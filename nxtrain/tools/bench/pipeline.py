@@ -23,11 +23,12 @@ from rich.table import Table
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.process.document import write_document
+from nxtrain.launch.threads import num_cores
 from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
-from nxtrain.tools.bench.harness import num_cores, start_ranks, table, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import start_ranks, table, take_turns, turn_at_once
 from nxtrain.tools.bench.train import SHAPE
 
 MIB = 1 << 20

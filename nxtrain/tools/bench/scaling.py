@@ -20,7 +20,7 @@ from rich.table import Table
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.chart import check_chart, write_chart
-from nxtrain.tools.bench.harness import median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import PATIENCE_S, median_ratio, start_ranks, take_turns, turn_at_once
 from nxtrain.tools.bench.train import BREAKDOWN, Workload
 
 ONE, TWO = "one", "two_independent"
@@ -66,7 +66,7 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
 
     from nxtrain.backends import open_backend
     from nxtrain.backends.base import BackendSettings
-    from nxtrain.tools.bench.training import PATIENCE_S, clocks_of, ours, parts, timed
+    from nxtrain.tools.bench.training import clocks_of, ours, parts, timed
 
     work = Workload(**job)
     torch.set_num_threads(work.threads)

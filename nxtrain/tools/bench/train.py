@@ -20,6 +20,7 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
+from nxtrain.launch.threads import num_cores
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.breakdown import KINDS
 from nxtrain.tools.bench.chart import check_chart, write_chart
@@ -141,7 +142,7 @@ def workload(  # 8 arguments: one for each option
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
     if preset:
         shape = find_family("llama").preset(preset).model_dump(mode="json")
-    return Workload(steps, batch, seq_len, precision, shape, preset, threads or harness.num_cores(), backend, stock)
+    return Workload(steps, batch, seq_len, precision, shape, preset, threads or num_cores(), backend, stock)
 
 
 def measure(

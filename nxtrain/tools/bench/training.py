@@ -39,7 +39,6 @@ LR, CLIP = 1e-4, 1.0
 WARM_UP_STEPS = 3
 PIPELINED = 8  # micro-batches of a pipeline's step, if its sequences can be so divided
 
-PATIENCE_S = 600.0
 
 ON_HOST = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
 ON_ACCELERATOR = ((8192, 8192, 8192), (8192, 4096, 14336))

@@ -60,7 +60,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Content of `--json`."""
         return {
-            "checkpoint": str(self.model.place),
+            "checkpoint": str(self.model.location),
             "step": self.model.step,
             "tokens": self.model.tokens,
             "texts": self.texts,
@@ -151,10 +151,10 @@ def _evaluate(
     for task in tasks:
         metrics = record.find(model, task.name, task.identity)
         if metrics is None:
-            note(f"{model.place}: {task.name}")
+            note(f"{model.location}: {task.name}")
             with Progress(task.name, console=standard_error(quiet=not ranks.is_leader)) as progress:
                 if scorer is None:
-                    progress.show(0, f"reading the weights of {model.place}")
+                    progress.show(0, f"reading the weights of {model.location}")
                     scorer = Scorer(model, backend, ranks)
                     progress.show(0, task.name)
                 scorer.progress = progress
@@ -181,13 +181,13 @@ def _run(task: Task | HarnessTask, scorer: Scorer, waiting: Ranks, run: Path | N
 
 def _kept(address: str) -> list[str]:
     """Every complete checkpoint of a run folder, a `checkpoints` folder or a mirror, oldest first."""
-    place = place_of(address)
+    location = place_of(address)
     kept = []
-    if isinstance(place, Path):
-        paths = directory.list_checkpoints(place) or directory.list_checkpoints(place / CHECKPOINTS_DIR)
+    if isinstance(location, Path):
+        paths = directory.list_checkpoints(location) or directory.list_checkpoints(location / CHECKPOINTS_DIR)
         kept = [str(path) for path in paths]
     else:
-        for folder in (place, place / CHECKPOINTS_DIR):
+        for folder in (location, location / CHECKPOINTS_DIR):
             mirror = Mirror(open_store(folder))
             kept += [str(mirror.folder(step)) for step in mirror.steps()]
     if not kept:
@@ -197,9 +197,9 @@ def _kept(address: str) -> list[str]:
 
 def _run_of(model: Trained) -> Path | None:
     """Run folder of a checkpoint; None if the checkpoint is in none."""
-    if model.is_hf or not isinstance(model.place, Path):
+    if model.is_hf or not isinstance(model.location, Path):
         return None
-    folder = model.place.resolve().parent.parent
+    folder = model.location.resolve().parent.parent
     if (folder / CONFIG_FILE).is_file():
         return folder
     return None
@@ -209,7 +209,7 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     """Results for people: a line for each task of each checkpoint."""
     lines = []
     for evaluation in evaluations:
-        head = str(evaluation.model.place)
+        head = str(evaluation.model.location)
         if evaluation.model.step:
             head += f", step {evaluation.model.step:,}"
         if evaluation.texts:

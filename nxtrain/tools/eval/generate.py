@@ -249,7 +249,7 @@ def generate_on(
         texts.append(Continuation(ids, count, model.tokenizer, model.ends, stops=stops, seed=seed))
     longest = max(len(text.ids) + text.count for text in texts)
     console = standard_error(quiet=backend.rank > 0)
-    with Progress(f"reading the weights of {model.place}", console=console) as progress:
+    with Progress(f"reading the weights of {model.location}", console=console) as progress:
         decoder = Decoder(model.open(backend, longest, mesh), backend.put)
         progress.show(0, f"reading {sum(len(text.ids) for text in texts):,} tokens of prompts")
         pieces = extend(decoder, texts, sampling)

@@ -169,7 +169,7 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
     logging.getLogger(PACKAGE).setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    folders = [str(place) for place in (OWN_TASKS, folder) if place]
+    folders = [str(folder_of_tasks) for folder_of_tasks in (OWN_TASKS, folder) if folder_of_tasks]
     return TaskManager(include_path=folders, include_defaults=not own_only)
 
 

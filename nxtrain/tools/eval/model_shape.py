@@ -16,18 +16,18 @@ from nxtrain.common.io.object_store import content_of, place_of
 CONFIG = "config.json"
 
 
-def is_hf_folder(place: Path) -> bool:
+def is_hf_folder(location: Path) -> bool:
     """True if a path is a folder in Hugging Face's format and not a checkpoint."""
     try:
-        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
+        return (location / CONFIG).is_file() and not directory.is_checkpoint(location)
     except OSError:  # reported by the code that reads the folder
         return False
 
 
-def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
+def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
     """Family, shape, and the end-of-text ids that a Hugging Face folder declares."""
     try:
-        content: Mapping[str, Any] = json.loads(content_of(place / CONFIG))
+        content: Mapping[str, Any] = json.loads(content_of(location / CONFIG))
         family = find_family(str(content["model_type"]))
         ends = content.get("eos_token_id")
         if not isinstance(ends, list):
@@ -37,18 +37,18 @@ def read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
         reason = repr(error)
         if isinstance(error, RecursionError | ValueError):
             reason = cause_of(error)
-        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error
+        raise ConfigError(f"{location / CONFIG} is no configuration of a model: {reason}") from error
 
 
 def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
     """Family and shape of a model on this machine's storage; None for an address in S3, and if neither can be read."""
     try:
-        place = place_of(address)
-        if not isinstance(place, Path):
+        location = place_of(address)
+        if not isinstance(location, Path):
             return None
-        if is_hf_folder(place):
-            family, config, _ = read_hf(place)
+        if is_hf_folder(location):
+            family, config, _ = read_hf(location)
             return family, config
-        return read_meta(directory.find_checkpoint(place)).model()
+        return read_meta(directory.find_checkpoint(location)).model()
     except (NxtrainError, OSError, ValueError):  # reported by the command that opens the model
         return None

@@ -66,7 +66,9 @@ class Scorer:
         self.length = min(longest, model.config.max_position_embeddings)
         begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
         if not begin:
-            raise ConfigError(f"{model.place}: its tokenizer has no token that begins or ends a text, which eval needs")
+            raise ConfigError(
+                f"{model.location}: its tokenizer has no token that begins or ends a text, which eval needs"
+            )
         self.prefix = begin[-1]
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)

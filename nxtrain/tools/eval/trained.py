@@ -25,7 +25,7 @@ from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
 class Trained:
     """A model of a checkpoint or of a Hugging Face folder."""
 
-    place: Location  # location of the checkpoint or the folder
+    location: Location  # location of the checkpoint or the folder
     is_hf: bool
     family: ModelFamily
     config: ModelConfig
@@ -41,17 +41,17 @@ class Trained:
 
         All but the weights is read.
         """
-        place = place_of(address)
-        if isinstance(place, Path) and is_hf_folder(place):
-            tokenizer = _open_tokenizer(place)
-            family, config, declared = read_hf(place)
-            identity = fingerprint([str(place.resolve()).encode(), content_of(place / CONFIG)])
-            return Trained(place, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
-        if isinstance(place, Path) and _is_adapter(place):
-            hint = f"make a whole model of it: nxtrain convert peft-to-hf {place} DST --base DIR"
-            raise ConfigError(f"{place} holds an adapter in PEFT's format and no model; {hint}")
-        place = locate_checkpoint(address)
-        tokenizer, meta = _open_tokenizer(place), read_meta(place)
+        location = place_of(address)
+        if isinstance(location, Path) and is_hf_folder(location):
+            tokenizer = _open_tokenizer(location)
+            family, config, declared = read_hf(location)
+            identity = fingerprint([str(location.resolve()).encode(), content_of(location / CONFIG)])
+            return Trained(location, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
+        if isinstance(location, Path) and _is_adapter(location):
+            hint = f"make a whole model of it: nxtrain convert peft-to-hf {location} DST --base DIR"
+            raise ConfigError(f"{location} holds an adapter in PEFT's format and no model; {hint}")
+        location = locate_checkpoint(address)
+        tokenizer, meta = _open_tokenizer(location), read_meta(location)
         family, config = meta.model()
         ends = end_ids(tokenizer)
         end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
@@ -59,7 +59,7 @@ class Trained:
             ends |= {end}
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
-        return Trained(place, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
+        return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
         """Build the model, and read the weights of this rank; every rank calls this."""
@@ -67,9 +67,9 @@ class Trained:
         if problems:
             raise ConfigError(problems)
         if self.is_hf:
-            assert isinstance(self.place, Path)
-            return open_hf_model(self.place, backend, seq_len, mesh)
-        return open_model(self.place, backend, seq_len, mesh)
+            assert isinstance(self.location, Path)
+            return open_hf_model(self.location, backend, seq_len, mesh)
+        return open_model(self.location, backend, seq_len, mesh)
 
     def refuse_foreign(self, largest: int) -> None:
         """Refuse a tokenizer whose largest id the model does not have, by a ConfigError."""
@@ -78,25 +78,25 @@ class Trained:
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
 
 
-def _is_adapter(place: Path) -> bool:
+def _is_adapter(location: Path) -> bool:
     try:
-        return (place / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(place)
+        return (location / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(location)
     except OSError:  # reported by the code that reads the folder
         return False
 
 
-def _open_tokenizer(place: Location) -> Tokenizer:
-    file = place / directory.TOKENIZER
+def _open_tokenizer(location: Location) -> Tokenizer:
+    file = location / directory.TOKENIZER
     if not file.is_file():
         hint = "generate and eval read text and need one; save one there, or train with data.tokenizer=PATH"
-        raise ConfigError(f"{place} carries no {directory.TOKENIZER}: {hint}")
+        raise ConfigError(f"{location} carries no {directory.TOKENIZER}: {hint}")
     try:
         tokenizer = Tokenizer.from_buffer(content_of(file))
     except OSError:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         reason = f"it is no tokenizer of Hugging Face: {error}"
-        if isinstance(place, Path) and is_hf_folder(place):
+        if isinstance(location, Path) and is_hf_folder(location):
             raise DataError(f"{file} is damaged: {reason}") from error
         raise DamagedError(f"{file}", reason) from error
     # A tokenizer file may configure the truncation and padding of the task for which it was made.

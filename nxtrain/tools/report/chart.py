@@ -52,7 +52,10 @@ def draw(
     curves = [curve for curve in curves if len(curve.values)]
     if not curves:
         return None
-    x_range = _widened(min(float(c.steps[0]) for c in curves), max(float(c.steps[-1]) for c in curves))
+    first, last = min(float(c.steps[0]) for c in curves), max(float(c.steps[-1]) for c in curves)
+    x_range = (first, last)
+    if first == last:
+        x_range = (first - 0.5, last + 0.5)
     low, high = min(float(c.values.min()) for c in curves), max(float(c.values.max()) for c in curves)
     lines = [curve for curve in curves if curve.kind in ("line", "faint")] or curves
     middle = max(float(np.median(c.values)) for c in lines)
@@ -69,7 +72,7 @@ def draw(
         "is_log": is_log,
         "x_range": x_range,
         "y_range": y_range,
-        "x_ticks": [(at, text) for at, text in _ticks(x_range, is_log=False, most=6)],
+        "x_ticks": _ticks(x_range, is_log=False, most=6),
         "y_ticks": [(round(100 - at, 3), text) for at, text in _ticks(y_range, is_log=is_log, most=5)],
         "text": " ".join(_sentence(curve) for curve in described),
         "head": ["step", *(curve.name for curve in described)],
@@ -110,12 +113,6 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
     if curve.is_marks or len(y) == 1:
         return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in zip(x, y, strict=True))
     return svg.path(x, y)
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    if high > low:
-        return low, high
-    return low - 0.5, high + 0.5
 
 
 def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float, float]:

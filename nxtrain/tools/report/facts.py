@@ -56,6 +56,7 @@ def planned(run: RecordedRun) -> tuple[Table | None, str]:
     if not run.config.get("cluster.instance"):
         return None, "There is no plan, since cluster.instance names no machine."
     from nxtrain.plan.command import Question, predict
+    from nxtrain.plan.hardware import find_machine
     from nxtrain.plan.predict import Assumptions
 
     try:
@@ -63,14 +64,20 @@ def planned(run: RecordedRun) -> tuple[Table | None, str]:
         plan = prediction.to_json()
     except (NxtrainError, OSError) as error:
         return None, f"The plan of this configuration failed: {shortened(str(error), 300)}"
-    goodput = _percent(run.goodput.goodput) if run.starts else ""
+    goodput = ""
+    spent_usd = None
+    price = find_machine(str(run.config["cluster.instance"])).price_usd_h
+    if run.starts:
+        goodput = _percent(run.goodput.goodput)
+        if price:
+            spent_usd = price * plan["nodes"] * run.goodput.wall_s / 3600  # since the first start
     rows = [
         ("step time", duration(plan["step_time_s"]), _text(typical(run, "step_time_s"), duration)),
         ("tokens/s", short(plan["tokens_per_s"]), _text(typical(run, "tokens_per_s"), short)),
         ("MFU", f"{plan['mfu']:.1%}", _text(typical(run, "mfu"), _percent)),
         ("memory of a rank", size(plan["bytes"]["total"]), _text(_peak(run), size)),
         ("goodput", f"{plan['checkpoint']['goodput']:.1%}", goodput),
-        ("cost", _text(plan["cost_usd"], _usd), _text(_cost_usd(run, plan["nodes"]), _usd)),
+        ("cost", _text(plan["cost_usd"], _usd), _text(spent_usd, _usd)),
     ]
     sentence = f"For {plan['nodes']} x {plan['instance']}; {plan['speed_basis']}."
     backend = run.environment.get("backend")
@@ -221,16 +228,6 @@ def _peak(run: RecordedRun) -> float | None:
     if not len(values):
         return None
     return float(values.max())
-
-
-def _cost_usd(run: RecordedRun, nodes: int) -> float | None:
-    """Price of the planned machines for the time since the first start; None if it is unknown."""
-    from nxtrain.plan.hardware import find_machine
-
-    price = find_machine(str(run.config["cluster.instance"])).price_usd_h
-    if not price or not run.starts:
-        return None
-    return price * nodes * run.goodput.wall_s / 3600
 
 
 def _usd(value: float) -> str:

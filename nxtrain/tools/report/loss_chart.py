@@ -76,9 +76,11 @@ def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -
             dots.update((x, between) for between in range(min(previous, y), max(previous, y) + 1))
             previous = y
 
-    cells: dict[tuple[int, int], str] = {}
-    for (column, row), bits in _bits(dots, style).items():
-        cells[column, row] = "*" if style is ASCII else chr(0x2800 + bits)
+    bits: dict[tuple[int, int], int] = {}
+    for x, y in dots:
+        cell = (x // style.dots_x, y // style.dots_y)
+        bits[cell] = bits.get(cell, 0) | DOTS[y % style.dots_y][x % style.dots_x]
+    cells = {cell: "*" if style is ASCII else chr(0x2800 + of_cell) for cell, of_cell in bits.items()}
     for step, loss in held_out:
         cells[x_of(step, 1), y_of(loss, 1)] = style.held_out
     lines = [f"loss (nats per token): {style.curve} training, {style.held_out} held-out text"]
@@ -93,15 +95,6 @@ def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -
     if width < NARROWEST:
         lines = [line[:width] for line in lines]
     return "\n".join(lines)
-
-
-def _bits(dots: Iterable[tuple[int, int]], style: Style) -> dict[tuple[int, int], int]:
-    """Bits of the braille character at each column and row that has a dot."""
-    bits: dict[tuple[int, int], int] = {}
-    for x, y in dots:
-        cell = (x // style.dots_x, y // style.dots_y)
-        bits[cell] = bits.get(cell, 0) | DOTS[y % style.dots_y][x % style.dots_x]
-    return bits
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:

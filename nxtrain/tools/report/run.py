@@ -59,10 +59,15 @@ class RecordedRun:
 
     def number(self, key: str) -> float | None:
         """Number of the configuration; None if it is absent or not a number."""
-        value = self.config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        return float(value)
+        return number_at(self.config, key)
+
+
+def number_at(table: Mapping[str, Any], key: str) -> float | None:
+    """Number of a table; None if it is absent or not a number."""
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:

@@ -23,6 +23,7 @@ from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
 from nxtrain.common.text import short
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration
+from nxtrain.tools.report.run import number_at
 from nxtrain.tools.report.verdict import UNDECIDED, verdict
 
 if sys.version_info >= (3, 11):
@@ -52,17 +53,19 @@ class Followed:
         """Line of the run, and True if the run has ended."""
         for record in self._news():
             self._record = record
-            times_s = {key: _number(record, key) for key in (*KINDS_S, *SECTIONS_S)}
+            times_s = {key: number_at(record, key) for key in (*KINDS_S, *SECTIONS_S)}
             self._times.append({key: time_s for key, time_s in times_s.items() if time_s is not None})
-            self._val_loss = _number(record, "val_loss") or self._val_loss
+            self._val_loss = number_at(record, "val_loss") or self._val_loss
         start: dict[str, Any] = {}
         config: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             start = _object(read_text(self._folder / LOGS_DIR / START_FILE))
         with suppress(OSError, ValueError, RecursionError):
             config = tomllib.loads(read_text(self._folder / CONFIG_FILE))
-        total = _number(config.get("train"), "steps") or 0.0
-        step = max(_number(self._record, "step") or 0.0, _number(start, "step") or 0.0)
+        total = 0.0
+        if isinstance(config.get("train"), dict):
+            total = number_at(config["train"], "steps") or 0.0
+        step = max(number_at(self._record, "step") or 0.0, number_at(start, "step") or 0.0)
         progress = f"step {step:.0f}"
         if total:
             progress += f"/{total:.0f}"
@@ -77,12 +80,12 @@ class Followed:
         return "".join(char if char.isprintable() else "\ufffd" for char in line), start.get("outcome") in ENDED
 
     def _values(self) -> Iterator[str]:
-        loss = _number(self._record, "loss")
+        loss = number_at(self._record, "loss")
         if loss is not None:
             yield f"loss {loss:.4f}"
         if self._val_loss is not None:
             yield f"val {self._val_loss:.4f}"
-        speed = _number(self._record, "tokens_per_s")
+        speed = number_at(self._record, "tokens_per_s")
         if speed is not None:
             yield f"{short(speed)} tokens/s"
         record = dict(self._record)
@@ -93,7 +96,7 @@ class Followed:
         sums = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
         for times_s in self._times:
             sums.update(times_s)
-        limit = verdict(sums, mfu=_number(self._record, "mfu"))
+        limit = verdict(sums, mfu=number_at(self._record, "mfu"))
         name = limit.partition(":")[0]
         if name and name != UNDECIDED:
             yield name
@@ -116,7 +119,7 @@ class Followed:
             return f"{outcome}: {start['why']}"
         if outcome:
             return str(outcome)
-        seen = _number(start, "wall")
+        seen = number_at(start, "wall")
         if seen is None:
             return "" if self._record else "has not begun"
         silent_s = self._clock() - seen
@@ -179,15 +182,6 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
             time.sleep(every_s or (1.0 if live is not None else 60.0))
 
 
-def _number(table: Any, key: str) -> float | None:
-    if not isinstance(table, dict):
-        return None
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value)
-
-
 def _object(text: str | bytes) -> dict[str, Any]:
     """Object of a JSON text; an empty one for anything else."""
     try:
@@ -201,8 +195,8 @@ def _object(text: str | bytes) -> dict[str, Any]:
 
 def _left_s(start: dict[str, Any], total: float) -> float | None:
     """Seconds until the last step at the pace of this start, its first step left out; None if unknown."""
-    step, resumed = _number(start, "step"), _number(start, "resumed")
-    spent = [_number(start, key) for key in ("train_s", "eval_s", "stall_s")]
+    step, resumed = number_at(start, "step"), number_at(start, "resumed")
+    spent = [number_at(start, key) for key in ("train_s", "eval_s", "stall_s")]
     if not total or step is None or resumed is None or step - resumed <= 1 or None in spent:
         return None
     return (total - step) * sum(filter(None, spent)) / (step - resumed - 1)

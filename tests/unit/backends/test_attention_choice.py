@@ -49,11 +49,10 @@ from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.doctor import examine
 from nxtrain.tools.trace.choice import choose
-from tests.support import sick_machine
+from tests.support import TINY, sick_machine
 from tests.support.contract_functions import Echo
 from tests.unit.backends.test_neuron_attention import MODULE, fake_nki_flash_attn_func
 
-TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.toml"
 BACKENDS = ("cpu", "cpu compiled", "cuda", "xla", "neuron", "neuron-native")
 NXD = Package("neuronx-distributed", "0.17.26814")
 DRAWS = 48

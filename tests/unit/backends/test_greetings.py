@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from threading import Barrier, Thread
 
 import pytest
 
 from nxtrain.common.process.greetings import without_greetings
+from tests.support import ROOT
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).parents[3]
 GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks."
 
 

@@ -25,22 +25,22 @@ def at(monkeypatch: pytest.MonkeyPatch, host: str, port: int) -> None:
 
 def in_threads(*ranks: tuple[int, int]) -> dict[int, str]:
     """Let ranks meet, each with its idea of the world; what each is told, empty if it met the others."""
-    told: dict[int, str] = {}
+    output: dict[int, str] = {}
 
     def run(rank: int, world: int) -> None:
         try:
             meet(rank, world, SHORT)
-            told[rank] = ""
+            output[rank] = ""
         except BackendError as error:
-            told[rank] = str(error)
+            output[rank] = str(error)
 
-    threads = [threading.Thread(target=run, args=place) for place in ranks]
+    threads = [threading.Thread(target=run, args=arguments) for arguments in ranks]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
     for thread in threads:
         thread.join(20)
-    return told
+    return output
 
 
 @pytest.fixture
@@ -56,18 +56,18 @@ def test_ranks_of_one_world_meet(agent: TCPStore) -> None:
 
 def test_ranks_of_different_worlds_are_told_apart_on_all_of_them(agent: TCPStore) -> None:
     begin = time.monotonic()
-    told = in_threads((0, 2), (2, 3))
-    assert set(told) == {0, 2}
-    assert set(told.values()) == {told[0]}
-    assert told[0].startswith("rank 2 was started with WORLD_SIZE=3, and rank 0 with 2; ")
-    assert "--nnodes" in told[0]
+    output = in_threads((0, 2), (2, 3))
+    assert set(output) == {0, 2}
+    assert set(output.values()) == {output[0]}
+    assert output[0].startswith("rank 2 was started with WORLD_SIZE=3, and rank 0 with 2; ")
+    assert "--nnodes" in output[0]
     assert time.monotonic() - begin < SHORT.total_seconds()
 
 
 def test_ranks_that_do_not_come_are_named(agent: TCPStore) -> None:
-    told = in_threads((0, 4), (2, 4))
-    assert told[0] == told[2]
-    assert told[0].startswith("2 of 4 ranks did not come within recovery.hang_timeout_s=2 seconds: 1, 3. ")
+    output = in_threads((0, 4), (2, 4))
+    assert output[0] == output[2]
+    assert output[0].startswith("2 of 4 ranks did not come within recovery.hang_timeout_s=2 seconds: 1, 3. ")
 
 
 def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def test_a_world_of_one_where_torchrun_started_more_is_refused_with_the_way_out(
 
 
 def test_a_process_that_traces_has_no_other_ranks() -> None:
-    told = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "any"}
-    assert trace_environment({**told, "HOME": "/root"}) == {
+    output = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "any"}
+    assert trace_environment({**output, "HOME": "/root"}) == {
         "HOME": "/root",
         "LOCAL_WORLD_SIZE": "1",
         "NXD_LOG_LEVEL": "warning",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.train import command
 from tests.unit.config.test_check import checked, only, problems
@@ -33,8 +34,9 @@ def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
     monkeypatch.setattr(command, "open_backend", lambda *args, **_: machine)
     path = tmp_path / "run.toml"
     path.touch()
+    loaded = load(path, ["parallel.pp=3", "model.config.num_hidden_layers=6"])
     with pytest.raises(ConfigError) as raised:
-        command.train(load(path, ["parallel.pp=3", "model.config.num_hidden_layers=6"]))
+        command.train(loaded, resolve_config(loaded, 3))
     (problem,) = raised.value.problems
     assert problem.reason.startswith("3 is odd, and on backend.name=neuron")
 

@@ -16,10 +16,10 @@ from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unreachabl
 
 def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = AgentRendezvous("127.0.0.1", server.getsockname()[1])
-        assert place.await_store(time.monotonic() + 5.0)
+        rendezvous = AgentRendezvous("127.0.0.1", server.getsockname()[1])
+        assert rendezvous.await_store(time.monotonic() + 5.0)
     begin = time.monotonic()
-    assert not place.await_store(begin + 0.1)
+    assert not rendezvous.await_store(begin + 0.1)
     assert time.monotonic() - begin < 3.0
 
 
@@ -30,11 +30,11 @@ def test_nobody_is_waited_for_without_other_machines() -> None:
 def test_others_that_are_waited_for_are_told_only_if_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place = AgentRendezvous("node0", 29500, patience_s=60.0)
-    with place.announce_wait():
+    rendezvous = AgentRendezvous("node0", 29500, patience_s=60.0)
+    with rendezvous.announce_wait():
         pass
     monkeypatch.setattr(agent_rendezvous, "LATE_S", 0.01)
-    with place.announce_wait():
+    with rendezvous.announce_wait():
         time.sleep(0.2)
     assert (
         capfd.readouterr().err == "waiting at node0:29500 for the agents of the other machines, for up to 60 seconds\n"

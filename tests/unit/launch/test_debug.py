@@ -13,7 +13,9 @@ from nxtrain.launch.debug import agent_settings, debug_variables, open_debug_fol
 from nxtrain.launch.environment import QUIET_PROFILER
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
-from tests.unit.launch.test_neuron import ON_TRN2, TINY
+from tests.support import TINY
+from tests.unit.launch.conftest import Program
+from tests.unit.launch.test_neuron import ON_TRN2
 
 ON = "recovery.debug=dist"
 PAIR = ("train.micro_batch=8", "parallel.dp=2")
@@ -77,10 +79,8 @@ def test_on_neuron_devices_the_runtime_writes_beside_the_rank(tmp_path: Path) ->
 
 
 def test_a_rank_of_another_launcher_starts_anew_with_them_once_and_keeps_what_the_shell_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[Program]
 ) -> None:
-    started: list[tuple[str, list[str], dict[str, str]]] = []
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     config = load(TINY, [ON, f"run.dir={tmp_path}"]).config
     shell = {"RANK": "1", "NCCL_DEBUG": "TRACE", "OMP_NUM_THREADS": "1"}
     reexec_with_environment(config, shell, local_world=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk, torchneuron
 from nxtrain.common.errors import BackendError
 from nxtrain.launch.local import launch
+from tests.support import ROOT, TINY
+from tests.unit.launch.conftest import Program
 
-ROOT = Path(__file__).parents[3]
-TINY = ROOT / "configs/tiny_cpu.toml"
 NONE = Support(False, "no device in this test\n    buy one")
 OVERRIDES = {
     "neuron": ["backend.name=neuron", "cluster.instance=trn1.32xlarge"],
@@ -27,22 +26,18 @@ OVERRIDES = {
 
 
 @pytest.fixture
-def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[object, ...]]:
+def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, started: list[Program]) -> list[Program]:
     """A machine that has none; the programs that would be started."""
-    started: list[tuple[object, ...]] = []
     monkeypatch.setattr(sdk, "support", lambda: NONE)
     monkeypatch.setattr(torchneuron, "support", lambda *, devices=True: NONE)
     monkeypatch.setattr(backends, "support", lambda name: NONE)
     monkeypatch.setattr(backends, "GPU_DEVICES", tmp_path)
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
-    for name in [name for name in os.environ if name.startswith(("NEURON", "XLA_", "PJRT_", "TORCH_NEURON"))]:
-        monkeypatch.delenv(name)
     return started
 
 
 @pytest.mark.parametrize("backend", OVERRIDES)
 def test_no_rank_starts_without_the_devices_of_its_run(
-    without_devices: list[tuple[object, ...]], capsys: pytest.CaptureFixture[str], backend: str
+    without_devices: list[Program], capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
     with pytest.raises(
         BackendError, match=f"backend.name={backend} cannot run here: no device in this test"
@@ -56,7 +51,7 @@ def test_no_rank_starts_without_the_devices_of_its_run(
 
 @pytest.mark.parametrize("backend", ["cpu", "xla", "auto"])
 def test_a_run_that_needs_no_device_starts_anywhere(
-    without_devices: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, backend: str
+    without_devices: list[Program], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     launch(TINY, [f"backend.name={backend}"], None, dry_run=False)
@@ -65,7 +60,7 @@ def test_a_run_that_needs_no_device_starts_anywhere(
 
 @pytest.mark.parametrize("name", ["nvidia0", "nvidia17", "dxg"])
 def test_a_machine_that_shows_a_gpu_starts_its_ranks_without_an_import_of_torch(
-    without_devices: list[tuple[object, ...]], tmp_path: Path, name: str
+    without_devices: list[Program], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "nvidiactl").touch()
     assert not device_support("cuda", {}).ok, "the driver's control file is no GPU"
@@ -77,8 +72,7 @@ def test_a_machine_that_shows_a_gpu_starts_its_ranks_without_an_import_of_torch(
 @pytest.mark.parametrize("backend", ["neuron", "neuron-native"])
 def test_the_command_ends_at_once_with_the_true_reason(backend: str) -> None:
     argv = [sys.executable, "-m", "nxtrain", "launch", str(TINY), *OVERRIDES[backend]]
-    shell = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "XLA_", "PJRT_"))}
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=shell, cwd=ROOT)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (5, "")
     assert f"error: backend.name={backend} cannot run here: " in done.stderr
     assert "no Neuron device in /dev" in done.stderr

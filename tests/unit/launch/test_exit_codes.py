@@ -17,7 +17,7 @@ from nxtrain.common.errors import NxtrainError, StoppedBySignal
 from nxtrain.launch import torchrun
 from nxtrain.launch.exit_codes import EXIT_CODES, FINAL
 from nxtrain.launch.targets import kubernetes, slurm
-from tests.support.launch_cases import CASES, ROOT
+from tests.support.launch_cases import CASES
 from tests.unit.launch.test_targets import entry
 
 CODES = range(256)
@@ -31,11 +31,6 @@ SCONTROL = """#!/bin/bash
 echo n1
 """
 DRAWN = st.one_of(st.sampled_from(sorted(TABLE)), st.sampled_from(CODES))
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def is_worth_restart(code: int) -> bool:

@@ -18,8 +18,9 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch import neuron
 from nxtrain.launch.environment import Environment
 from nxtrain.launch.native_variables import Reads, native_environment, rank_variables
+from tests.support import TINY
+from tests.unit.launch.conftest import Program
 
-TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
 TRN2 = INSTANCES["trn2.48xlarge"]
 PROBED = {
     "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": "/locks",
@@ -216,16 +217,13 @@ def test_nodes_may_share_graphs_over_a_network_while_locks_stay_local(
     assert [problem.key for problem in lazy.problems] == ["compile.cache_dir"]
 
 
-def test_a_rank_takes_its_core_as_it_starts_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, str]] = []
+def test_a_rank_takes_its_core_as_it_starts_and_once(monkeypatch: pytest.MonkeyPatch, started: list[Program]) -> None:
     monkeypatch.setattr(torchneuron, "support", lambda: Support(True, "16 chips in this test"))
-    monkeypatch.setattr("os.execve", lambda *args: started.append(args[2]))
     config = load(TINY, ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"]).config
     for _ in range(2):
-        environ = started[-1] if started else {"LOCAL_RANK": "2", "NEURON_RT_VISIBLE_CORES": "8-15"}
+        environ = started[-1].environ if started else {"LOCAL_RANK": "2", "NEURON_RT_VISIBLE_CORES": "8-15"}
         neuron.reexec_with_environment(config, environ, local_world=4)
-    (environ,) = started
+    ((_, _, environ),) = started
     assert environ["NEURON_RT_VISIBLE_CORES"] == "10"
-    monkeypatch.setattr("os.execve", lambda *args: None)
     with pytest.raises(ConfigError, match=r"shows 2 cores, but 4 ranks"):
         neuron.reexec_with_environment(config, {"NEURON_RT_VISIBLE_CORES": "0,1"}, local_world=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -14,40 +13,24 @@ from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package
-from nxtrain.cli import main as cli
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import host_name
 from nxtrain.config.load import load
 from nxtrain.launch import neuron
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
+from tests.support import TINY
+from tests.support.commands import in_process
+from tests.unit.launch.conftest import Program
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-TINY = CONFIGS / "tiny_cpu.toml"
-RECIPE = CONFIGS / "llama2_7b_trn1.toml"
+RECIPE = TINY.with_name("llama2_7b_trn1.toml")
 ON_TRN2 = ("backend.name=neuron", "cluster.instance=trn2.48xlarge")
 
 
-@pytest.fixture(autouse=True)
-def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable that a run decides, whatever the shell of these tests has."""
-    names = ("NEURON", "XLA_", "PJRT_", "FI_", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
-    for name in [name for name in os.environ if name.startswith(names)]:
-        monkeypatch.delenv(name)
-
-
-def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["nxtrain", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    return int(raised.value.code or 0)
-
-
-def test_dry_run_prints_a_script_of_environment_and_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(monkeypatch, "launch", str(TINY), "--dry-run", *ON_TRN2) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_dry_run_prints_a_script_of_environment_and_command() -> None:
+    code, printed, _ = in_process("launch", TINY, "--dry-run", *ON_TRN2)
+    assert code == 0
+    lines = printed.splitlines()
     assert lines[0].startswith("# trn2.48xlarge, Neuron SDK ")
     assert lines[-1] == shlex.join([sys.executable, "-m", "nxtrain", "train", str(TINY), *ON_TRN2])
     exports = [line for line in lines if line.startswith("export ")]
@@ -66,30 +49,28 @@ def test_what_dry_run_prints_sets_the_environment_in_a_shell() -> None:
 
 
 def test_of_a_run_that_cannot_start_yet_dry_run_prints_what_each_node_runs_and_then_the_problems(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    assert main(monkeypatch, "launch", str(RECIPE), "data.source=text", "data.packing=best_fit", "--dry-run") == 2
-    printed = capsys.readouterr()
-    assert "\nexport NEURON_RT_STOCHASTIC_ROUNDING_EN=1\n" in printed.out
-    assert "\nexport FI_PROVIDER=efa\n" in printed.out
-    assert " --nnodes=128 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 " in printed.out
-    assert " --nproc-per-node=32 " in printed.out
-    keys = [line.split()[1] for line in printed.err.splitlines() if line.startswith("error: ")]
+    code, printed, errors = in_process("launch", RECIPE, "data.source=text", "data.packing=best_fit", "--dry-run")
+    assert code == 2
+    assert "\nexport NEURON_RT_STOCHASTIC_ROUNDING_EN=1\n" in printed
+    assert "\nexport FI_PROVIDER=efa\n" in printed
+    assert " --nnodes=128 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 " in printed
+    assert " --nproc-per-node=32 " in printed
+    keys = [line.split()[1] for line in errors.splitlines() if line.startswith("error: ")]
     assert {"data.packing", "XLA_USE_BF16"} <= set(keys)
-    assert "    unset it and use precision.params=bf16\n" in printed.err
+    assert "    unset it and use precision.params=bf16\n" in errors
 
 
-def test_several_nodes_are_no_problem_of_a_dry_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = ("launch", str(TINY), "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
-    assert main(monkeypatch, *args, "--dry-run") == 0
-    assert " --nnodes=2 " in capsys.readouterr().out
-    assert main(monkeypatch, *args, "--dry-run", "--first-node", "node0") == 0
-    assert " --rdzv-endpoint=node0:29500 " in capsys.readouterr().out
-    assert main(monkeypatch, *args) == 2
-    assert "start it on each node with --first-node NAME" in capsys.readouterr().err
+def test_several_nodes_are_no_problem_of_a_dry_run() -> None:
+    argv = ("launch", TINY, "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
+    code, printed, _ = in_process(*argv, "--dry-run")
+    assert (code, " --nnodes=2 " in printed) == (0, True)
+    code, printed, _ = in_process(*argv, "--dry-run", "--first-node", "node0")
+    assert (code, " --rdzv-endpoint=node0:29500 " in printed) == (0, True)
+    code, _, errors = in_process(*argv)
+    assert (code, "start it on each node with --first-node NAME" in errors) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +136,12 @@ def test_torchneuron_is_for_the_second_generation() -> None:
 
 
 @pytest.mark.parametrize("name", ["neuron-native", "auto"])
-def test_a_rank_on_torchneuron_starts_anew_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    started: list[dict[str, str]] = []
+def test_a_rank_on_torchneuron_starts_anew_too(
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], name: str
+) -> None:
     monkeypatch.setattr(torchneuron, "support", lambda: Support(True, "16 chips in this test"))
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     reexec_with_environment(load(TINY, [f"backend.name={name}", ON_TRN2[1]]).config, {}, local_world=64)
-    (environ,) = started
+    ((_, _, environ),) = started
     assert environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
     assert "PJRT_DEVICE" not in environ
 
@@ -169,10 +150,10 @@ def test_only_runs_on_neuron_devices_get_their_variables() -> None:
     assert render(TINY, (), None, {"OMP_NUM_THREADS": "1"}).env == {}
 
 
-def test_a_rank_that_lacks_variables_starts_anew_with_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, list[str], dict[str, str]]] = []
+def test_a_rank_that_lacks_variables_starts_anew_with_them_once(
+    monkeypatch: pytest.MonkeyPatch, started: list[Program]
+) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     config = load(TINY, [*ON_TRN2, "run.seed=3"]).config
     reexec_with_environment(config, {"RANK": "5", "MALLOC_ARENA_MAX": "8"}, local_world=64)
     ((program, argv, environ),) = started
@@ -184,29 +165,26 @@ def test_a_rank_that_lacks_variables_starts_anew_with_them_once(monkeypatch: pyt
 
 @pytest.mark.parametrize(("nodes", "started_on"), [(1, 2), (2, 1)])
 def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, started_on: int
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], nodes: int, started_on: int
 ) -> None:
-    started: list[dict[str, str]] = []
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     config = load(TINY, [*ON_TRN2, f"cluster.nodes={nodes}"]).config
     reexec_with_environment(config, {"GROUP_WORLD_SIZE": str(started_on)}, local_world=64)
-    assert ("FI_PROVIDER" in started[0]) is (started_on > 1)
+    assert ("FI_PROVIDER" in started[0].environ) is (started_on > 1)
 
 
 @pytest.mark.parametrize(("rank", "profiles"), [("1", "1"), ("2", "0")])
 def test_ranks_that_are_not_profiled_turn_the_runtimes_profile_off_once(
-    monkeypatch: pytest.MonkeyPatch, rank: str, profiles: str
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], rank: str, profiles: str
 ) -> None:
-    started: list[dict[str, str]] = []
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     config = load(TINY, [*ON_TRN2, "metrics.profile_steps=[2, 3]", "metrics.profile_ranks=[0, 1]"]).config
     launched = {variable.name: variable.value for variable in neuron.needs(config, {}, 4).variables}
     assert launched["NEURON_RT_INSPECT_ENABLE"] == "1"
     for _ in range(2):
-        reexec_with_environment(config, started[-1] if started else {**launched, "RANK": rank}, local_world=4)
-    assert [environ["NEURON_RT_INSPECT_ENABLE"] for environ in started] == ["0"] * (profiles == "0")
+        environ = started[-1].environ if started else {**launched, "RANK": rank}
+        reexec_with_environment(config, environ, local_world=4)
+    assert [each.environ["NEURON_RT_INSPECT_ENABLE"] for each in started] == ["0"] * (profiles == "0")
 
 
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,10 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.launch.targets import clusters, storage
 from nxtrain.launch.targets.job import LaunchOptions
 from nxtrain.launch.targets.slurm import container_options, enroot_uri
-from tests.support.launch_cases import CASES, ROOT
+from tests.support.launch_cases import CASES
 from tests.unit.launch.test_targets import NASTY, in_bash, job
 
 IN_S3 = ("data.source=arrow", "data.path=s3://corpora/docs.arrow")
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize(

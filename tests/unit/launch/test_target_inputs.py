@@ -23,7 +23,6 @@ from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, r
 from nxtrain.launch.targets.render import NAMES, RENDERERS, launch_on
 from nxtrain.launch.targets.slurm import container_options
 from tests.support.commands import in_process
-from tests.support.launch_cases import ROOT
 from tests.unit.launch.test_targets import (
     NASTY,
     RECIPE,
@@ -34,12 +33,6 @@ from tests.unit.launch.test_targets import (
     shape_of,
     texts_and_paths,
 )
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
 
 EVERYTHING = """/'"$(touch owned)`touch owned`\\ #{x}'\n---\nkind: Pod\n#SBATCH --nodes=9\n\'\'\'\x07\x85\u8bad %s"""
 """Text that leaves every quotation, comment, line and character set that a file could put it into."""

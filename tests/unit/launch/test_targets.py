@@ -30,7 +30,8 @@ from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.yaml_text import dump_yaml
-from tests.support.launch_cases import CASES, GOLDEN, ROOT, all_files
+from tests.support import ROOT
+from tests.support.launch_cases import CASES, GOLDEN, all_files
 
 VALIDATED = GOLDEN / "validated.json"
 JUDGES = {
@@ -57,11 +58,6 @@ WORDS = """$(touch~owned) `touch~owned` $(HOME) $$(HOME) $HOME ';touch~owned;' "
 NASTY = st.one_of(TEXTS, st.sampled_from([word.replace("~", " ").replace("|", "\n") for word in WORDS.split()]))
 NAMES = NASTY.filter(lambda text: text.strip(" .") != "" and not re.search(r"[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text))
 """Texts that may be names of runs."""
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def job(*overrides: str, options: LaunchOptions = LaunchOptions()) -> ClusterJob:  # noqa: B008

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,9 @@ from nxtrain.config.load import load
 from nxtrain.launch import neuron, threads
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
+from tests.support import DEMO, TINY
+from tests.unit.launch.conftest import Program
 
-ROOT = Path(__file__).parents[3]
-TINY, DEMO = ROOT / "configs/tiny_cpu.toml", ROOT / "configs/demo.toml"
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 OPS = 128_000_000
 
@@ -74,14 +73,12 @@ SHELLS = {"OMP_NUM_THREADS": ("1", "5", "4,2"), "OMP_WAIT_POLICY": ("active", "p
     ids=str,
 )
 def test_the_shells_values_win_in_a_launch_and_in_a_lone_rank(
-    monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], shell: dict[str, str]
 ) -> None:
     on_cores(monkeypatch, 8)
     large = ["model.config.hidden_size=1024", "model.config.intermediate_size=4096"]
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     reexec_with_environment(load(TINY, large).config, shell, local_world=1)
-    alone = started.pop() if started else shell
+    alone = started.pop().environ if started else shell
     assert alone == {**shell, **render(TINY, large, None, shell).env}
     assert alone.items() >= shell.items()
     assert "OMP_NUM_THREADS" in alone
@@ -92,11 +89,9 @@ def test_the_shells_values_win_in_a_launch_and_in_a_lone_rank(
     assert not started, "a rank starts anew once"
 
 
-def test_hosts_of_neuron_devices_wait_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_neuron_devices_wait_as_before(monkeypatch: pytest.MonkeyPatch, started: list[Program]) -> None:
     on_trn2 = ["backend.name=neuron", "cluster.instance=trn2.48xlarge"]
     assert "OMP_WAIT_POLICY" not in render(TINY, on_trn2, None, {}).env
-    started: list[object] = []
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
     reexec_with_environment(load(TINY, on_trn2).config, {}, local_world=1)
     assert not started
@@ -139,13 +134,11 @@ def test_the_number_of_inference_follows_the_tokens_at_once_or_the_read_of_the_w
 
 @pytest.mark.parametrize("shell", [{"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "1"}, {"OMP_WAIT_POLICY": "active"}])
 def test_inference_starts_anew_once_and_the_shells_values_win(
-    monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], shell: dict[str, str]
 ) -> None:
     on_cores(monkeypatch, 8)
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     neuron.reexec_for_inference(None, 1, shell, local_world=1)
-    found = started.pop() if started else shell
+    found = started.pop().environ if started else shell
     assert found.items() >= shell.items()
     assert found["OMP_NUM_THREADS"] == shell.get("OMP_NUM_THREADS", "8")
     neuron.reexec_for_inference(None, 1, found, local_world=1)

@@ -50,7 +50,7 @@ class Run:
 
     def start(self, resumed: int, last: int, outcome: str, *, load_s: float = 10.0, tail_s: float = 0.25) -> float:
         """One start; `tail_s` from its last progress to its end. The goodput of its last record."""
-        machine, told = self.machine, 0.0
+        machine, recorded_goodput = self.machine, 0.0
         meter = GoodputMeter(self.logs, self.said.append, machine(), machine)
         machine.wait(load_s)
         meter.begin(resumed)
@@ -61,7 +61,7 @@ class Run:
             if step % 4 == 0:
                 meter.enter(step, "evaluation")
                 machine.wait(2.0)
-                told = meter.measure(step)["goodput"]
+                recorded_goodput = meter.measure(step)["goodput"]
                 meter.enter(step, "checkpoint")
                 machine.wait(0.5)
                 meter.saved(0.5, 3.0)
@@ -71,7 +71,7 @@ class Run:
         meter.beat()
         if outcome != "killed":
             meter.end(cast("Outcome", outcome))
-        return told
+        return recorded_goodput
 
     def parts(self) -> Goodput:
         return account(read(self.logs))
@@ -92,7 +92,7 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
     began = run.machine()
     run.start(0, 10, outcome)
     run.machine.wait(5.0)
-    told = run.start(8, 12, "done", tail_s=0.125)
+    recorded_goodput = run.start(8, 12, "done", tail_s=0.125)
     found = run.parts()
     assert found == Goodput(
         starts=2,
@@ -115,7 +115,7 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
         "restart_s": 16.0,
         "goodput": round(10.0 / found.wall_s, 6),
     }
-    assert told == 10.0 / (found.wall_s - 0.5 - 0.125)  # at step 12, before its checkpoint
+    assert recorded_goodput == 10.0 / (found.wall_s - 0.5 - 0.125)  # at step 12, before its checkpoint
     assert json.loads((run.logs / STARTS_FILE).read_text().splitlines()[-1]).items() >= found.record().items()
 
 

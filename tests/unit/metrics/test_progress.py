@@ -1,7 +1,8 @@
-"""Progress of a run, on a terminal and in a log."""
+"""Progress of a run, on a terminal, in a log, and on a screen that is gone."""
 
 from __future__ import annotations
 
+import errno
 import io
 import random
 import re
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from nxtrain.common.process.console import standard_error
-from nxtrain.metrics.progress import open_progress
-from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details
+from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.common.process.console import PipeSafeConsole, standard_error
+from nxtrain.metrics.progress import ProgressBar, open_progress
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S, Status, details
 
 if TYPE_CHECKING:
     from tests.unit.metrics.conftest import FakeClock
@@ -153,3 +156,26 @@ def test_the_shares_of_a_line_add_up_to_all_of_the_time(seed: int) -> None:
     names = {"data_s": "data", "waiting_s": "waiting for ranks"} | {key: key[:-2] for key in SECTIONS_S}
     for key, name in names.items():
         assert abs(shares[name] - 100 * times.get(key, 0.0) / spent_s) <= 1.0
+
+
+class Dead(io.StringIO):
+    """A stream whose reader is gone."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "input/output error")])
+def test_what_cannot_be_shown_is_dropped(error: OSError) -> None:
+    screen = PipeSafeConsole(file=Dead(error), force_terminal=True)
+    for _ in range(2):
+        screen.print("a line", style="yellow")
+        screen.print(Text("another"))
+    assert not screen._buffer
+    bar = ProgressBar(Status(10, BatchSizes(1)), 10, 0, screen, clock=lambda: 0.0)
+    bar.log({"step": 1, "loss": 1.0, "tokens_per_s": 2.0})
+    bar.close()

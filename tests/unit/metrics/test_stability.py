@@ -17,9 +17,9 @@ def norms(steps: int, spike_at: int = 0, length: int = 0, factor: float = 10.0) 
     return [x * factor if spike_at <= i < spike_at + length else x for i, x in enumerate(plain, 1)]
 
 
-def kinds(values: list[float], told: Stability | None = None) -> dict[int, str]:
+def kinds(values: list[float], watch_of_run: Stability | None = None) -> dict[int, str]:
     """Records with an alarm, by number."""
-    watch = told or Stability()
+    watch = watch_of_run or Stability()
     found = {i: watch.see(2.0, norm)[0] for i, norm in enumerate(values, 1)}
     return {i: kind for i, kind in found.items() if kind}
 

@@ -16,15 +16,17 @@ AGENT = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE":
 
 
 def test_a_process_started_alone_is_rank_0_of_1() -> None:
-    place = Placement.read({})
-    assert place == Placement(rank=0, world=1, local_rank=0, local_world=1)
-    assert place.is_alone and place.is_leader and not place.is_launched and not place.is_restart
+    placement = Placement.read({})
+    assert placement == Placement(rank=0, world=1, local_rank=0, local_world=1)
+    assert placement.is_alone and placement.is_leader and not placement.is_launched and not placement.is_restart
 
 
 def test_a_rank_of_an_agent() -> None:
-    place = Placement.read(AGENT)
-    assert place == Placement(rank=9, world=16, local_rank=1, local_world=8, speaks_for_node=False, is_launched=True)
-    assert not place.is_alone and not place.is_leader
+    placement = Placement.read(AGENT)
+    assert placement == Placement(
+        rank=9, world=16, local_rank=1, local_world=8, speaks_for_node=False, is_launched=True
+    )
+    assert not placement.is_alone and not placement.is_leader
 
 
 @pytest.mark.parametrize(
@@ -37,9 +39,9 @@ def test_a_rank_of_an_agent() -> None:
     ],
 )
 def test_restarts_of_the_agent_and_of_slurm(variables: dict[str, str], is_restart: bool, job: str) -> None:
-    place = Placement.read(variables)
-    assert (place.is_restart, place.job) == (is_restart, job)
-    assert place.has_agent == ("TORCHELASTIC_RUN_ID" in variables)
+    placement = Placement.read(variables)
+    assert (placement.is_restart, placement.job) == (is_restart, job)
+    assert placement.has_agent == ("TORCHELASTIC_RUN_ID" in variables)
 
 
 @pytest.mark.parametrize(("agents", "alone"), [("1", True), ("2", False)])
@@ -83,8 +85,8 @@ def test_a_rank_that_no_world_has_is_refused_at_once(drawn: dict[str, int | None
     given_numbers = {name: value for name, value in drawn.items() if value is not None}
     variables = {name: str(value) for name, value in given_numbers.items()}
     if possible(given_numbers):
-        place = Placement.read(variables)
-        assert 0 <= place.rank < place.world
+        placement = Placement.read(variables)
+        assert 0 <= placement.rank < placement.world
         return
     with pytest.raises(BackendError, match=r"_SIZE=|RANK=.*unset it"):
         Placement.read(variables)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.manifest import Build, differ
-
-TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
+from tests.support import TINY
 
 
 def build(*overrides: str, world: int = 2, flags: str = "") -> Build:

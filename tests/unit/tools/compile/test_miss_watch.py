@@ -22,9 +22,9 @@ from nxtrain.tools.compile.entries import LOCK, CacheKey, EntryState
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
 from nxtrain.tools.compile.module_folders import OURS, ModuleFolders, naming
+from tests.support import TINY
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
-TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 LONG_S = 20.0
 SECOND_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -24,10 +24,8 @@ from nxtrain.tools.compile.entries import CacheKey, hash_file, parse_key
 from nxtrain.tools.compile.manifest import CompiledGraph, GraphManifest, read_manifest, write_manifest
 from nxtrain.tools.compile.miss_watch import MissWatch, watch_misses
 from nxtrain.tools.compile.sync import Bucket, CacheLocation, sync
-from tests.support import commands
+from tests.support import TINY, commands
 from tests.support.caches import compile_now, key
-
-TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 
 
 def neff(number: int) -> CacheKey:
@@ -45,11 +43,6 @@ def add(root: Path, number: int, text: str = "") -> CacheKey:
     draft.write_text(text or f"graph {number}", encoding="utf-8")
     draft.rename(path)
     return found
-
-
-def run(*args: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command."""
-    return commands.in_process(*args)
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -72,16 +65,16 @@ def test_ls_shows_both_lanes_files_and_verify_hashes_them(tmp_path: Path) -> Non
     add(tmp_path, 1)
     empty = add(tmp_path, 2)
     (tmp_path / "neff" / empty.module).write_bytes(b"")
-    code, out, _ = run("cache", "ls", str(tmp_path))
+    code, out, _ = commands.in_process("cache", "ls", str(tmp_path))
     assert code == 0
     printed = out
     assert "1 done, 1 failed" in printed
     assert neff(1).module in printed
-    code, out, _ = run("cache", "verify", str(tmp_path))
+    code, out, _ = commands.in_process("cache", "verify", str(tmp_path))
     assert code == 0
     assert "0 as they were sealed, 1 hashed for the first time, 0 damaged" in out
     (tmp_path / "neff" / neff(1).module).write_text("graph 7", encoding="utf-8")
-    code, out, _ = run("cache", "verify", str(tmp_path))
+    code, out, _ = commands.in_process("cache", "verify", str(tmp_path))
     assert code == 5
     assert f"{neff(1)}  damaged: " in out
     cache = Cache(tmp_path)
@@ -98,7 +91,7 @@ def test_clean_quarantines_empty_files_and_evicts_the_least_used(tmp_path: Path)
     add(tmp_path, 9)
     (tmp_path / "neff" / neff(9).module).write_bytes(b"")
     Cache(tmp_path).mark_used([neff(1)])
-    code, out, _ = run("cache", "clean", str(tmp_path))
+    code, out, _ = commands.in_process("cache", "clean", str(tmp_path))
     assert code == 0
     assert f"{neff(9)}  into quarantine" in out
     assert set(Cache(tmp_path).evict(2000)) == {neff(9), neff(2), neff(3)}
@@ -145,13 +138,13 @@ def _made(folder: Path) -> Path:
 
 def test_a_watch_tells_of_each_new_file_once(tmp_path: Path) -> None:
     add(tmp_path, 1)
-    told: list[CacheKey] = []
-    watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: told.append(key))
+    reported: list[CacheKey] = []
+    watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: reported.append(key))
     for number in (2, 3):
         add(tmp_path, number)
     watch.look()
     watch.look()
-    assert told == [neff(3)]
+    assert reported == [neff(3)]
 
 
 @pytest.fixture
@@ -211,7 +204,7 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
     config = native_run.config
     args = [f"compile.cache_dir={config.compile.cache_dir}", f"compile.manifest={config.compile.manifest}"]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "checkpoint.every=50", *args]
-    code, _, err = run("compile", str(TINY), *native)
+    code, _, err = commands.in_process("compile", str(TINY), *native)
     assert code == 0
     assert "all 2 graphs are in" in err
     assert len(started) == 1
@@ -239,7 +232,7 @@ def test_without_devices_compile_says_why_the_mode_without_them_cannot_be_had(
 ) -> None:
     monkeypatch.setattr(torchneuron_names, "reads", lambda _: reads)
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true", *overrides]
-    code, _, err = run("compile", str(TINY), *native)
+    code, _, err = commands.in_process("compile", str(TINY), *native)
     assert code == 5
     said = err
     assert why in said
@@ -273,10 +266,10 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
     monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true"]
     native += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
-    code, out, _ = run("compile", str(TINY), *native, "--dry-run")
+    code, out, _ = commands.in_process("compile", str(TINY), *native, "--dry-run")
     assert code == 0
     assert ("export TORCH_NEURONX_COMPILE_ONLY=1" in out) is not bool(chips)
-    code, _, err = run("compile", str(TINY), *native)
+    code, _, err = commands.in_process("compile", str(TINY), *native)
     assert code == 0
     (env,) = started
     mode = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}

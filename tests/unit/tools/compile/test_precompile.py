@@ -15,10 +15,9 @@ from nxtrain.tools.compile import precompile
 from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
 from nxtrain.tools.compile.parallel_compile import Compiled
-from tests.support import commands
+from tests.support import TINY, commands
 from tests.support.caches import COMPILER, key
 
-TINY = Path(__file__).parents[4] / "configs/tiny_cpu.toml"
 NEURON = ("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2")
 
 
@@ -30,13 +29,8 @@ def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "host_memory", lambda: Memory(496 * GIB, "this machine"))
 
 
-def run(*args: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command."""
-    return commands.in_process("compile", *args)
-
-
 def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool() -> None:
-    code, out, _ = run(TINY, *NEURON, "--dry-run")
+    code, out, _ = commands.in_process("compile", TINY, *NEURON, "--dry-run")
     assert code == 0
     lines = out.splitlines()
     assert "export NEURON_FUSE_SOFTMAX=1" in lines
@@ -48,7 +42,7 @@ def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_too
 
 
 def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again() -> None:
-    code, out, _ = run(TINY, *NEURON, "recovery.max_restarts=100", "--dry-run")
+    code, out, _ = commands.in_process("compile", TINY, *NEURON, "recovery.max_restarts=100", "--dry-run")
     assert code == 0
     assert " --max-restarts=0 " in out.splitlines()[-1]
 
@@ -56,10 +50,10 @@ def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again() -> None:
 def test_of_several_nodes_all_meet_at_one() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2")
     several = (str(TINY), "backend.name=neuron", "train.micro_batch=1", *cluster)
-    code, _, err = run(*several)
+    code, _, err = commands.in_process("compile", *several)
     assert code == 2
     assert "nxtrain compile CONFIG --first-node NAME" in err
-    code, out, _ = run(*several, "--first-node", "node7", "--dry-run")
+    code, out, _ = commands.in_process("compile", *several, "--first-node", "node7", "--dry-run")
     assert code == 0
     assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in out
 
@@ -67,17 +61,19 @@ def test_of_several_nodes_all_meet_at_one() -> None:
 def test_the_others_may_meet_at_a_port_of_their_own() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
     args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
-    code, out, _ = run(*args)
+    code, out, _ = commands.in_process("compile", *args)
     assert code == 0
     assert " --rdzv-endpoint=node7:4000 " in out
 
 
 def test_a_dry_run_says_which_machines_write_which_manifest() -> None:
-    code, out, _ = run(TINY, *NEURON, "--dry-run")
+    code, out, _ = commands.in_process("compile", TINY, *NEURON, "--dry-run")
     assert code == 0
     assert "# writes compile_cache/manifests/tiny_cpu.json\n" in out
     recipe = TINY.with_name("llama2_70b_trn1.toml")  # 256 machines of 32 ranks, in order [pp 8, dp 32, tp 32]
-    code, out, _ = run(str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run")
+    code, out, _ = commands.in_process(
+        "compile", str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run"
+    )
     assert code == 0
     lines = [line for line in out.splitlines() if line.startswith("# machines")]
     assert lines == [
@@ -90,7 +86,7 @@ def test_a_dry_run_says_which_machines_write_which_manifest() -> None:
 def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "DEVICES", tmp_path)
     monkeypatch.setattr(sdk, "installed", lambda name: None)
-    code, _, err = run(TINY, *NEURON)
+    code, _, err = commands.in_process("compile", TINY, *NEURON)
     assert code == 5
     assert "graphs cannot be compiled here: no Neuron device" in err
     assert "install Neuron SDK 2.28: pip install --extra-index-url" in err
@@ -99,14 +95,14 @@ def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_without_the_tool_it_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "support", lambda: Support(True, "2 chips in this test"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, err = run(TINY, *NEURON)
+    code, _, err = commands.in_process("compile", TINY, *NEURON)
     assert code == 5
     assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in err
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_other_devices_compile_nothing_beforehand(backend: str) -> None:
-    code, _, err = run(TINY, f"backend.name={backend}")
+    code, _, err = commands.in_process("compile", TINY, f"backend.name={backend}")
     assert code == 2
     assert f"{backend} compiles no graphs beforehand" in err
 
@@ -140,7 +136,7 @@ def test_on_several_nodes_nothing_is_tried_again_by_one_alone(
     )
     paths = (f"compile.manifest={tmp_path}/a.json", f"compile.cache_dir={tmp_path}/cache")
     args = (str(TINY), "backend.name=neuron", *cluster, *paths, "--first-node=node7", "--retries=3")
-    assert run(*args)[0] == 0
+    assert commands.in_process("compile", *args)[0] == 0
     assert given == [retries]
 
 

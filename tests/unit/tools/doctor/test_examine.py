@@ -22,12 +22,11 @@ from nxtrain.tools.doctor import collectives, examine
 from nxtrain.tools.doctor.collectives import World, world_of
 from nxtrain.tools.doctor.finding import Finding
 from nxtrain.tools.doctor.host import check_disk
-from tests.support import sick_machine
+from tests.support import ROOT, sick_machine
 from tests.support.commands import in_process
 from tests.support.ports import free_port
 from tests.support.sick_machine import Machine
 
-ROOT = Path(__file__).parents[4]
 INSTALLED = {
     "torch": "2.9.0",
     "torch-xla": "2.9.0",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from nxtrain.config.load import load
 from nxtrain.launch import neuron
 from nxtrain.tools.trace import choice
 from nxtrain.tools.trace.choice import Choices, StandIn, choose, without_nxd
+from tests.support import TINY
 
-CONFIG = Path(__file__).parents[4] / "configs" / "tiny_cpu.toml"
 TRN2 = "cluster.instance=trn2.48xlarge"
 LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "precision.params=bf16")
 READ, UNREAD = (Package("neuronx-distributed", version) for version in ("0.18.31415", "0.19.1"))
@@ -37,7 +36,7 @@ def chosen(
         monkeypatch.setattr(module, "installed", known.get)
         monkeypatch.setattr(module, "detect", lambda: release)
     monkeypatch.setattr(neuron, "this_machine", lambda: None)
-    return choose(load(CONFIG, ["backend.name=neuron", TRN2, *overrides]).config)
+    return choose(load(TINY, ["backend.name=neuron", TRN2, *overrides]).config)
 
 
 def lines(found: Choices) -> list[str]:
@@ -142,7 +141,7 @@ def test_other_backends_have_our_own_layers(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_installed_nxd_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = chosen(monkeypatch, here=READ)
-    config = load(CONFIG, ["backend.name=neuron"]).config
+    config = load(TINY, ["backend.name=neuron"]).config
     without = without_nxd(found, config, "no libnrt.so")
     assert without.layers == "native"
     assert lines(without)[1] == "traced with backend.layers=native in place of nxd (auto: no libnrt.so)"
