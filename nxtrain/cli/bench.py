@@ -149,15 +149,16 @@ def bench_xla(
 
 @bench.command("optim", epilog="Example: nxtrain bench optim --threads 1 --rounds 9")
 def bench_optim(
+    name: Annotated[Literal["adamw", "muon"], typer.Option(help="Optimizer, as optim.name.")] = "adamw",
     layers: Annotated[int, integer(help="Blocks of the model whose parameters are updated.")] = 2,
     rounds: Annotated[int, integer(help="Times that each rule runs, in turns.")] = 7,
     threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Update parameters under every rule of precision.update, and compare with torch's fused AdamW."""
+    """Update parameters under every rule of precision.update, and compare with torch's AdamW or Muon."""
     from nxtrain.tools.bench.optim import bench_optim
 
-    bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
+    bench_optim(name=name, layers=layers, rounds=rounds, threads=threads, as_json=as_json)
 
 
 @bench.command("attention", epilog="Example: nxtrain bench attention --longest 16384 --rounds 3")

@@ -1,7 +1,7 @@
 """Predicted device memory of a rank by kind: training state, activations, logits and buffers.
 
 State follows the allocations of the code: `train/build.py`, `parallel/data_parallel.py`, `parallel/fully_sharded.py`
-and `optim/adamw.py`. Activations follow what autograd keeps: `nn/`, `parallel/linear.py`, `parallel/loss.py`,
+and `optim/`. Activations follow what autograd keeps: `nn/`, `parallel/linear.py`, `parallel/loss.py`,
 `backends/kernels.py`. The keys of stochastic rounding and the tables of rotary positions are small and left out.
 """
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.moments import accumulated_bytes, moments_of, offloaded_bytes
+from nxtrain.plan.muon import hidden_entries, num_hidden
 
 GIB = 1 << 30
 
@@ -112,19 +113,23 @@ def params_bytes(job: Job, stage: int) -> int:
 
 
 def optimizer_bytes(job: Job, stage: int) -> int:
-    """Optimizer state, as `optim/adamw.py:AdamW` makes it, and the rows that ZeRO-1 updates.
+    """Optimizer state, as `optim/adamw.py:AdamW` and `Muon` make it, and the rows that ZeRO-1 updates.
 
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
-    entries = job.trained(stage)
-    updated = entries.local
+    entries, hidden = job.trained(stage), hidden_entries(job, stage)
+    updated, with_one_mean = entries.local, hidden.local
     if job.config.parallel.shard == "zero1" or job.is_fully_sharded:
-        updated = entries.rows
-    return updated * state_size(job) + own_rows_bytes(job, stage)
+        updated, with_one_mean = entries.rows, hidden.rows
+    num_bytes = updated * state_size(job) + own_rows_bytes(job, stage)
+    return num_bytes - with_one_mean * SIZES[job.config.precision.state]
 
 
 def state_size(job: Job) -> int:
-    """Bytes of optimizer state for each entry that a rank updates, without ZeRO-1's own rows of the parameters."""
+    """Bytes of AdamW's state for each entry that a rank updates, without ZeRO-1's own rows of the parameters.
+
+    Muon has one running mean less.
+    """
     return 2 * SIZES[job.config.precision.state] + master_size(job)
 
 
@@ -153,4 +158,4 @@ def checkpoint_bytes(job: Job, params: int) -> int:
         size += SIZES["fp32"]
     elif precision.update == "bf16_kahan":
         size += SIZES["bf16"]
-    return params * size
+    return params * size - num_hidden(job) * SIZES[precision.state]

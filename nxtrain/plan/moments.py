@@ -27,6 +27,7 @@ from nxtrain.plan.activations import (
 from nxtrain.plan.adapters import adapter_entries
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.logits import chunk_bytes, kept_logits_bytes
+from nxtrain.plan.muon import muon_work
 from nxtrain.plan.shapes import block_entries, rest_entries
 
 NORM_ROW_BYTES = 4
@@ -55,6 +56,8 @@ class Moment(NamedTuple):
 def moments_of(job: Job, stage: int) -> Iterator[Moment]:
     """Moments of a step on a pipeline stage."""
     accumulated = accumulated_bytes(job, stage)
+    if job.config.optim.name == "muon":
+        yield Moment(reduced_bytes(job, stage), 0, 0, muon_work(job, stage).memory)
     if job.is_fully_sharded:
         if job.has_params_on_host:
             accumulated = 0

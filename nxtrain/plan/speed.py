@@ -15,6 +15,7 @@ from nxtrain.plan.experts import exchange_bytes
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import optimizer_bytes, params_bytes
 from nxtrain.plan.moments import reduced_bytes
+from nxtrain.plan.muon import muon_work, products_s
 from nxtrain.plan.pipeline import PipelineCosts
 from nxtrain.plan.traffic import (
     Links,
@@ -166,8 +167,9 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
     # The memory bounds the update: state is read and written, gradients are read.
     state_bytes = optimizer_bytes(job, slowest) + params_bytes(job, slowest)
     moved_bytes = 2 * state_bytes + reduced_bytes(job, slowest)
-    update_s = moved_bytes / (job.machine.memory_bytes_s * MEMORY_SHARE)
-    step_s = work_s + exposed_sync_s + update_s
+    update_s = moved_bytes / (job.machine.memory_bytes_s * MEMORY_SHARE) + products_s(job, slowest, speed.products)
+    update_traffic = tuple(_update_traffic(job, slowest, links))
+    step_s = work_s + exposed_sync_s + update_s + sum(each.seconds for each in update_traffic)
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
     flops = model_flops_per_token(job) * job.tokens_per_step
     own = parts[slowest :: parallel.pp]
@@ -185,6 +187,7 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
             *_ep_traffic(job, slowest, num * ep_own_s),
             *_dp_traffic(job, slowest, (num * gather_s, num * exposed_gather_s), (sync_s, exposed_sync_s)),
             *_pp_traffic(job, num * send_s, num * sends_s),
+            *update_traffic,
         ),
         mfu=flops / (step_s * job.world * job.machine.device_flops),
         basis=speed.basis,
@@ -362,6 +365,16 @@ def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tup
             replicas //= job.shard_size
         link = link_of(job, replicas, parallel.tp * (job.copies // replicas))
         yield Traffic("dp", link, int(sent), sync_s[0], _hidden(*sync_s))
+
+
+def _update_traffic(job: Job, stage: int, links: Links) -> Iterator[Traffic]:
+    """Rows that Muon exchanges for whole matrices, and results that replicas gather."""
+    work, parallel = muon_work(job, stage), job.config.parallel
+    groups = ((work.holders, 1, work.exchanged), (work.helpers, parallel.tp * job.shard_size, work.gathered))
+    for size, spread, sent in groups:
+        if sent:
+            seconds = ring_s(job, size, sent, links, spread=spread)
+            yield Traffic("update", link_of(job, size, spread), sent, seconds, 0.0)
 
 
 def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]:

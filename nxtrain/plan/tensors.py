@@ -17,7 +17,7 @@ from nxtrain.common.sharding import ShardBox, ShardSpec, row_cut
 from nxtrain.common.stages import units_of
 from nxtrain.config.finetune import BLOCK
 from nxtrain.plan.adapters import adapted_layers
-from nxtrain.plan.job import Job
+from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import state_size
 from nxtrain.plan.moments import accumulated_size
 
@@ -186,16 +186,20 @@ class Rank:
         """Bytes of the training state."""
         num_blocks = sum(len(chunk) for chunk in self.blocks)
         params = frozen = 0
-        trained = updated = 0
+        trained = updated = with_one_mean = 0
+        has_muon = self.job.config.optim.name == "muon"
         counted = [(num_blocks, held) for held in self.block] + [(1, held) for held in self.others]
         for count, held in counted:
             if held.parameter.is_trained:
                 params += count * held.num_bytes
                 trained += count * math.prod(held.shape)
                 updated += count * math.prod(held.state_shape)
+                if has_muon and is_matrix(held.parameter.spec) and held in self.block:
+                    with_one_mean += count * math.prod(held.state_shape)
             else:
                 frozen += count * held.num_bytes
         optimizer = updated * state_size(self.job)
+        optimizer -= with_one_mean * SIZES[self.job.config.precision.state]
         if self.job.config.parallel.shard == "zero1":
             optimizer += updated * self.job.params_size
         return RankBytes(params, frozen, trained * accumulated_size(self.job), optimizer)

@@ -21,7 +21,8 @@ class Traffic:
     """Communication of one rank over one axis in a step.
 
     Args:
-        axis: `tp`, `cp`, `ep`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp.
+        axis: `tp`, `cp`, `ep`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp. `update`:
+            between the ranks that share Muon's work.
         link: Slowest link that the axis spans: between devices of a machine, or between machines.
         bytes: Bytes that a rank sends.
         seconds: Time of the transfers.

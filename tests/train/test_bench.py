@@ -237,6 +237,23 @@ def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) ->
     }
 
 
+def test_bench_optim_measures_muon_with_one_running_mean(tmp_path: Path) -> None:
+    argv = ("bench", "optim", "--name", "muon", "--layers", "1", "--rounds", "1", "--json")
+    code, told = forked_command(tmp_path, *argv, first=_of_small_models)
+    assert code == 0, told
+    rules = json.loads(told)["rules"]
+    assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
+    assert set(rules) == {optim.MUON_PEER, *(case.name for case in optim.CASES), "fp32, bf16 products"}
+    matrices = 3.0 - rules["fp32"]["bytes_per_param"] / 4.0  # share of the parameters without a second mean
+    assert 0.1 < matrices < 0.9
+    for name, of_adamw, mean in (
+        ("fp32_master", 14, 4),
+        ("bf16_stochastic, bf16 state", 6, 2),
+        (optim.MUON_PEER, 12, 4),
+    ):
+        assert rules[name]["bytes_per_param"] == pytest.approx(of_adamw - mean * matrices, abs=0.01)
+
+
 def test_collectives_are_measured_at_every_size() -> None:
     found = command("collectives", "--sizes-kib", "4,256", "--rounds", "1")
     rows = {row["name"]: row for row in found["rows"]}

@@ -1,4 +1,4 @@
-"""Cost of an update under each rule, next to torch's fused AdamW on float32 parameters, in turns in one process.
+"""Cost of an update under each rule, next to torch's optimizer on float32 parameters, in turns in one process.
 
 The measure is the CPU time of this process, the steadiest figure on a shared machine. Results are medians over
 rounds. Ratios are medians of the ratios inside each round.
@@ -6,12 +6,12 @@ rounds. Ratios are medians of the ratios inside each round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -19,23 +19,28 @@ from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
+from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig, RunConfig
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.muon import Muon
 from nxtrain.parallel.precision import DTYPES, Precision, Update
+from nxtrain.parallel.whole_matrices import WholeMatrices
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.train import SHAPE
 from nxtrain.train.build import build_meta
 
 PEER = "torch.optim.AdamW(fused=True)"
+MUON_PEER = "torch.optim.Muon, AdamW(fused=True)"
 WARMUP_ROUNDS = 2
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
 LR = 1e-3
+ADAMW = OptimConfig(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,13 @@ class Case:
     update: Update
     params: str  # types of parameters and running means
     state: str
+    products: Literal["fp32", "bf16"] = "fp32"  # of Newton-Schulz steps
 
     @property
     def name(self) -> str:
-        """Name of the case, by the values of `[precision]`."""
-        return self.update if self.state == "fp32" else f"{self.update}, bf16 state"
+        """Name of the case, by the values of `[precision]` and of `optim.muon_precision`."""
+        name = self.update if self.state == "fp32" else f"{self.update}, bf16 state"
+        return name if self.products == "fp32" else f"{name}, bf16 products"
 
 
 CASES = (
@@ -62,7 +69,12 @@ CASES = (
 )
 
 
-def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> None:
+MUON_CASES = (*CASES, Case("fp32", "fp32", "fp32", "bf16"))
+
+
+def bench_optim(
+    *, name: Literal["adamw", "muon"] = "adamw", layers: int, rounds: int, threads: int, as_json: bool
+) -> None:
     """Measure the cost of an update under each rule on some blocks of a model, and print the results."""
     if threads:
         torch.set_num_threads(threads)
@@ -70,16 +82,27 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     layout = layout_of(backend, layers)
     num_params = layout.table.num_params()
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
-    updates: dict[str, Callable[[], object]] = {PEER: _torchs(grads)}
-    bytes_per_param = {PEER: 12.0}
-    for case in CASES:
-        updates[case.name], held = _ours(case, layout, backend, grads)
+    optim = ADAMW.model_copy(update={"name": name})
+    peer, cases = (PEER, CASES) if name == "adamw" else (MUON_PEER, MUON_CASES)
+    updates: dict[str, Callable[[], object]] = {}
+    bytes_per_param: dict[str, float] = {}
+    hidden = hidden_names(layout) if name == "muon" else []
+    updates[peer] = _torchs(grads, hidden)
+    num_hidden = sum(grads[each].numel() for each in hidden)
+    bytes_per_param[peer] = 12.0 - 4.0 * num_hidden / num_params
+    for case in cases:
+        updates[case.name], held = _ours(case, layout, backend, grads, optim)
         bytes_per_param[case.name] = held / num_params
     sides = {name: partial(harness.cpu_s, update) for name, update in updates.items()}
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
     result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
-    result["rules"] = summarize(seconds, num_params, bytes_per_param)
-    harness.present(result, lambda: [_table(result)], as_json=as_json, of_machine=False)
+    result["rules"] = summarize(seconds, num_params, bytes_per_param, peer)
+    harness.present(result, lambda: [_table(result, peer)], as_json=as_json, of_machine=False)
+
+
+def hidden_names(layout: Layout) -> list[str]:
+    """Names of the matrices of the blocks."""
+    return [name for name, spec in layout.table.items() if ".layers." in name and is_matrix(spec)]
 
 
 def layout_of(backend: Backend, layers: int) -> Layout:
@@ -91,51 +114,66 @@ def layout_of(backend: Backend, layers: int) -> Layout:
 
 
 def summarize(
-    seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float]
+    seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float], peer: str = PEER
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds of each rule, compared with those of `PEER`."""
+    """Medians over rounds of each rule, compared with those of a peer."""
     rules = {}
     for name, turns in seconds.items():
         rules[name] = {
             "ns_per_param": median(turns) / num_params * 1e9,
-            "ratio": harness.median_ratio(turns, seconds[PEER]),
+            "ratio": harness.median_ratio(turns, seconds[peer]),
             "bytes_per_param": bytes_per_param[name],
         }
     return rules
 
 
-def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tensor]) -> tuple[Callable[[], None], int]:
+def _ours(
+    case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tensor], optim: OptimConfig = ADAMW
+) -> tuple[Callable[[], None], int]:
     """Function that runs an update, and the bytes of its parameters and optimizer state."""
     params, state = DTYPES[case.params], DTYPES[case.state]
     shards = {name: torch.randn(spec.shape).to(params) for name, spec in layout.table.items()}
-    optimizer = AdamW(
-        shards,
-        layout,
-        backend.kernels,
-        backend.put,
-        precision=Precision(params, torch.float32, torch.float32, case.update, state),
-        seed=0,
-        optim=OptimConfig(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
-    )
+    precision = Precision(params, torch.float32, torch.float32, case.update, state)
+    where = shards, layout, backend.kernels, backend.put
+    optimizer = AdamW(*where, precision=precision, seed=0, optim=optim)
+    if optim.name == "muon":
+        optim = optim.model_copy(update={"muon_precision": case.products})
+        hidden = {name: layout.table[name] for name in hidden_names(layout)}
+        matrices = WholeMatrices(hidden, layout.mesh, 1, backend.collectives, backend.put)
+        optimizer = Muon(*where, matrices, precision=precision, seed=0, optim=optim)
     lr, scale = backend.scalars(LR, 1.0)
     skip = backend.put(torch.zeros((), dtype=torch.bool))
     tensors = [*shards.values(), *chain.from_iterable(kind.values() for kind in optimizer.state.values())]
     return lambda: optimizer.step(grads, lr, scale, skip), sum(tensor.nbytes for tensor in tensors)
 
 
-def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:
-    parameters = [torch.nn.Parameter(torch.randn(grad.shape)) for grad in grads.values()]
-    for parameter, grad in zip(parameters, grads.values(), strict=True):
+def _torchs(grads: Mapping[str, Tensor], hidden: Collection[str] = ()) -> Callable[[], None]:
+    """Update by torch's AdamW, and of the hidden matrices by its Muon."""
+    matrices, others = [], []
+    for name, grad in grads.items():
+        parameter = torch.nn.Parameter(torch.randn(grad.shape))
         parameter.grad = grad
-    optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
-    return lambda: optimizer.step() and None
+        if name in hidden:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    adamw = torch.optim.AdamW(others, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizers: list[torch.optim.Optimizer] = [adamw]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=LR, weight_decay=WEIGHT_DECAY))
+
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return update
 
 
-def _table(result: Mapping[str, Any]) -> Table:
+def _table(result: Mapping[str, Any], peer: str) -> Table:
     rows = []
     for name, rule in result["rules"].items():
         figures = (f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
         rows.append((name, *figures))
-    heads = ("rule", "ns per parameter", "x torch fused", "bytes per parameter")
+    heads = ("rule", "ns per parameter", f"x {peer.partition('(')[0]}", "bytes per parameter")
     caption = f"processor time of {result['threads']} threads, medians over {result['rounds']} rounds"
     return harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption)

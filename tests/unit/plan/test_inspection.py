@@ -29,6 +29,7 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.config.schema import OptimConfig
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
 from nxtrain.plan.job import Job
@@ -72,7 +73,10 @@ def draw(seed: int) -> tuple[Resolved, Job, int]:
     rng = Random(seed)
     method = rng.choice(METHODS)
     finetune = FinetuneConfig(method=method, r=rng.choice([2, 8]), targets=rng.choice(TARGETS))
-    config = resolved.config.model_copy(update={"finetune": finetune})
+    optim = resolved.config.optim
+    if finetune.adapts:  # Muon updates no adapters
+        optim = OptimConfig()
+    config = resolved.config.model_copy(update={"finetune": finetune, "optim": optim})
     if method == "qlora":  # tensor parallelism cuts no block of 64 weights
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
         model = resolved.model.model_copy(update={**sizes, "head_dim": 64})
