@@ -210,7 +210,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
         """Sum of the cross entropies of some tokens over a sharded vocabulary, and the gradient of the logits.
 
@@ -219,9 +219,12 @@ class Kernels(ABC):
         Args:
             logits: (T, V), this rank's columns; may be overwritten.
             targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+            z_loss: Factor of the squared log of the softmax's denominator, which each token that counts adds. Source:
+                Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.
 
         Returns:
-            The sum, () float32, and the gradient, (T, V) in the type of `logits`, or None.
+            The sum, () float32, and the gradient, (T, V) in the type of `logits`, or None. With `z_loss`, two sums:
+            (2,) float32 of the cross entropies and of the added terms; the gradient is that of both.
         """
 
     @abstractmethod

@@ -26,6 +26,8 @@ class VocabHead(nn.Module):
 
     Attributes:
         scale: Factor of the gradients of the loss, () float32; None: 1.
+        z_loss: Factor of the squared log of the softmax's denominator, whose gradient backward passes add; 0: none.
+        z_sum: (1,) float32, to which training passes add these terms.
 
     Args:
         vocab_size: Unpadded vocabulary; padded rows of the last rank get probability zero.
@@ -46,6 +48,8 @@ class VocabHead(nn.Module):
     ) -> None:
         super().__init__()
         self.scale: Callable[[], Tensor] | None = None
+        self.z_loss = 0.0
+        self.z_sum: Tensor | None = None
         spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
@@ -73,7 +77,7 @@ class VocabHead(nn.Module):
         return buffers
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum over the tokens of -log p(target).
+        """Sum over the tokens of -log p(target), to whose gradient that of `z_loss` is added.
 
         Args:
             hidden: (S/tp, B, D).
@@ -86,6 +90,9 @@ class VocabHead(nn.Module):
         chunk = self._chunk
         if self.scale is not None:
             chunk = partial(chunk, scale=self.scale())
+        has_z_loss = self.z_loss > 0.0 and torch.is_grad_enabled()
+        if has_z_loss:
+            chunk = partial(chunk, z_loss=self.z_loss)
         loss: Tensor = _VocabCrossEntropy.apply(
             whole.flatten(0, -2),
             self.weight,
@@ -94,6 +101,10 @@ class VocabHead(nn.Module):
             self._chunk_rows,
             chunk,
         )
+        if has_z_loss:
+            assert self.z_sum is not None
+            self.z_sum.add_(loss[1].detach())
+            return loss[0]
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -110,6 +121,7 @@ _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 def _chunk_of(kernels: Kernels) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
 
+    # 8 arguments: the tokens, the weight, and the kind of loss and of gradients
     def chunk(
         hidden: Tensor,
         weight: Tensor,
@@ -118,11 +130,12 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         needs_grad: bool,
         is_trained: bool,
         scale: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = kernels.linear(hidden, weight)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
         scaled = logits if scale is None else logits.float()
-        loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
+        loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
@@ -183,6 +196,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
+        if grad.dim():  # both sums have one gradient, which the first one's factor scales
+            grad = grad[0]
         if weight_grad is not None:
             weight_grad.mul_(grad.to(weight_grad.dtype))
         return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None

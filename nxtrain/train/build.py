@@ -290,9 +290,21 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(2)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        z_sum=_z_sum(run.train, model, backend),
         accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
     )
+
+
+def _z_sum(train: TrainConfig, model: nn.Module, backend: Backend) -> Tensor | None:
+    """Sum of the terms of the z-loss, to which the loss adds; None without z-loss."""
+    if not train.z_loss:
+        return None
+    z_sum = backend.put(torch.zeros(1))
+    for module in model.modules():
+        if isinstance(module, VocabHead):
+            module.z_loss, module.z_sum = train.z_loss, z_sum
+    return z_sum
 
 
 def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:

@@ -141,6 +141,8 @@ class Trainer:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
         numbers = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
+        if result.z_loss is not None:
+            numbers["z_loss"] = result.z_loss
         numbers |= self.guard.values()
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)

@@ -147,7 +147,7 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     """Loss of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
     rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
-    padded = rng.choice((0, 0, 1, vocab - 1))
+    padded, z_loss = rng.choice((0, 0, 1, vocab - 1)), rng.choice((0.0, 0.0, 0.1))
     axis = Mesh.build(1, 0).tp
     found: list[tuple[Tensor, Tensor | None]] = []
 
@@ -163,7 +163,7 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             C10dCollectives(1),
             axis,
         )
-        loss, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
+        loss, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad, z_loss=z_loss)
         found.append((loss.cpu(), None if grad is None else grad.cpu()))
 
     def check(before: Values, after: Values) -> None:
@@ -172,7 +172,13 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
         kept = exact[:, : vocab - padded]
         wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="sum")
         loss, grad = found[-1]
-        compare("the loss", loss, wanted, torch.float32)
+        if z_loss:
+            squares = kept.logsumexp(dim=1)[before["target"] != IGNORE_INDEX].square().sum()
+            compare("the z-loss", loss[1], z_loss * squares, torch.float32)
+            loss, wanted = loss[0], wanted + z_loss * squares
+            compare("the loss", loss, wanted.detach() - z_loss * squares, torch.float32)
+        else:
+            compare("the loss", loss, wanted, torch.float32)
         assert (grad is not None) == needs_grad
         if grad is not None:
             assert grad.dtype == before["logits"].dtype
@@ -180,6 +186,7 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             compare("the gradient", grad, wanted_grad, grad.dtype)
 
     label = f"cross_entropy of {type(kernels).__name__} on {rows} rows, {vocab} columns, {padded} padded, {needs_grad}"
+    label += f", z-loss {z_loss}"
     operands = {
         "logits": Operand((rows, vocab), forms=CONTIGUOUS, written=True),
         "target": Operand((rows,), targets, has_gradient=False),

@@ -83,7 +83,8 @@ def reference(
         optimizer.zero_grad()
         logits = wrapped(input_ids=inputs).logits.double()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
-        loss.backward()
+        z_loss = resolved.config.train.z_loss * logits[targets != IGNORE_INDEX].logsumexp(-1).square().mean()
+        (loss + z_loss).backward()
         squares = [p.grad.double().square().sum() for p in trained.values() if p.grad is not None]
         norm = torch.stack(squares).sum().sqrt()
         if optim.clip:
