@@ -62,9 +62,9 @@ class PlainKernels(Kernels):
         return out
 
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        return cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        return cross_entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recompute(function, *inputs)
@@ -280,7 +280,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def masked_cross_entropy(
-    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """`Kernels.cross_entropy` by a mask of the targets in place of an index, for devices without 64-bit integers.
 
@@ -296,16 +296,23 @@ def masked_cross_entropy(
     target_score = scores.masked_fill(~hit, 0.0).sum(dim=1)
     exp = (scores - peak.unsqueeze(1)).exp()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
-    losses = sums[0].log() + peak - sums[1]
+    log_sums = sums[0].log() + peak
+    losses = log_sums - sums[1]
     counting = torch.where(counted, losses, torch.zeros_like(losses))
+    if z_loss:
+        squares = torch.where(counted, log_sums.square(), torch.zeros_like(losses))
+        counting = torch.stack([counting, z_loss * squares])
     if not needs_grad:
         return counting, None
-    grad = exp * (counted.float() / sums[0]).unsqueeze(1) - hit.float()
+    share = counted.float() / sums[0]
+    if z_loss:
+        share = share * (1.0 + 2.0 * z_loss * log_sums)
+    grad = exp * share.unsqueeze(1) - hit.float()
     return counting, grad.to(dtype)
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """`Kernels.cross_entropy` in elementary operations."""
     dtype, comm, axis = logits.dtype, columns.comm, columns.axis
@@ -316,10 +323,17 @@ def cross_entropy(
     target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
-    losses = sums[0].log() + peak - sums[1]
+    log_sums = sums[0].log() + peak
+    losses = log_sums - sums[1]
     counting = torch.where(counted, losses, torch.zeros_like(losses))
+    if z_loss:
+        squares = torch.where(counted, log_sums.square(), torch.zeros_like(losses))
+        counting = torch.stack([counting, z_loss * squares])
     if not needs_grad:
         return counting, None
-    grad = exp.mul_((counted.float() / sums[0]).unsqueeze(1))
+    share = counted.float() / sums[0]
+    if z_loss:
+        share = share * (1.0 + 2.0 * z_loss * log_sums)
+    grad = exp.mul_(share.unsqueeze(1))
     grad.scatter_add_(1, column, -here.float().unsqueeze(1))
     return counting, grad.to(dtype)

@@ -210,7 +210,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
         """Cross entropies of some tokens over a sharded vocabulary, and the gradient of their sum by the logits.
 
@@ -219,10 +219,12 @@ class Kernels(ABC):
         Args:
             logits: (T, V), this rank's columns; may be overwritten.
             targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+            z_loss: Factor of the squared log of the softmax's denominator, which each token that counts adds. Source:
+                Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.
 
         Returns:
             The cross entropies, (T,) float32, 0 for `IGNORE_INDEX`, and the gradient, (T, V) in the type of `logits`,
-            or None.
+            or None. With `z_loss`, the added terms as well: (2, T) float32; the gradient is that of both sums.
         """
 
     @abstractmethod

@@ -56,6 +56,9 @@ def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
     if name == "dpo" and has_weights and config.model.init != "hf":
         reason = f"dpo compares with the weights from which the run begins, but model.init={config.model.init}"
         yield Problem(key, reason, hint="set model.hf=FOLDER and model.init=hf")
+    if config.train.z_loss:
+        reason = f"{name} has no cross entropy of tokens to which train.z_loss={config.train.z_loss} adds"
+        yield Problem(key, reason, hint="leave train.z_loss out")
     if config.precision.params == "fp16":
         reason = f"{name} weighs tokens by whole answers, which the loss scale of params=fp16 does not cover"
         yield Problem("precision.params", reason, hint="use bf16 or fp32")

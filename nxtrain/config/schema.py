@@ -183,6 +183,8 @@ class TrainConfig(Section):
     """Steps between evaluations on held-out data; 0: never."""
     eval_batches: Size = 8
     """Global batches per evaluation."""
+    z_loss: NonNegativeFloat = 0.0
+    """Factor of the squared log of the softmax's denominator, which is added to each token's loss; 0: none."""
     loss_chunk_mib: Size = 64
     """Most MiB of float32 logits that one rank holds at once."""
 

@@ -69,6 +69,7 @@ class StepRecord:
         param_norm: Global norm of the parameters after the update.
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
         throughput: Speed since the previous record.
+        z_loss: Mean of the terms of train.z_loss, which `loss` is without; None: there are none.
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         measured: Values of the observers by key, such as `goodput`, and of the loader, such as tokens of each corpus.
     """
@@ -81,15 +82,25 @@ class StepRecord:
     lost_update_frac: float
     lr: float
     throughput: Throughput
+    z_loss: float | None = None
     val_loss: float | None = None
     verdict: Verdict = field(default_factory=Verdict)
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
-        """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
+        """Record as flat keys. `mfu` is None if unknown; optional values are absent if they are empty."""
         flat = asdict(self)
         flat |= flat.pop("throughput") | flat.pop("verdict") | flat.pop("measured")
-        for key in ("val_loss", "skipped_steps", "alarm", "grad_norm_mean", "grad_norm_lowest", "spikes", "loss_scale"):
+        for key in (
+            "z_loss",
+            "val_loss",
+            "skipped_steps",
+            "alarm",
+            "grad_norm_mean",
+            "grad_norm_lowest",
+            "spikes",
+            "loss_scale",
+        ):
             if flat[key] in (None, (), ""):
                 del flat[key]
         return flat

@@ -28,6 +28,8 @@ class VocabHead(nn.Module):
 
     Attributes:
         scale: Factor of the gradients of the loss, () float32; None: 1.
+        z_loss: Factor of the squared log of the softmax's denominator, whose gradient backward passes add; 0: none.
+        z_sum: (1,) float32, to which training passes add these terms.
 
     Args:
         vocab_size: Unpadded vocabulary; padded rows of the last rank get probability zero.
@@ -50,6 +52,8 @@ class VocabHead(nn.Module):
     ) -> None:
         super().__init__()
         self.scale: Callable[[], Tensor] | None = None
+        self.z_loss = 0.0
+        self.z_sum: Tensor | None = None
         spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
@@ -78,7 +82,7 @@ class VocabHead(nn.Module):
         return buffers
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum over the tokens of -log p(target), or each of them.
+        """Sum over the tokens of -log p(target), or each of them; the sum's gradient includes that of `z_loss`.
 
         Args:
             hidden: (S/tp, B, D).
@@ -96,6 +100,9 @@ class VocabHead(nn.Module):
         chunk = self._chunk
         if self.scale is not None:
             chunk = partial(chunk, scale=self.scale())
+        has_z_loss = self.z_loss > 0.0 and torch.is_grad_enabled()
+        if has_z_loss:
+            chunk = partial(chunk, z_loss=self.z_loss)
         loss: Tensor = _VocabCrossEntropy.apply(
             whole.flatten(0, -2),
             self.weight,
@@ -104,6 +111,10 @@ class VocabHead(nn.Module):
             self._chunk_rows,
             chunk,
         )
+        if has_z_loss:
+            assert self.z_sum is not None
+            self.z_sum.add_(loss[1].detach())
+            return loss[0]
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -123,6 +134,7 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
     A `scale` multiplies the gradients: () of all tokens, or (T, 1) of each.
     """
 
+    # 8 arguments: the tokens, the weight, and the kind of loss and of gradients
     def chunk(
         hidden: Tensor,
         weight: Tensor,
@@ -131,12 +143,15 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
         needs_grad: bool,
         is_trained: bool,
         scale: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = kernels.linear(hidden, weight)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
         scaled = logits if scale is None else logits.float()
-        losses, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
-        loss = losses if token_losses else losses.sum()
+        losses, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
+        loss = losses
+        if not token_losses:
+            loss = losses.sum(dim=1) if z_loss else losses.sum()
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
@@ -197,6 +212,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
+        if grad.dim():  # both sums have one gradient, which the first one's factor scales
+            grad = grad[0]
         if weight_grad is not None:
             weight_grad.mul_(grad.to(weight_grad.dtype))
         return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None

@@ -211,7 +211,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 def _router_losses(plan: Resolved, backend: Backend, mesh: Mesh) -> BatchRouterLosses | None:
     """Losses of the routers, over the ranks of dp x cp, and over those of tp if these have different tokens."""
     mixture, run = plan.dimensions.mixture, plan.config
-    if mixture is None:
+    if mixture is None or run.finetune.compares:
         return None
     axis, num_same = mesh.dp_cp, 1
     if run.parallel.sequence_parallel:
@@ -301,6 +301,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(2 if preferences is None else len(SUMS))),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        z_sum=_z_sum(run.train, model, backend),
         accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
         preferences=preferences,
@@ -333,6 +334,17 @@ def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]
         if id(parameter) in inner and is_matrix(table[name]):
             matrices[name] = table[name]
     return matrices
+
+
+def _z_sum(train: TrainConfig, model: nn.Module, backend: Backend) -> Tensor | None:
+    """Sum of the terms of the z-loss, to which the loss adds; None without z-loss."""
+    if not train.z_loss:
+        return None
+    z_sum = backend.put(torch.zeros(1))
+    for module in model.modules():
+        if isinstance(module, VocabHead):
+            module.z_loss, module.z_sum = train.z_loss, z_sum
+    return z_sum
 
 
 def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:

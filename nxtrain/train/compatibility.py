@@ -228,7 +228,13 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         del optim[f"optim.{key}"]
     types = config.precision.model_dump(mode="json", exclude={"type"})
     precision = {f"precision.{key}": value for key, value in types.items()}
-    return {**optim, **precision, "finetune.dropout": config.finetune.dropout, "torch": torch.__version__}
+    return {
+        **optim,
+        **precision,
+        "finetune.dropout": config.finetune.dropout,
+        "train.z_loss": config.train.z_loss,
+        "torch": torch.__version__,
+    }
 
 
 def _schedule_settings(config: RunConfig) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class TrainState:
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
+        z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None: there is no z-loss.
         accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
         preferences: Objective on pairs; None: the cross entropy of tokens.
@@ -68,6 +69,7 @@ class TrainState:
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
+    z_sum: Tensor | None = None
     accumulates: bool = False
     positions: Tensor | None = None
     preferences: Preferences | None = None
@@ -175,7 +177,8 @@ class StepResult:
         loss: Mean over the tokens of the global batch, or over its pairs.
         grad_norm: Norm of the whole gradient before clipping.
         num_tokens: Number of targets that counted; of an objective on pairs, the number of pairs.
-        others: Further sums over pairs, by name.
+        others: Further numbers by name: `z_loss`, the mean of the terms that the z-loss adds to the tokens' losses, and
+            that `loss` is without; sums over pairs.
     """
 
     loss: Tensor
@@ -200,8 +203,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """
     _accumulate(state, batch)
     state.section("reduce")
-    loss, num_tokens, *others = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
-    state.sums.zero_()
+    loss, num_tokens, *others = _take_sums(state).unbind()
     per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
@@ -209,7 +211,21 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.history.note(loss, norm)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    return StepResult(loss, norm, num_tokens, {name: x.clone() for name, x in zip(SUMS[2:], others, strict=False)})
+    names = SUMS[2:]
+    if state.z_sum is not None:
+        names, others = ("z_loss",), [others[0] / num_tokens]
+    return StepResult(loss, norm, num_tokens, {name: x.clone() for name, x in zip(names, others, strict=False)})
+
+
+def _take_sums(state: TrainState) -> Tensor:
+    """Sums of the loss, of the tokens and of the z-loss, if any, over the global batch; the next step begins at 0."""
+    if state.z_sum is None:
+        total = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch)
+    else:
+        total = state.backend.collectives.all_reduce(torch.cat([state.sums, state.z_sum]), state.mesh.batch)
+        state.z_sum.zero_()
+    state.sums.zero_()
+    return total
 
 
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:

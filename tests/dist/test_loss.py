@@ -28,6 +28,7 @@ CHUNKS = (1, 5, S * B)
 @dataclass(frozen=True)
 class Found:
     loss: Tensor
+    z_loss: Tensor
     hidden_grad: Tensor
     weight_grad: Tensor
     logits: Tensor
@@ -42,18 +43,19 @@ def given(vocab: int, scale: float) -> Mapping[str, Tensor]:
 
 
 @cache
-def expected(vocab: int, scale: float) -> Found:
+def expected(vocab: int, scale: float, z_loss: float = 0.0) -> Found:
     tensors = given(vocab, scale)
     hidden, weight = tensors["hidden"].double().requires_grad_(), tensors["weight"].double().requires_grad_()
     logits = F.linear(hidden, weight)
     targets = tensors["targets"].flatten()
     loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    loss.backward()
+    added = z_loss * logits.flatten(0, 1)[targets != IGNORE_INDEX].logsumexp(dim=1).square().sum()
+    (loss + added).backward()
     assert hidden.grad is not None and weight.grad is not None
-    return Found(loss.detach(), hidden.grad, weight.grad, logits.detach())
+    return Found(loss.detach(), added.detach(), hidden.grad, weight.grad, logits.detach())
 
 
-def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int) -> Found:
+def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int, z_loss: float = 0.0) -> Found:
     axis = Mesh.build(tp, backend.rank, tp=tp).tp
     parallel = TensorParallel(axis, backend.collectives, backend.kernels, torch.float32, sp)
     tensors = given(vocab, scale)
@@ -61,6 +63,7 @@ def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int
         num_bytes = 4 * rows * -(-vocab // tp)
         head = VocabHead(vocab, D, Init(), parallel, chunk_bytes=num_bytes)
     filled(head, axis, {"": tensors["weight"]})
+    head.z_loss, head.z_sum = z_loss, torch.zeros(1)
     hidden = tensors["hidden"].chunk(tp)[backend.rank].clone() if sp else tensors["hidden"].clone()
     hidden.requires_grad_()
     before = hidden.detach().clone(), head.weight.detach().clone(), tensors["targets"].clone()
@@ -68,7 +71,9 @@ def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int
     loss.backward()
     assert all(map(torch.equal, before, (hidden.detach(), head.weight.detach(), tensors["targets"])))
     assert hidden.grad is not None and head.weight.grad is not None
-    return Found(loss.detach(), hidden.grad, head.weight.grad, head.logits(hidden))
+    with torch.no_grad():
+        assert head.loss(hidden, tensors["targets"]).equal(loss.detach()), "an evaluation has the cross entropy alone"
+    return Found(loss.detach(), head.z_sum.squeeze(0), hidden.grad, head.weight.grad, head.logits(hidden))
 
 
 @pytest.mark.parametrize("rows", CHUNKS)
@@ -82,14 +87,18 @@ def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int
         (5, 4, False),  # the last rank holds nothing but padding
     ],
 )
-def test_loss_and_gradients_equal_torch(ranks: RankPool, vocab: int, tp: int, sp: bool, rows: int) -> None:
-    want = expected(vocab, 1.0)
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_loss_and_gradients_equal_torch(
+    ranks: RankPool, vocab: int, tp: int, sp: bool, rows: int, z_loss: float
+) -> None:
+    want = expected(vocab, 1.0, z_loss)
     spec = ShardSpec((vocab, D), dim=0)
-    for rank, found in enumerate(ranks.run(tp, run, vocab, 1.0, tp, sp, rows)):
+    for rank, found in enumerate(ranks.run(tp, run, vocab, 1.0, tp, sp, rows, z_loss)):
         axis = Mesh.build(tp, rank, tp=tp).tp
         hidden_grad = want.hidden_grad.chunk(tp)[rank] if sp else want.hidden_grad
         pairs = [
             (found.loss, want.loss),
+            (found.z_loss, want.z_loss),
             (found.hidden_grad, hidden_grad),
             (found.weight_grad, spec.shard({"": want.weight_grad}, axis)),
             (found.logits, want.logits),

@@ -153,7 +153,7 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     """Losses of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
     rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
-    padded = rng.choice((0, 0, 1, vocab - 1))
+    padded, z_loss = rng.choice((0, 0, 1, vocab - 1)), rng.choice((0.0, 0.0, 0.1))
     axis = Mesh.build(1, 0).tp
     found: list[tuple[Tensor, Tensor | None]] = []
 
@@ -169,7 +169,7 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             C10dCollectives(1),
             axis,
         )
-        losses, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
+        losses, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad, z_loss=z_loss)
         found.append((losses.cpu(), None if grad is None else grad.cpu()))
 
     def check(before: Values, after: Values) -> None:
@@ -178,7 +178,13 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
         kept = exact[:, : vocab - padded]
         wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="none")
         losses, grad = found[-1]
-        compare("the losses", losses, wanted, torch.float32)
+        if z_loss:
+            added = z_loss * (kept.logsumexp(dim=1) * (before["target"] != IGNORE_INDEX)).square()
+            compare("the z-loss", losses[1], added, torch.float32)
+            compare("the losses", losses[0], wanted, torch.float32)
+            wanted = wanted + added
+        else:
+            compare("the losses", losses, wanted, torch.float32)
         assert (grad is not None) == needs_grad
         if grad is not None:
             assert grad.dtype == before["logits"].dtype
@@ -186,6 +192,7 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             compare("the gradient", grad, wanted_grad, grad.dtype)
 
     label = f"cross_entropy of {type(kernels).__name__} on {rows} rows, {vocab} columns, {padded} padded, {needs_grad}"
+    label += f", z-loss {z_loss}"
     operands = {
         "logits": Operand((rows, vocab), forms=CONTIGUOUS, written=True),
         "target": Operand((rows,), targets, has_gradient=False),

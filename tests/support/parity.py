@@ -87,6 +87,9 @@ def reference(
             inputs, targets = batches_[step]
             logits = model(input_ids=inputs).logits.double()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+            z_loss = resolved.config.train.z_loss * logits[targets != IGNORE_INDEX].logsumexp(-1).square().mean()
+            (loss + z_loss).backward()
+            return loss
         loss.backward()
         return loss
 

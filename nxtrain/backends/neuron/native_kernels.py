@@ -46,9 +46,9 @@ class NeuronNativeKernels(PlainKernels):
         return self._norm(x, weight, eps)
 
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        return masked_cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        return masked_cross_entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
 
     def compile(self) -> None:
         """Let `fuse` compile from here on."""

@@ -114,7 +114,7 @@ def _saved_metadata(file: Path) -> Mapping[str, Any]:
 
 def _metadata_of(run: RunConfig, step: int) -> Mapping[str, Any]:
     """Metadata of a run after a step, whose position in the data follows from its configuration."""
-    samples = step * run.train.global_batch
+    samples = run.train.batch_sizes().before(step)
     return {
         "samples": samples,
         "tokens": samples * run.train.seq_len,
