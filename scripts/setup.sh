@@ -7,6 +7,8 @@ say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 5; }
 
 NEEDED_GB=9  # torch's CUDA libraries, and the downloads beside them
+# The tests' reference of preferences. No extra: Python 3.10 has none, and NeuronX Distributed an older transformers.
+TRL="trl>=1.16,<1.17;python_version>='3.11'"
 NEVER_US=1000000000  # of a Python that cannot make environments
 
 # Print the first Python that suits, or one that takes a fifth less time: a Python that was built without its compiler's
@@ -111,9 +113,9 @@ setup() {
     if [ "${1:-}" = nxd ]; then
         venv=".venv-nxd" packages=".[xla,nxd,dev]"
     elif [ -n "${NXTRAIN_TORCH:-}" ]; then
-        venv=".venv-torch-$NXTRAIN_TORCH" packages=".[dev] torch==$NXTRAIN_TORCH"
+        venv=".venv-torch-$NXTRAIN_TORCH" packages=".[dev] torch==$NXTRAIN_TORCH $TRL"
     else
-        venv=".venv" packages=".[xla,dev]"
+        venv=".venv" packages=".[xla,dev] $TRL"
     fi
     is_ready && return
     if command -v flock >/dev/null; then exec 9<pyproject.toml && flock 9; fi  # another script may be at it

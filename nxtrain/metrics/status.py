@@ -18,6 +18,10 @@ SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
 """Keys that hold the seconds of the sections of the steps, which are parts of `training_s`."""
 
 
+PREFERENCES = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected", "kl")
+"""Keys of a record on pairs of answers: rewards, their difference, the share of pairs in order, and the divergence."""
+
+
 class Status:
     """Texts for the newest record of a run."""
 
@@ -45,6 +49,10 @@ def details(record: Mapping[str, Any]) -> list[str]:
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     spent_s = sum(numbers.get(key, 0.0) for key in KINDS_S)
     texts = []
+    if "reward_margin" in numbers:
+        texts.append(f"margin {numbers['reward_margin']:.3g}")
+    if "reward_accuracy" in numbers:
+        texts.append(f"accuracy {numbers['reward_accuracy']:.0%}")
     if "mfu" in numbers:
         texts.append(f"MFU {numbers['mfu']:.1%}")
     if "grad_norm" in numbers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -230,20 +231,20 @@ def _take_sums(state: TrainState) -> Tensor:
 
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
-    pairs = iter(_with_reference(state, batch))
+    pairs = _with_reference(state, batch)
 
     def found(loss: Tensor, targets: Tensor) -> Tensor:
-        loss, sums = _objective(state, loss, targets, pairs)
+        loss, sums = _objective(state, loss, targets, next(pairs))
         state.sums.add_(sums())
         return loss
 
     if state.pipeline is not None:
         state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
         return
-    for index, (inputs, targets, *documents) in enumerate(batch.micro_batches):
+    for index, ((inputs, targets, *documents), own) in enumerate(zip(batch.micro_batches, pairs, strict=True)):
         state.data_parallel.begin(last=index == len(batch.inputs) - 1)
         state.section("forward")
-        loss, sums = _objective(state, state.lm.loss(inputs, targets, *documents), targets, pairs)
+        loss, sums = _objective(state, state.lm.loss(inputs, targets, *documents), targets, own)
         state.section("backward")
         loss.backward()
         state.sums.add_(sums())
@@ -252,37 +253,48 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
 
 
 def _objective(
-    state: TrainState, loss: Tensor, targets: Tensor, pairs: Iterator[Pairs]
+    state: TrainState, loss: Tensor, targets: Tensor, pairs: Pairs | None
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Loss with which backward begins, and the sums of a micro-batch, from what the model returns."""
-    if state.preferences is not None:
-        loss, counted = state.preferences.loss(loss, next(pairs))
+    if state.preferences is not None and pairs is not None:
+        loss, counted = state.preferences.loss(loss, pairs)
         return loss, lambda: counted
     return loss, lambda: _sums(loss, targets)
 
 
-def _with_reference(state: TrainState, batch: DeviceBatch) -> Sequence[Pairs]:
-    """Pairs of each micro-batch, with the log-probabilities of the frozen weights where no others are given."""
+def _with_reference(state: TrainState, batch: DeviceBatch) -> Iterator[Pairs | None]:
+    """Pairs of each micro-batch, with the log-probabilities of the frozen weights where no others are given.
+
+    Without stages, the frozen weights compute a micro-batch when its turn comes, as a part of its graph. Stages compute
+    all micro-batches first, together.
+    """
     preferences = state.preferences
-    if preferences is None or not preferences.needs_reference or batch.pairs[0].reference is not None:
-        return batch.pairs
+    if preferences is None:
+        return iter([None] * len(batch.inputs))
+    if not preferences.needs_reference or batch.pairs[0].reference is not None:
+        return iter(batch.pairs)
+    if state.pipeline is None:
+        return map(partial(_beside_frozen, state, preferences), batch.pairs, batch.micro_batches)
     with without_adapters(state.model):
         references = answer_log_probs(state, batch)
-    if not references:  # on a stage without the last layers
-        return batch.pairs
-    return [replace(pairs, reference=given) for pairs, given in zip(batch.pairs, references, strict=True)]
+    return (replace(pairs, reference=given) for pairs, given in zip(batch.pairs, references, strict=False))
+
+
+@torch.no_grad()
+def _beside_frozen(state: TrainState, preferences: Preferences, pairs: Pairs, micro_batch: tuple[Tensor, ...]) -> Pairs:
+    with without_adapters(state.model):
+        return replace(pairs, reference=preferences.log_probs(state.lm.loss(*micro_batch), pairs))
 
 
 @torch.no_grad()
 def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
     """Log-probabilities of the answers of each micro-batch, (B, 2K) float32; none before the last pipeline stage."""
-    assert state.preferences is not None
+    preferences = state.preferences
+    assert preferences is not None
     found: list[Tensor] = []
-    pairs = iter(batch.pairs)
 
     def note(losses: Tensor, _: Tensor) -> Tensor:
-        assert state.preferences is not None
-        found.append(state.preferences.log_probs(losses, next(pairs)))
+        found.append(preferences.log_probs(losses, batch.pairs[len(found)]))
         return losses
 
     if state.pipeline is not None:
@@ -318,12 +330,12 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
     Every micro-batch runs the same graph; nothing is accumulated on the device across them.
     """
     sums = []
-    pairs = iter(_with_reference(state, batch))
+    pairs = _with_reference(state, batch)
     if state.pipeline is not None:
         here: list[Tensor] = []
 
         def found(loss: Tensor, targets: Tensor) -> Tensor:
-            here.append(_objective(state, loss, targets, pairs)[1]())
+            here.append(_objective(state, loss, targets, next(pairs))[1]())
             return loss
 
         state.pipeline.evaluate(batch.micro_batches, found)
@@ -331,9 +343,9 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
             sums.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
             state.backend.step_boundary()
         return sums
-    for inputs, targets, *documents in batch.micro_batches:
+    for (inputs, targets, *documents), own in zip(batch.micro_batches, pairs, strict=True):
         # No name: a tensor that is still known at the boundary would be an output of the graph.
-        counted = _objective(state, state.lm.loss(inputs, targets, *documents), targets, pairs)[1]
+        counted = _objective(state, state.lm.loss(inputs, targets, *documents), targets, own)[1]
         sums.append(_over_batch(state, counted()))
         del counted
         state.backend.step_boundary()

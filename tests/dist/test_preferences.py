@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Backend
+from nxtrain.common.vocab import END_BIT, PROMPT_BIT
+from nxtrain.data import loader
+from nxtrain.train import preferences, step
+from nxtrain.train.preferences import Pairs, Preferences
+from nxtrain.train.step import eval_step, train_step
 from tests.support.drawn import SEED, Degrees, covering_array
 from tests.support.drawn_runs import error_of, failures
 from tests.support.pairs import (
+    DrawnPairs,
     PairCourse,
     counts_of,
     described_pairs,
     draw_pairs,
     pairs_on_rank,
+    references,
+    share_of,
     wanted_of_pairs,
 )
+from tests.support.parity import start
 from tests.support.ranks import RankPool
 
 _SMALL = [degrees for degrees in covering_array(SEED, 64) if degrees.world <= 4]
@@ -35,7 +53,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+SLOW = {1, 3, 5, 7, 12, 19}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(index, marks=[pytest.mark.slow] * (index in SLOW)) for index in range(len(LAYOUTS))],
+    ids=lambda index: f"{index}-{LAYOUTS[index]}",
+)
 def test_a_drawn_run_on_pairs_of_any_layout_equals_one_process(ranks: RankPool, index: int) -> None:
     run = draw_pairs("pairs", SEED, index, LAYOUTS[index])
     courses: list[PairCourse] = ranks.run(run.degrees.world, pairs_on_rank, run, run.weights())
@@ -44,3 +69,138 @@ def test_a_drawn_run_on_pairs_of_any_layout_equals_one_process(ranks: RankPool, 
     for course in courses:
         assert [others["pairs"] for others in course.others] == counts_of(run)
         assert course.others == courses[0].others
+
+
+# --- mutants -------------------------------------------------------------------------------------------------------
+
+
+def _prompts_counted() -> AbstractContextManager[Any]:
+    """Targets of prompts count as those of answers."""
+    sound = loader.batch_of
+
+    def batch_of(rows: Any, *args: Any, **kwargs: Any) -> Any:
+        return sound(np.where(rows >= 0, rows & ~PROMPT_BIT, rows), *args, **kwargs)
+
+    return patch("tests.support.pairs.batch_of", batch_of)
+
+
+def _pairs_split_over_ranks() -> AbstractContextManager[Any]:
+    """A row begins with the rejected answer of a pair, whose chosen answer another rank has."""
+    sound = Preferences.log_probs
+
+    def log_probs(self: Preferences, losses: Tensor, pairs: Pairs) -> Tensor:
+        return sound(self, losses, replace(pairs, numbers=pairs.numbers + 1))
+
+    return patch.object(Preferences, "log_probs", log_probs)
+
+
+def _reference_that_learns() -> AbstractContextManager[Any]:
+    """The gradient of the reference is not stopped."""
+    sound = Preferences._dpo
+
+    def dpo(self: Preferences, found: Tensor, pairs: Pairs) -> Any:
+        assert pairs.reference is not None
+        return sound(self, found, replace(pairs, reference=pairs.reference + found - found.detach()))
+
+    return patch.object(Preferences, "_dpo", dpo)
+
+
+@contextmanager
+def _adapters_on(model: nn.Module) -> Iterator[None]:
+    yield
+
+
+def _reference_with_adapters() -> AbstractContextManager[Any]:
+    return patch.object(step, "without_adapters", _adapters_on)
+
+
+def _mean_of_means() -> AbstractContextManager[Any]:
+    """The mean over micro-batches and ranks of the mean over the pairs of each."""
+    sound = Preferences.loss
+
+    def loss(self: Preferences, losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        total, sums = sound(self, losses, pairs)
+        number = sums[1].clamp(min=1)
+        return total / number, sums / number
+
+    return patch.object(Preferences, "loss", loss)
+
+
+def _positions_of_one_rank() -> AbstractContextManager[Any]:
+    """An answer is the part of it that a context parallel rank has."""
+    return patch.object(preferences, "sum_over", lambda x, comm, axis: x)
+
+
+def _pairs_of_every_rank() -> AbstractContextManager[Any]:
+    """Each context parallel rank counts the pairs of the row that it shares."""
+    sound = Preferences.loss
+
+    def loss(self: Preferences, losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        self._share = None
+        return sound(self, losses, pairs)
+
+    return patch.object(Preferences, "loss", loss)
+
+
+MUTANTS: dict[str, tuple[str, Degrees, Callable[[], AbstractContextManager[Any]]]] = {
+    "prompts counted": ("orpo", Degrees(), _prompts_counted),
+    "pairs split over ranks": ("dpo", Degrees(), _pairs_split_over_ranks),
+    "reference that learns": ("dpo", Degrees(), _reference_that_learns),
+    "reference with adapters": ("dpo", Degrees(), _reference_with_adapters),
+    "mean of means": ("dpo", Degrees(dp=2), _mean_of_means),
+    "positions of one rank": ("dpo", Degrees(cp=2, cp_layout="contiguous", cp_method="gather"), _positions_of_one_rank),
+    "pairs of every rank": ("dpo", Degrees(cp=2, cp_layout="contiguous", cp_method="gather"), _pairs_of_every_rank),
+}
+"""Objective and layout of a run, and the defect. Prompts that both answers share cancel out of DPO, not of ORPO."""
+
+
+def run_of(objective: str, degrees: Degrees) -> DrawnPairs:
+    """A run of adapters of which each step has several pairs, and another number of them on each rank."""
+    for index in range(0, 1000, 2):
+        run = draw_pairs("mutants", SEED, index, degrees)
+        if run.objective.objective == objective and min(counts_of(run)) > 2 and run.degrees.world * run.steps < 7:
+            of_ranks = [[(part & END_BIT).clip(0).sum() for part in np.split(rows, degrees.dp)] for rows in run.rows()]
+            if degrees.dp == 1 or all(one != other for one, other in of_ranks):
+                return run
+    raise AssertionError(f"no draw of {objective} on {degrees}")
+
+
+def mutated(backend: Backend, name: str, run: DrawnPairs) -> PairCourse:
+    """The course of one rank with a defect; an empty name has none."""
+    mutant: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if name:
+        mutant = MUTANTS[name][2]
+    with mutant():
+        return pairs_on_rank(backend, run, run.weights())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_defect_of_the_objective_is_seen(ranks: RankPool, name: str) -> None:
+    objective, degrees, _ = MUTANTS[name]
+    run = run_of(objective, degrees)
+    want = wanted_of_pairs(run)
+    sound, defective = (ranks.run(run.degrees.world, mutated, given, run) for given in ("", name))
+    assert error_of(sound, want, run).is_parity, described_pairs(run)
+    assert not error_of(defective, want, run).is_parity, described_pairs(run)
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def losses_of_a_step(backend: Backend, run: DrawnPairs) -> tuple[float, float]:
+    """Loss that an evaluation finds, and that of the step that follows."""
+    state = start(backend, run.resolved, run.weights())
+    train = run.resolved.config.train
+    rows, given = run.rows()[0], next(iter(references(run)))
+    batch = share_of(state, rows, given, train.micro_batch, run.objective.pairs_per_row)
+    losses, numbers = zip(*eval_step(state, batch), strict=True)
+    found = train_step(state, batch, 1e-3).loss
+    return float(sum(losses)) / float(sum(numbers)), float(found)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pp=2, dp=2), Degrees(cp=2, cp_layout="zigzag")], ids=str)
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_evaluation_of_pairs_is_the_loss_of_the_step(ranks: RankPool, degrees: Degrees, index: int) -> None:
+    run = draw_pairs("evaluation", SEED, index, degrees)
+    for evaluated, trained in ranks.run(degrees.world, losses_of_a_step, run):
+        assert evaluated == pytest.approx(trained, rel=1e-6)

@@ -71,7 +71,7 @@ def house(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    ready = 'source scripts/setup.sh; venv=.venv packages=".[xla,dev]"; fingerprint >.venv/nxtrain-setup'
+    ready = 'source scripts/setup.sh; venv=.venv packages=".[xla,dev] $TRL"; fingerprint >.venv/nxtrain-setup'
     subprocess.run(["bash", "-c", ready], cwd=tmp_path, check=True)
     return tmp_path
 

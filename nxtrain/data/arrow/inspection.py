@@ -207,10 +207,6 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer 
             corpus.expect(documents)
             for document in documents:
                 statistics.add(corpus.content(document))
-    samples = []
-    if len(corpus):
-        for document in sorted({0, len(corpus) // 2, len(corpus) - 1}):
-            samples.append({"document": document, "begins": _sample(corpus, document, tokenizer)})
     return {
         "path": str(corpus.path),
         "format": "prepared ids" if corpus.is_ids else "prepared text",
@@ -220,8 +216,40 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer 
         "checksums": corpus.has_checksums,
         "verified": False,
         **statistics.to_json(),
-        "samples": samples,
+        "pairs": len(corpus) // 2 if corpus.has_pairs else None,
+        "samples": _pairs(corpus, tokenizer) if corpus.has_pairs else _samples(corpus, tokenizer),
     }
+
+
+def _samples(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[dict[str, Any]]:
+    """Begins of three documents."""
+    if not len(corpus):
+        return []
+    documents = sorted({0, len(corpus) // 2, len(corpus) - 1})
+    return [{"document": document, "begins": _sample(corpus, document, tokenizer)} for document in documents]
+
+
+def _pairs(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[dict[str, Any]]:
+    """Three pairs: the end of the prompt, and the begins of both answers; ids without a tokenizer."""
+    samples = []
+    num_pairs = len(corpus) // 2
+    for pair in sorted({0, num_pairs // 2, num_pairs - 1} if num_pairs else ()):
+        sample: dict[str, Any] = {"pair": pair}
+        for document, side in ((2 * pair, "chosen"), (2 * pair + 1, "rejected")):
+            content = corpus.content(document)
+            begin, ids = corpus.prompt(document, content), corpus.ids(document)
+            sample["prompt"] = _shown(ids[max(0, begin - _SAMPLE_IDS) : begin], tokenizer)
+            sample[side] = _shown(ids[begin : begin + _SAMPLE_IDS], tokenizer)
+        samples.append(sample)
+    return samples
+
+
+def _shown(ids: NDArray[Any], tokenizer: TextTokenizer | None) -> str | list[int]:
+    numbers: list[int] = ids.tolist()
+    if tokenizer is None:
+        return numbers
+    text: str = tokenizer.tokenizer.decode(numbers, skip_special_tokens=False)
+    return text
 
 
 def _sample(corpus: PreparedCorpus, document: int, tokenizer: TextTokenizer | None) -> str | list[int]:
@@ -257,6 +285,7 @@ def _of_sources(
         "checksums": None,
         "verified": False,
         **statistics.to_json(),
+        "pairs": None,
         "samples": samples,
     }
 

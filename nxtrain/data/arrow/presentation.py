@@ -80,6 +80,8 @@ def present_inspection(statistics: dict[str, Any], console: Console) -> None:
         "corpus", f"{statistics['path']} ({statistics['format']}, {size(statistics['file_bytes'])} on the disk)"
     )
     table.add_row("documents", f"{statistics['documents']:,}")
+    if statistics["pairs"] is not None:
+        table.add_row("pairs", f"{statistics['pairs']:,}")
     tokens = "unknown; give --tokenizer"
     if statistics["tokens"] is not None:
         tokens = f"{statistics['tokens']:,}"
@@ -106,4 +108,9 @@ def present_inspection(statistics: dict[str, Any], console: Console) -> None:
         console.print(f"rows of {statistics['seq_len']:,} targets:")
         console.print(packing)
     for sample in statistics["samples"]:
+        if "pair" in sample:
+            console.print(f"pair {sample['pair']:,}: after ...{sample['prompt']!r}", soft_wrap=True)
+            console.print(f"    chosen   {sample['chosen']!r}", soft_wrap=True)
+            console.print(f"    rejected {sample['rejected']!r}", soft_wrap=True)
+            continue
         console.print(f"document {sample['document']:,}: {sample['begins']!r}", soft_wrap=True)

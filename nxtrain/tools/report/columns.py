@@ -24,14 +24,14 @@ from pyarrow import json as arrow_json
 from nxtrain.common.io.jsonl import is_begun
 from nxtrain.common.io.regular import open_regular
 from nxtrain.common.process.progress import Progress
-from nxtrain.metrics.status import KINDS_S, SECTIONS_S
+from nxtrain.metrics.status import KINDS_S, PREFERENCES, SECTIONS_S
 
 Column = NDArray[np.float64]
 
 NUMBERS = (
     *("loss", "z_loss", "val_loss", "grad_norm", "grad_norm_mean", "grad_norm_lowest", "param_norm", "param_norm_0"),
     *("param_norm_expected", "lost_update_frac", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "goodput"),
-    *("peak_memory_bytes", *KINDS_S, *SECTIONS_S),
+    *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, *PREFERENCES),
 )
 """Keys of a record that hold a number."""
 

@@ -169,6 +169,9 @@ def _overview(run: RecordedRun) -> Iterator[tuple[str, str]]:
     yield "step", step
     yield "loss", _text(columns.last("loss"), "{:.4f}".format)
     yield "held-out loss", _text(columns.last("val_loss"), "{:.4f}".format)
+    if "reward_margin" in columns.numbers:
+        yield "margin of rewards", _text(columns.last("reward_margin"), "{:.4f}".format)
+        yield "pairs in order", _text(columns.last("reward_accuracy"), _percent)
     bits = run.summary.get("bits_per_byte")
     if isinstance(bits, float) and math.isfinite(bits):
         yield "bits per byte", f"{bits:.4f}"

@@ -49,6 +49,8 @@ QUANTITIES = (
     ("mfu", "Model FLOPs utilization", "%", "mfu", 100.0),
     ("memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", 1 / (1 << 30)),
     ("goodput", "Goodput", "% of the time since the first start", "goodput", 100.0),
+    ("reward-accuracy", "Pairs in the preferred order", "%", "reward_accuracy", 100.0),
+    ("kl", "Divergence from the reference", "nats per answer", "kl", 1.0),
     ("lost-updates", "Updates lost to rounding", "% of the parameters", "lost_update_frac", 100.0),
 )
 """Charts of one column each: key, title, unit, column and scale."""
@@ -58,7 +60,7 @@ NOISY = ("throughput", "step-time", "mfu")  # charts that get their mean drawn o
 
 def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Charts of some runs; a quantity that no run recorded has none."""
-    drawn = [_losses(runs), _difference(runs), _norms(runs)]
+    drawn = [_losses(runs), _difference(runs), _norms(runs), _rewards(runs)]
     for key, title, unit, column, scale in QUANTITIES:
         curves: list[Curve] = []
         for color, run in _colored(runs):
@@ -111,7 +113,13 @@ def _losses(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
         curves.append(Curve(_named(runs, run, "held-out"), color, *run.columns.series("val_loss"), kind="dots"))
     if any("val_loss" in run.columns.numbers for run in runs):
         note = f"Dots are evaluations on held-out text. {note}".strip()
-    return draw("loss", "Loss", "nats per token", curves, note=note, wide=True)
+    return draw("loss", "Loss", _unit(runs), curves, note=note, wide=True)
+
+
+def _unit(runs: Sequence[RecordedRun]) -> str:
+    if all("reward_margin" in run.columns.numbers for run in runs):
+        return "mean of the pairs"
+    return "nats per token"
 
 
 def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
@@ -127,7 +135,17 @@ def _difference(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
         steps, first, other = difference(runs[0], run)
         curves += _with_mean(f"{run.name} - {runs[0].name}", color, steps, other - first)
     note = "At the steps that both runs recorded."
-    return draw("difference", "Loss difference", "nats per token", curves, note=note, wide=True)
+    return draw("difference", "Loss difference", _unit(runs), curves, note=note, wide=True)
+
+
+def _rewards(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
+    """Rewards of the chosen and of the rejected answers, of runs on pairs."""
+    curves = []
+    for color, run in _colored(runs):
+        curves.append(Curve(_named(runs, run, "chosen"), color, *run.columns.series("reward_chosen")))
+        rejected = run.columns.series("reward_rejected")
+        curves.append(Curve(_named(runs, run, "rejected"), color, *rejected, kind="dashed"))
+    return draw("rewards", "Rewards of answers", "", curves, note="The distance of both lines is the margin.")
 
 
 def _norms(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:

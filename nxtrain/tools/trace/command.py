@@ -49,10 +49,13 @@ def graphs(
         ConfigError: The configuration cannot run in that world, or a rank is outside it.
         BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
-    given = load(config, [*overrides, *IRRELEVANT])
+    irrelevant: tuple[str, ...] = IRRELEVANT
+    if load(config, overrides).config.finetune.compares:  # pairs need one prepared corpus, which need not be there yet
+        irrelevant = tuple(line for line in IRRELEVANT if not line.startswith("data."))
+    given = load(config, [*overrides, *irrelevant])
     resolve_config(given, world, backend_of(given.config))
     chosen = choose(given.config)
-    relaxed = [*overrides, *IRRELEVANT, *(f"{key}={value}" for key, value in TRACED.items())]
+    relaxed = [*overrides, *irrelevant, *(f"{key}={value}" for key, value in TRACED.items())]
     plan = resolve_config(load(config, relaxed), world)
     outside = [rank for rank in ranks if not 0 <= rank < world]
     if outside:

@@ -15,7 +15,7 @@ from tests.support.published import CONFIGS, world_of
 from tests.unit.plan.test_command import answer
 
 SHIPPED = sorted(CONFIGS.rglob("*.toml"))
-BASES = {"lora_tiny_cpu": "tiny", "llama3_1_8b_lora_cuda": "llama3.1-8b"}
+BASES = {"dpo_tiny_cpu": "tiny", "lora_tiny_cpu": "tiny", "llama3_1_8b_lora_cuda": "llama3.1-8b"}
 """Models whose weights a configuration takes."""
 
 

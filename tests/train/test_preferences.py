@@ -1,0 +1,159 @@
+"""Preferences by commands: pairs are prepared, adapters and whole models train on them, and a resume is exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from nxtrain.checkpoint import directory
+from nxtrain.common.run_folder import ADAPTER_DIR, METRICS_FILE
+from nxtrain.data.tokenization import train_bpe
+from tests.support.command_ranks import train_as_launched
+from tests.support.commands import context, in_process
+from tests.support.generated_docs import ROOT
+from tests.support.models import hf_model, plan
+
+VOCAB, STEPS = 300, 6
+PAIRS = ROOT / "configs" / "pairs_tiny.jsonl"
+
+
+class Folder:
+    """A base model, a corpus of pairs, and the runs on them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.base, self.corpus = path, path / "base", path / "pairs.arrow"
+        hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2).save_pretrained(self.base)
+        train_bpe([PAIRS.read_text(encoding="utf-8")] * 3, VOCAB, self.base / directory.TOKENIZER)
+        told = in_process("data", "prepare", PAIRS, "--pairs", "--tokenizer", self.base, "--out", self.corpus)
+        assert told[0] == 0, told
+        (path / "run.toml").write_text("", encoding="utf-8")
+
+    def given(self, name: str, *overrides: str) -> list[str]:
+        return [
+            f"run.dir={self.path / name}", f"model.hf={self.base}", "model.init=hf", "backend.name=cpu",
+            "data.source=arrow", f"data.path={self.corpus}", "data.packing=best_fit", "data.doc_mask=true",
+            f"train.steps={STEPS}", "train.seq_len=48", "train.global_batch=4", "train.micro_batch=2", "optim.lr=3e-3",
+            "optim.min_lr=3e-3", "checkpoint.every=3", "metrics.log_every=1", "metrics.tensorboard=false",
+            "metrics.progress=false", "finetune.pairs_per_row=3", "finetune.objective=dpo", *overrides,
+        ]  # fmt: skip
+
+    def train(self, name: str, *overrides: str, code: int = 0) -> str:
+        """`nxtrain train` in this process; returns its standard error in one line."""
+        found = in_process("train", self.path / "run.toml", *self.given(name, *overrides))
+        assert found[0] == code, found
+        return " ".join(found[2].split())
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.path / name / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str) -> list[float]:
+        return [record["loss"] for record in self.records(name)]
+
+    @property
+    def references(self) -> list[Path]:
+        return sorted(self.path.glob("pairs.arrow.reference-*.npy"))
+
+
+LORA = ("finetune.method=lora", "finetune.r=4", "finetune.alpha=8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return Folder(tmp_path_factory.mktemp("preferences"))
+
+
+def test_adapters_learn_a_preference_and_go_on_from_a_checkpoint_exactly(folder: Folder) -> None:
+    folder.train("lora", *LORA)
+    assert folder.losses("lora")[0] == pytest.approx(0.693147, abs=1e-6), "a new adapter is the reference itself"
+    folder.train("parts", *LORA, "train.steps=3", f"optim.decay_steps={STEPS}")
+    folder.train("parts", *LORA)
+    assert folder.losses("parts") == folder.losses("lora")
+    found = [load_file(folder.path / name / ADAPTER_DIR / "adapter_model.safetensors") for name in ("lora", "parts")]
+    assert found[0].keys() == found[1].keys()
+    assert all((found[0][name] == found[1][name]).all() for name in found[0])
+    assert not folder.references
+    last = folder.records("lora")[-1]
+    assert {
+        "pairs",
+        "targets",
+        "reward_chosen",
+        "reward_rejected",
+        "reward_margin",
+        "reward_accuracy",
+        "kl",
+    } <= last.keys()
+    assert last["reward_margin"] > 0 and last["targets"] > last["pairs"] == int(last["pairs"])
+
+
+def test_every_weight_learns_beside_a_reference_that_is_computed_once(folder: Folder) -> None:
+    said = folder.train("full", "train.eval_every=3", "data.validation_fraction=0.2", "train.eval_batches=2")
+    (file,) = folder.references
+    assert f"is written to {file}" in said
+    assert folder.losses("full")[0] == pytest.approx(0.693147, abs=1e-6), "the first weights are the reference itself"
+    assert folder.records("full")[2]["val_loss"] != folder.records("full")[5]["val_loss"] > 0
+    at = file.stat().st_mtime_ns
+    split = ("train.eval_every=3", "data.validation_fraction=0.2", "train.eval_batches=2")
+    folder.train("again", *split, "train.steps=3", f"optim.decay_steps={STEPS}")
+    assert f"the reference is that of {file}" in folder.train("again", *split)
+    assert (folder.losses("again"), file.stat().st_mtime_ns) == (folder.losses("full"), at)
+
+
+def test_ranks_share_the_reference_and_go_on_from_one_rank(folder: Folder) -> None:
+    for file in folder.references:
+        file.unlink()
+    overrides = folder.given("shared", "parallel.dp=2", "train.steps=3", f"optim.decay_steps={STEPS}")
+    train_as_launched(context(), folder.path, folder.path / "run.toml", overrides)
+    folder.train("shared")
+    folder.train("alone")
+    assert folder.losses("shared") == pytest.approx(folder.losses("alone"), abs=2e-6)
+    (file,) = folder.references
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    assert f"{file} is damaged; delete it" in folder.train("damaged", code=3)
+    file.unlink()
+
+
+def test_orpo_lowers_its_loss_without_a_reference(folder: Folder) -> None:
+    folder.train("orpo", "finetune.objective=orpo")
+    losses = folder.losses("orpo")
+    assert losses[-1] < losses[0] - 0.1
+    assert not folder.references
+
+
+def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> None:
+    said = folder.train("none", "finetune.objective=sft", code=3)
+    assert "holds pairs, whose rejected answers are not to be learned; set finetune.objective=dpo or orpo" in said
+    said = folder.train("none", "data.packing=concat", "precision.params=fp16", "data.mixture=['a', 'b']", code=2)
+    assert "set data.packing=best_fit and data.doc_mask=true" in said
+    assert "the loss scale of params=fp16 does not cover" in said and "data.mixture has several" in said
+    assert "set model.hf=FOLDER and model.init=hf" in folder.train("none", "model.init=scaled", code=2)
+    assert "every pair is longer than a row" in folder.train("none", "train.seq_len=4", code=3)
+    prompts = folder.path / "prompts.arrow"
+    lines = folder.path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a", "text": "b"}\n', encoding="utf-8")
+    told = in_process("data", "prepare", lines, "--prompt", "prompt", "--tokenizer", folder.base, "--out", prompts)
+    assert told[0] == 0, told
+    assert "prepare them with nxtrain data prepare --pairs" in folder.train("none", f"data.path={prompts}", code=3)
+
+
+def test_the_recipe_widens_the_margin_and_the_report_shows_it(folder: Folder) -> None:
+    run = folder.path / "recipe"
+    given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={folder.corpus}", "metrics.log_every=1")
+    quiet = ("metrics.tensorboard=false", "metrics.progress=false")
+    code, _, err = in_process("train", ROOT / "configs" / "dpo_tiny_cpu.toml", *given, *quiet)
+    assert code == 0, err
+    records = folder.records("recipe")
+    margins = [record["reward_margin"] for record in records]
+    assert len(records) == 30 and sum(margins[-5:]) > sum(margins[:5]) + 2.5
+    assert sum(record["reward_accuracy"] for record in records[-5:]) > 4
+    code, shown, _ = in_process("watch", run, "--once")
+    assert code == 0 and "margin " in shown and "accuracy " in shown
+    assert in_process("report", run)[0] == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Rewards of answers" in page and "margin of rewards" in page
