@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -153,7 +154,8 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> tuple[L
     from nxtrain.config.load import load
 
     loaded = load(path, overrides or ())
-    return loaded, resolve_config(loaded, world)
+    plan = resolve_config(loaded, world)
+    return replace(loaded, config=plan.config), plan
 
 
 def _advise(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from nxtrain.common.io.paths import local, local_or_bucket, storage
+from nxtrain.common.io.paths import local, local_or_bucket, model_place, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 
 
@@ -32,6 +32,7 @@ def _graph_folder(path: Path) -> Path:
 # TOML has no paths, so a string becomes one.
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
 LocalText = Annotated[str, AfterValidator(local)]
+ModelPlace = Annotated[str, AfterValidator(model_place)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
 """Folder or address; `nxtrain.config.check` reports an address without bucket."""
@@ -103,8 +104,8 @@ class ModelChoiceConfig(Section):
     """Installed model family, such as `llama`; empty: that of model.hf, else llama."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
-    hf: LocalText = ""
-    """Hugging Face folder whose config.json gives the shape."""
+    hf: ModelPlace = ""
+    """Folder whose config.json gives the shape, or `org/name[@revision]` of the Hub, which is pinned to a commit."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
     config: dict[str, Any] = {}

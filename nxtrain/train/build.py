@@ -22,6 +22,7 @@ from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.compiled import compile_blocks
@@ -106,7 +107,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     if init == "draw":
         fill = drawn
     if init == "hf":
-        given = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
+        given = weights = HfWeights(whole_folder(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
 
         adapters = _first_adapters(plan, backend, mesh, table) or drawn
 
@@ -236,7 +237,7 @@ def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTa
     config = plan.config.finetune
     if not config.adapter:
         return None
-    wanted, base = _adapter_shapes(plan, backend), Path(plan.config.model.hf)
+    wanted, base = _adapter_shapes(plan, backend), whole_folder(plan.config.model.hf)
     return AdapterWeights(Path(config.adapter), config, table, mesh.tp, wanted, base)
 
 
