@@ -9,6 +9,7 @@ import typer
 
 from nxtrain.cli.options import integer
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.io.s3 import SCHEME
 from nxtrain.config.bounds import MAX_SIZE
@@ -26,7 +27,22 @@ def _on_disk(text: str) -> Path:
     return local_path(text)
 
 
+def _model(text: str) -> Path:
+    """Hugging Face folder on this machine; files of a repository of the Hub are fetched."""
+    if model_named(text) is None:
+        return _on_disk(text)
+    from nxtrain.config.model_folder import whole_folder
+
+    return whole_folder(text, "")
+
+
 Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False, parser=_on_disk)]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC", help="Hugging Face folder, or ORG/NAME@REVISION of the Hub.", show_default=False, parser=_model
+    ),
+]
 Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_on_disk)]
 Checkpoint = Annotated[
     str, typer.Argument(metavar="SRC", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
@@ -34,7 +50,9 @@ Checkpoint = Annotated[
 Base = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Hugging Face folder below an adapter; by default the one it names.", parser=local_path
+        metavar="DIR",
+        help="Hugging Face folder or ORG/NAME below an adapter; by default the one it names.",
+        parser=_model,
     ),
 ]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
@@ -50,8 +68,8 @@ def _warn_of_newer(src: str, checkpoint: Location) -> None:
 
 
 @convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
-def hf_to_nxtrain(src: Source, dst: Target) -> None:
-    """Read a Hugging Face folder, write a checkpoint."""
+def hf_to_nxtrain(src: Model, dst: Target) -> None:
+    """Read a Hugging Face folder, or a model of the Hub, write a checkpoint."""
     from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 
     hf_to_nxtrain(src, dst)

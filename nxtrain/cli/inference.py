@@ -10,6 +10,7 @@ import typer
 
 from nxtrain.cli.options import AsJson, integer, number
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.placement import Placement
@@ -37,7 +38,7 @@ def generate(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            help="Run folder, checkpoint, mirror (s3:// too), Hugging Face folder or ORG/NAME of the Hub.",
             show_default=False,
         ),
     ],
@@ -62,6 +63,7 @@ def generate(
 
     Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
     """
+    checkpoint = _on_storage(checkpoint)
     placement = _start_anew(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import GenerateRequest, Sampling
@@ -96,7 +98,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN_OR_HF",
-            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            help="Run folder, checkpoint, mirror (s3:// too), Hugging Face folder or ORG/NAME of the Hub.",
             show_default=False,
         ),
     ],
@@ -135,6 +137,7 @@ def evaluate(
 
         typer.echo(listed())
         return
+    checkpoint = _on_storage(checkpoint)
     placement = _start_anew(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
@@ -153,6 +156,15 @@ def evaluate(
         write_document(content[0])
     else:
         typer.echo(table(evaluations))
+
+
+def _on_storage(checkpoint: str) -> str:
+    """Address of a model; of a repository of the Hub, the folder of its files in the cache of this machine."""
+    if model_named(checkpoint) is None:
+        return checkpoint
+    from nxtrain.config.model_folder import whole_folder
+
+    return str(whole_folder(checkpoint, ""))
 
 
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.common.dimensions import Dimensions
-from nxtrain.common.errors import ConfigError, Problem, cause_of
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
-from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
@@ -23,6 +21,7 @@ from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of
+from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
@@ -52,7 +51,7 @@ class Resolved:
     """A configuration that satisfies all rules.
 
     Args:
-        config: All values.
+        config: All values; a `model.hf` of the Hub names its commit.
         family: The model's family.
         model: The model's shape.
     """
@@ -88,6 +87,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     problems += [*_name(config), *duration(config, loaded.origins), *_profile(config), *_tracker(config)]
     problems += [*_data(loaded), *_mirror(config)]
     try:
+        given = with_commit(given)
+        config = config.model_copy(update={"model": given.model})
         model = resolve_model(config)
         parallel = config.parallel
         family = family_of(config)
@@ -137,7 +138,7 @@ def family_of(config: RunConfig) -> ModelFamily:
     model = config.model
     if model.family or not model.hf:
         return find_family(model.family or DEFAULT_FAMILY)
-    named = str(_hf_config(Path(model.hf)).get("model_type", DEFAULT_FAMILY))
+    named = str(read_shape(model.hf).get("model_type", DEFAULT_FAMILY))
     try:
         return find_family(named)
     except ConfigError as error:
@@ -153,7 +154,7 @@ def resolve_model(config: RunConfig) -> ModelConfig:
     """
     family = family_of(config)
     if config.model.hf:
-        hf = _hf_config(Path(config.model.hf))
+        hf = read_shape(config.model.hf)
         reason = quantization(hf)
         if config.model.init == "hf" and reason:
             raise ConfigError([Problem("model.hf", f"{config.model.hf}: {reason}")])
@@ -178,22 +179,6 @@ def quantization(config: Mapping[str, Any]) -> str:
         "training needs them whole; use the model that was quantized, or write one with transformers: "
         "model.dequantize(), then model.save_pretrained(DIR)"
     )
-
-
-def _hf_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_bytes(path))  # of bytes, since a text may begin with a byte order mark
-    except OSError as error:
-        hint = "model.hf is a folder in Hugging Face's format: config.json beside its *.safetensors"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.exists():
-            hint = f"download a model of the Hub first: hf download {folder} --local-dir DIR, then model.hf=DIR"
-        raise ConfigError([Problem("model.hf", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
-    except (RecursionError, ValueError) as error:
-        raise ConfigError([Problem("model.hf", f"{path} is not valid JSON: {cause_of(error)}")]) from error
-    if not isinstance(config, dict):
-        raise ConfigError([Problem("model.hf", f"{path} holds no JSON object")])
-    return config
 
 
 def _profile(config: RunConfig) -> Iterator[Problem]:
@@ -227,7 +212,11 @@ def _model_choice(config: RunConfig) -> Iterator[Problem]:
         reason = f"preset={model.preset!r} and hf={model.hf!r} both give the shape"
         yield Problem("model.preset", reason, hint='set one of them to ""')
     if model.init == "hf" and not model.hf:
-        yield Problem("model.init", "hf takes the weights of model.hf, which is not set", hint="set model.hf=FOLDER")
+        yield Problem(
+            "model.init",
+            "hf takes the weights of model.hf, which is not set",
+            hint="set model.hf=FOLDER or ORGANIZATION/NAME",
+        )
 
 
 def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from nxtrain.config.section import (
     GraphFolder,
     LocalPath,
     LocalText,
+    ModelPlace,
     NonNegativeInt,
     PositiveInt,
     Seconds,
@@ -90,8 +91,8 @@ class ModelChoiceConfig(Section):
     """Installed model family, such as `llama`; empty: that of model.hf, else llama."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
-    hf: LocalText = ""
-    """Hugging Face folder whose config.json gives the shape."""
+    hf: ModelPlace = ""
+    """Folder whose config.json gives the shape, or `org/name[@revision]` of the Hub, which is pinned to a commit."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
     config: dict[str, Any] = Field(default_factory=dict)

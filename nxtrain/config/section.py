@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from nxtrain.common.io.paths import local, local_or_bucket, storage
+from nxtrain.common.io.paths import local, local_or_bucket, model_place, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 
 
@@ -18,6 +18,7 @@ def _graph_folder(path: Path) -> Path:
 # TOML has no paths, so a string becomes one.
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
 LocalText = Annotated[str, AfterValidator(local)]
+ModelPlace = Annotated[str, AfterValidator(model_place)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
 """Folder or address; `nxtrain.config.check` reports an address without bucket."""

@@ -17,6 +17,7 @@ from nxtrain.common.process import stacks
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
+from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
@@ -198,9 +199,11 @@ def _render(
     if uneven:
         world = None
     try:
-        resolve_config(loaded, world)
+        config = resolve_config(loaded, world).config
     except ConfigError as error:
         problems += error.problems
+    if config.model.hf != loaded.config.model.hf:
+        overrides = [*overrides, f"{KEY}={config.model.hf}"]  # one question to the Hub, and one commit for all ranks
     about: list[str] = []
     variables: list[Variable] = []
     if is_neuron(config):

@@ -20,7 +20,7 @@ from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import EventTimeline, HostTimeline, WorkMeter, WorkTimeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
-from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.compatibility import RunInputs, refuse_other_commits
 from nxtrain.train.context import RunContext
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.initial_norm import measure_initial_norm
@@ -39,6 +39,8 @@ from nxtrain.train.trainer import Trainer
 
 def assemble(context: RunContext) -> Run:
     """Open the data, start the state, and make the parts of the run."""
+    if context.config.model.hf:
+        refuse_other_commits(context.ranks.gather(context.config.model.hf))
     mirrored = _claim_folder(context)
     data = open_run_data(context, mirrored)
     context = _with_steps(context, data)

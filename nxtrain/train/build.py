@@ -23,6 +23,7 @@ from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, TrainConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
@@ -111,7 +112,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     if init == "draw":
         fill = drawn
     if init == "hf":
-        given = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
+        given = weights = HfWeights(whole_folder(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
 
         adapters = _first_adapters(plan, backend, mesh, table) or drawn
 
@@ -254,7 +255,7 @@ def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTa
     config = plan.config.finetune
     if not config.adapter:
         return None
-    wanted, base = _adapter_shapes(plan, backend), Path(plan.config.model.hf)
+    wanted, base = _adapter_shapes(plan, backend), whole_folder(plan.config.model.hf)
     return AdapterWeights(Path(config.adapter), config, table, mesh.tp, wanted, base)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import BackendSettings
@@ -16,6 +17,7 @@ from nxtrain.common.process.signals import Signals
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
+from nxtrain.config.model_folder import with_commit
 from nxtrain.config.schema import RunConfig
 from nxtrain.train.assembly import assemble
 from nxtrain.train.build import context_parallel_of
@@ -23,6 +25,7 @@ from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.supervision.run_lock import only_run
 from nxtrain.train.supervision.watchdog import Watchdog
+from nxtrain.train.tokenizer import fetch_weights
 
 
 def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began: Instant | None = None) -> None:
@@ -68,7 +71,9 @@ def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | 
     Raises:
         NxtrainError: An error that the user can correct; the message names the way out.
     """
+    loaded = replace(loaded, config=with_commit(loaded.config))
     config, placement = loaded.config, Placement.read()
+    fetch_weights(config)
     limit_s, folder = config.recovery.hang_timeout_s, config.run.dir
     name, layers, reason = _choose_device(config)
     settings = BackendSettings(

@@ -14,11 +14,13 @@ import torch
 
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.shards import MODEL
-from nxtrain.common.errors import CheckpointError
+from nxtrain.common.errors import CheckpointError, ConfigError, Problem
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.parallel.precision import Precision, dtype_name
@@ -115,7 +117,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
         adapter=_adapter(config.finetune),
-        base=os.path.abspath(config.model.hf) if inputs.base else "",
+        base=_base_name(config.model.hf) if inputs.base else "",
         base_fingerprint=inputs.base,
         rewarm_after=rewarm_after,
         dtype=dtype_name(precision.params),
@@ -128,6 +130,29 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         config_fingerprint=fingerprint([dump(config).encode()]),
         code_fingerprint=code_fingerprint(plan),
     )
+
+
+def refuse_other_commits(names: Sequence[str]) -> None:
+    """Refuse ranks that read different models: a repository of the Hub may change while they start.
+
+    Args:
+        names: Value of `model.hf` on each rank.
+
+    Raises:
+        ConfigError: The values differ.
+    """
+    different = list(dict.fromkeys(names))
+    if len(different) > 1:
+        reason = f"ranks read different models, {' and '.join(different)}"
+        hint = f"name one commit or folder for all of them, such as model.hf={different[0]}"
+        raise ConfigError([Problem(KEY, reason, hint=hint)])
+
+
+def _base_name(text: str) -> str:
+    """Name of the frozen weights that holds in every working directory: a whole path, or a commit of the Hub."""
+    if model_named(text) is not None:
+        return text
+    return os.path.abspath(text)
 
 
 def code_fingerprint(plan: Resolved) -> str:

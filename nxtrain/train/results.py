@@ -16,6 +16,7 @@ from nxtrain.checkpoint.convert.peft import adapter_of, write_adapter
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import MODEL, owned, tensor_shards
 from nxtrain.common.run_folder import SUMMARY_FILE
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import RunConfig
 from nxtrain.data import Data, target_bytes, target_counts, unigram_entropy
 from nxtrain.train.start import shards_of
@@ -83,7 +84,9 @@ def summarize(folder: Path, summary: Summary, print_line: Callable[[str], None])
 
 def base_fingerprint(config: RunConfig) -> str:
     """Identity of the frozen weights; empty for a run that trains every weight."""
-    return HfFolder(Path(config.model.hf)).fingerprint() if config.finetune.adapts else ""
+    if not config.finetune.adapts:
+        return ""
+    return HfFolder(whole_folder(config.model.hf)).fingerprint()
 
 
 def save_adapter(folder: Path, state: TrainState, meta: Meta) -> None:

@@ -19,6 +19,7 @@ from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.object_store import Location, place_of
 from nxtrain.common.io.read_retry import unsteady
 from nxtrain.config.check import Resolved
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.nn.dropout import resume_dropout
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
@@ -72,7 +73,7 @@ def start(
     sources = planner.choose()
     reads_hf = plan.config.model.init == "hf"
     if not sources and reads_hf:
-        refuse_other(Path(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
+        refuse_other(whole_folder(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
     init: Literal["draw", "hf", "zeros"] = "draw"
     if reads_hf:
         init = "hf"

@@ -212,7 +212,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.history.note(loss, norm)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    names = SUMS[2:]
+    names: tuple[str, ...] = SUMS[2:]
     if state.z_sum is not None:
         names, others = ("z_loss",), [others[0] / num_tokens]
     return StepResult(loss, norm, num_tokens, {name: x.clone() for name, x in zip(names, others, strict=False)})

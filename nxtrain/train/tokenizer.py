@@ -8,9 +8,11 @@ from pathlib import Path
 from nxtrain.checkpoint import directory, mirror
 from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
 from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.storage import replacing
 from nxtrain.data.tokenization import KnownTokenizer
@@ -41,8 +43,22 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
             return _of_checkpoint(checkpoint, workdir, f"checkpoint.resume={resume}")
         return None
     if config.model.init == "hf":
-        return _of_hf(Path(config.model.hf), config.checkpoint.allow_drift)
+        return _of_hf(whole_folder(config.model.hf), config.checkpoint.allow_drift)
     return None
+
+
+def fetch_weights(config: RunConfig) -> None:
+    """Fetch the first weights from the Hub, before ranks wait for each other; none if a checkpoint has the weights."""
+    if config.model.init != "hf" or model_named(config.model.hf) is None:
+        return
+    resume = config.checkpoint.resume
+    is_resumed = resume not in {"auto", "never"}
+    if resume == "auto":
+        is_resumed = bool(
+            directory.list_checkpoints(config.run.dir / CHECKPOINTS_DIR) or _newest(config.checkpoint.mirror)
+        )
+    if config.finetune.adapts or not is_resumed:  # checkpoints of adapters do not hold the frozen weights
+        whole_folder(config.model.hf)
 
 
 def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) -> None:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from nxtrain.checkpoint import directory
 from nxtrain.common.run_folder import ADAPTER_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
+from tests.support import ROOT
 from tests.support.command_ranks import train_as_launched
 from tests.support.commands import context, in_process
-from tests.support.generated_docs import ROOT
 from tests.support.models import hf_model, plan
 
 VOCAB, STEPS = 300, 6

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.hf_folder import CONFIG, INDEX, WEIGHTS, Finiteness, HfFolder, read_object, write_json
-from nxtrain.checkpoint.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
+from nxtrain.checkpoint.convert.hf_folder import CONFIG, Finiteness, HfFolder, read_object, write_json
+from nxtrain.checkpoint.convert.peft import MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.streamed import write_streamed
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
@@ -35,6 +35,7 @@ from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
+from nxtrain.config.model_folder import COMPANIONS, INDEX, WEIGHTS
 from nxtrain.data.tokenization import declared_end
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel

@@ -24,10 +24,9 @@ from nxtrain.common.io.regular import read_bytes, require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import quantization
+from nxtrain.config.model_folder import INDEX, SHAPE, WEIGHTS
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+CONFIG = SHAPE
 
 _SEPARATORS = frozenset("/\\\0")
 """Characters that no file name contains on a system that writes such folders."""

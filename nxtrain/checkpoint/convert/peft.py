@@ -19,18 +19,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.nf4 import whole_packing
-from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf_folder import Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem, cause_of
 from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.config.model_folder import COMPANIONS, whole_folder
 from nxtrain.config.tables import toml_value
 from nxtrain.nn.lora import A, B, scale_of
 
@@ -221,17 +222,20 @@ def read_adapter(folder: Path) -> Adapter:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
-    return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""), about.get(_FINGERPRINT, ""))
+    base = str(config.get("base_model_name_or_path") or "")
+    if config.get("revision"):
+        base += f"@{config['revision']}"
+    return Adapter(shape, tensors, base, about.get(_FINGERPRINT, ""))
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write a folder in PEFT's format; files of an earlier adapter are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = adapter.config
+    config, name = adapter.config, model_named(adapter.base)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base,
+        "base_model_name_or_path": adapter.base if name is None else name.repository,
         "r": config.r,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
@@ -242,6 +246,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+    if name is not None:
+        content["revision"] = name.revision
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(adapter.tensors.items())}
     about = {"format": "pt"}
     if adapter.base_fingerprint:
@@ -269,7 +275,7 @@ def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
 def merged_checkpoint(checkpoint: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
     """Base weights of an adapter's checkpoint with the update added."""
     meta, adapter = read_checkpoint(checkpoint)
-    path = base or Path(meta.base)
+    path = base or _base_folder(meta.base)
     if not path.is_dir():
         hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
         raise ConfigError(f"{checkpoint} holds an adapter of the weights in {path}, which is no folder here; {hint}")
@@ -285,15 +291,23 @@ def merged_checkpoint(checkpoint: Location, base: Path | None = None) -> tuple[M
 def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     """Base weights of a PEFT folder with the update added."""
     adapter = read_adapter(folder)
-    path = base or Path(adapter.base)
+    path = base or _base_folder(adapter.base)
     if not (base or adapter.base) or not path.is_dir():
         named = adapter.base or "nothing"
-        given = ", which is no folder of this machine; give --base DIR"
+        given = ", which is no folder of this machine; give --base DIR, or --base ORGANIZATION/NAME of the Hub"
         if base:
             given = f", and --base {base} is no folder"
         raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
     adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)
+
+
+def _base_folder(base: str) -> Path:
+    """Folder of the weights below an adapter; of a commit of the Hub, that of the cache, with all its files."""
+    name = model_named(base)
+    if name is None or not name.is_pinned:
+        return Path(base)
+    return whole_folder(base, "")
 
 
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
@@ -303,16 +317,6 @@ def copy_companions(folder: Path, out: Path, dtype: str) -> None:
     for name in COMPANIONS:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-
-
-COMPANIONS = (
-    "generation_config.json",
-    directory.TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-"""Files next to the weights of a Hugging Face folder, without `config.json`."""
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.hub import SCHEME as HUB
+from nxtrain.common.io.hub import model_named
 
 _SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
 """Begin of an address: `scheme:/`, as a path keeps only one of several slashes; and misspelt forms of `s3://`."""
@@ -42,6 +44,8 @@ def local(path: str) -> str:
         fetch = "the tool of its service"
         if scheme == "s3":
             fetch = "aws s3 sync ADDRESS FOLDER"
+        elif scheme == "hf":
+            fetch = "hf download"
         raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
     return at_home(path)
 
@@ -51,6 +55,17 @@ def local_or_bucket(path: str) -> str:
     if path.startswith("s3://"):
         return path
     return local(path)
+
+
+def model_place(path: str) -> str:
+    """Expand the home folder in a path, or accept a name in the Hub of Hugging Face; refuse other addresses."""
+    if not path.startswith(HUB):
+        return local(path)
+    try:
+        model_named(path)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return path
 
 
 def storage(path: str) -> str:

@@ -16,6 +16,7 @@ from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.decode import nearest
 from nxtrain.config.load import Loaded, load, values
+from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
@@ -180,11 +181,13 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
         if uneven:
             world = None
         try:
-            resolve_config(loaded, world)
+            config = resolve_config(loaded, world).config
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError([replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in problems])
+    if config.model.hf != loaded.config.model.hf:
+        overrides = [*overrides, f"{KEY}={config.model.hf}"]  # one commit for all machines
     return ClusterJob(path, tuple(overrides), loaded, machine, nproc, lane, options)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
-from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.errors import BackendError, ConfigError, StorageError
 from nxtrain.common.machines import INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
@@ -77,7 +77,7 @@ def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | 
         return 0
     try:
         prediction, _ = predict(path, overrides, Question(), Assumptions())
-    except ConfigError:  # no machine of the table
+    except (ConfigError, StorageError):  # no machine of the table, or no answer of the Hub
         return MIN_FREE_BYTES
     return prediction.checkpoint_bytes * (loaded.config.checkpoint.keep + 1)
 

@@ -167,14 +167,16 @@ def test_a_database_of_mlflow_is_refused_where_nothing_can_open_it(
     assert not problems(tmp_path, "metrics.mlflow=http://host:5000")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_of_hub"),
-    [("meta-llama/Llama-3.2-1B", True), ("org/name", True), ("./org/name", False), ("name", False), ("/a/b", False)],
-)
-def test_a_name_of_the_hub_is_to_be_downloaded_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_of_hub: bool
-) -> None:
+@pytest.mark.parametrize("name", ["./org/name", "name", "/a/b", "runs/name"])
+def test_a_path_is_looked_for_here_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    found = problems(tmp_path, f"model.hf={name}")
-    assert {problem.key for problem in found} == {"model.hf"}
-    assert (f"hf download {name} --local-dir DIR" in found[0].hint) is is_of_hub
+    (found,) = problems(tmp_path, f"model.hf={name}")
+    assert found.key == "model.hf"
+    assert found.hint == "for a repository of the Hub, write model.hf=hf://ORGANIZATION/NAME"
+
+
+@pytest.mark.parametrize("name", ["hf://", "hf://name", "hf://org/name/config.json"])
+def test_an_address_of_the_hub_names_a_repository(tmp_path: Path, name: str) -> None:
+    (found,) = problems(tmp_path, f"model.hf={name}")
+    assert found.key == "model.hf"
+    assert "names no repository" in found.reason

@@ -1,0 +1,333 @@
+"""Repositories of the Hugging Face Hub: names, commits, and files in the cache of the Hub's own client.
+
+A commit is the identity of a repository's content. Files of a commit are fetched once per machine: the first process
+that needs them holds a lock, and others find the files in the cache. The client reads HF_ENDPOINT, HF_HOME, HF_TOKEN
+and HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from nxtrain.common.errors import ConfigError, NxtrainError, Problem, StorageError, refused
+from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.text import size
+
+SCHEME = "hf://"
+
+DEFAULT_REVISION = "main"
+
+RUNS = "runs"
+"""Folder of run folders by default; no organization is meant by the name."""
+
+_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+"""Organization or user, and name."""
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+_TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"})
+"""Packages that the client's releases send requests with, and whose errors it passes on."""
+
+_TIMEOUT_S = 30.0
+"""Time in which the Hub answers a question about a repository."""
+
+_BUSY = (408, 429)
+"""HTTP statuses below 500 that may pass."""
+
+_SHOWN = 3
+"""Most files that a message names."""
+
+Say = Callable[[str], None]
+"""Function that prints a line for the user."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of the Hub.
+
+    Args:
+        repository: `organization/name`.
+        revision: Branch, tag or commit; empty: the newest commit of the default branch.
+        kind: Kind of repository; the same name may be of both kinds.
+    """
+
+    repository: str
+    revision: str = ""
+    kind: Literal["model", "dataset"] = "model"
+
+    def __str__(self) -> str:
+        """Name with the revision, as configurations have it."""
+        if not self.revision:
+            return self.repository
+        return f"{self.repository}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the revision is a commit, whose files never change."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the commit in the cache of this machine, with the files that were fetched.
+
+        Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+        """
+        return self._cached / "snapshots" / self.revision
+
+    @property
+    def page(self) -> str:
+        """Page of the repository on the Hub."""
+        from huggingface_hub import constants
+
+        prefix = ""
+        if self.kind == "dataset":
+            prefix = "datasets/"
+        return f"{constants.ENDPOINT}/{prefix}{self.repository}"
+
+    def pinned(self) -> HubName:
+        """The repository at the commit of its revision.
+
+        Raises:
+            ConfigError: The Hub has no such repository or revision for this user.
+            StorageError: The Hub cannot be reached.
+        """
+        if self.is_pinned:
+            return self
+        if is_offline():
+            return replace(self, revision=self._commit_of_cache())
+        with self._explained():
+            about = self._ask(files_metadata=False)
+        self._note_commit(about.sha)
+        return replace(self, revision=about.sha)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of a commit by path; without network, of the files in the cache."""
+        if is_offline():
+            files = [path for path in self.folder.rglob("*") if path.is_file()]
+            return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in sorted(files)}
+        with self._explained():
+            about = self._ask(files_metadata=True)
+        return {file.rfilename: file.size or 0 for file in about.siblings or ()}
+
+    def fetch(self, files: Mapping[str, int], say: Say | None = None) -> Path:
+        """Fetch files of a commit that the cache lacks.
+
+        Args:
+            files: Bytes of each file by path; 0 if unknown.
+            say: Prints a line before files come over the network.
+
+        Returns:
+            Folder of the commit in the cache.
+
+        Raises:
+            ConfigError: The user may not read the files, or there is no network and the cache lacks some.
+            StorageError: The Hub cannot be reached, or the disk has no room.
+        """
+        absent = self._absent(files)
+        if not absent:
+            return self.folder
+        if is_offline():
+            raise self._refusal(
+                f"the cache in {self._cached} lacks {_listed(absent)}, and HF_HUB_OFFLINE is set",
+                f"fetch with a network: hf download {self.repository}{self._option} --revision {self.revision}",
+            )
+        with self._explained(), self._alone():
+            absent = self._absent(files)  # another process may have fetched them in the meantime
+            if absent:
+                self._download(absent, say)
+        absent = self._absent(files)
+        if absent:
+            raise StorageError(f"{self} came without {_listed(absent)}; start again, or look at {self.page}")
+        return self.folder
+
+    @property
+    def _cached(self) -> Path:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        name = repo_folder_name(repo_id=self.repository, repo_type=self.kind)
+        return Path(constants.HF_HUB_CACHE).expanduser() / name
+
+    @property
+    def _option(self) -> str:
+        if self.kind == "dataset":
+            return " --repo-type dataset"
+        return ""
+
+    def _ask(self, *, files_metadata: bool) -> Any:
+        """Information of the Hub on the repository at its revision."""
+        from huggingface_hub import HfApi
+
+        return HfApi().repo_info(
+            self.repository,
+            repo_type=self.kind,
+            revision=self.revision or None,
+            timeout=_TIMEOUT_S,
+            files_metadata=files_metadata,
+        )
+
+    @property
+    def _reference(self) -> Path:
+        """File of the client's cache with the commit of a branch or tag."""
+        return self._cached / "refs" / (self.revision or DEFAULT_REVISION)
+
+    def _note_commit(self, commit: str) -> None:
+        """Record the commit of a branch or tag for starts without network; the client records those it fetches by."""
+        if ".." in Path(self.revision).parts:
+            return
+        with suppress(OSError):  # the cache may be shared and not writable
+            self._reference.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(self._reference, commit, durable=False)
+
+    def _commit_of_cache(self) -> str:
+        revision = self.revision or DEFAULT_REVISION
+        try:
+            return self._reference.read_text(encoding="utf-8").strip()
+        except OSError:
+            raise self._refusal(
+                f"the cache in {self._cached} has no revision {revision}, and HF_HUB_OFFLINE is set",
+                f"fetch with a network: hf download {self.repository}{self._option} --revision {revision}",
+            ) from None
+
+    def _absent(self, files: Mapping[str, int]) -> dict[str, int]:
+        return {file: num_bytes for file, num_bytes in files.items() if not (self.folder / file).is_file()}
+
+    def _download(self, files: Mapping[str, int], say: Say | None) -> None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+        class Progress(tqdm):
+            """Bars of the client, on terminals only; a log would get a line for each change."""
+
+            def __init__(self, *words: Any, **settings: Any) -> None:
+                super().__init__(*words, **{**settings, "disable": not sys.stderr.isatty()})
+
+        needed = sum(files.values())
+        free = shutil.disk_usage(_existing(self._cached)).free
+        if needed > free:
+            raise StorageError(
+                f"{self} needs {size(needed)}, and the disk of {self._cached} has {size(free)} free; free some, or "
+                "name a folder on another disk with HF_HOME"
+            )
+        if say is not None:
+            amount = ""
+            if needed:
+                amount = f", {size(needed)},"
+            say(f"fetches {_listed(files)} of {self}{amount} into {self.folder}")
+        snapshot_download(
+            self.repository,
+            repo_type=self.kind,
+            revision=self.revision,
+            allow_patterns=[glob.escape(file) for file in files],
+            tqdm_class=Progress,
+        )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock of the repository on this machine."""
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        self._cached.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(self._cached / ".nxtrain.lock"):
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Translate errors of the client within this context into errors for people."""
+        try:
+            yield
+        except NxtrainError:
+            raise
+        except Exception as error:
+            explained = self._explanation(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explanation(self, error: Exception) -> NxtrainError | None:
+        from huggingface_hub import errors
+
+        if isinstance(error, errors.GatedRepoError):
+            reason = f"{self.repository} is gated, and this user has no access"
+            return self._refusal(reason, f"ask for access at {self.page}, then log in: hf auth login, or set HF_TOKEN")
+        if isinstance(error, errors.RepositoryNotFoundError):
+            reason = f"the Hub has no {self.kind} {self.repository}, or it is private"
+            return self._refusal(reason, "check the name; to a private one log in: hf auth login, or set HF_TOKEN")
+        if isinstance(error, errors.RevisionNotFoundError):
+            reason = f"{self.repository} has no revision {self.revision}"
+            return self._refusal(reason, f"take a branch, a tag or a commit of {self.page}/commits")
+        if isinstance(error, errors.HFValidationError):
+            return self._refusal(f"{self.repository} is no name of a repository: {error}", "write org/name[@revision]")
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in {401, 403}:
+            reason = f"the Hub refuses the token of this user for {self.repository}, status {status}"
+            return self._refusal(reason, "log in: hf auth login, or set HF_TOKEN to a token that may read it")
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            where = f"free some, or name a folder on another disk with HF_HOME; {self._cached} keeps what has come"
+            return StorageError(f"the disk is full while {self} comes: {error.strerror}; {where}")
+        is_network = isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | ConnectionError)
+        if is_network or type(error).__module__.partition(".")[0] in _TRANSPORTS or status in _BUSY:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            return StorageError(
+                f"the Hub does not send {self}: {reason}; start again when it answers, or set HF_HUB_OFFLINE=1 to take "
+                "the files of the cache"
+            )
+        if isinstance(error, OSError):
+            return refused(error)
+        return None
+
+    def _refusal(self, reason: str, hint: str) -> ConfigError:
+        return ConfigError([Problem("", reason, hint=hint)])
+
+
+def model_named(text: str) -> HubName | None:
+    """Repository that a text names, `org/name`, `org/name@revision` or `hf://` before these; None for a path.
+
+    A file or folder of this machine comes before the Hub. A path whose first folder exists, or is the folder of runs,
+    is misspelt, and is no question for the Hub, unless a commit follows.
+
+    Raises:
+        ConfigError: An address of the Hub that names no repository.
+    """
+    named = text.removeprefix(SCHEME)
+    match = re.fullmatch(rf"({_REPOSITORY})(?:@(\S+))?", named)
+    if named != text:
+        if match is None:
+            raise ConfigError([Problem("", f"{text} names no repository", hint=f"write {SCHEME}org/name[@revision]")])
+        return HubName(match[1], match[2] or "")
+    if match is None or os.path.lexists(text):
+        return None
+    name = HubName(match[1], match[2] or "")
+    first = text.partition("/")[0]
+    if (first == RUNS or os.path.isdir(first)) and not name.is_pinned:
+        return None
+    return name
+
+
+def is_offline() -> bool:
+    """True if HF_HUB_OFFLINE forbids questions to the Hub."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _listed(files: Mapping[str, int]) -> str:
+    shown = ", ".join(list(files)[:_SHOWN])
+    if len(files) > _SHOWN:
+        shown += f" and {len(files) - _SHOWN:,} more"
+    return shown
