@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.drawn import MIXTURES, SEED, Drawn, covering_array, draw, is_for_xla
+from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
 from tests.support.lora import (
     DrawnAdapters,
@@ -17,6 +17,7 @@ from tests.support.lora import (
     with_dropout,
     with_keys,
 )
+from tests.support.models import MIXTURES
 from tests.support.parity import Course
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
@@ -46,8 +47,8 @@ for _index, _degrees in enumerate(CONTEXT):
     GROUPS.setdefault(f"cp on {_degrees.world} devices", []).append(draw("xla-cp", SEED, _index, _degrees, xla=True))
 
 EXPERTS = [
-    *covering_array(SEED + 1, 12, lambda degrees: is_for_xla(degrees) and degrees.world in (2, 3)),
-    *covering_array(SEED + 1, 6, lambda degrees: is_for_xla(degrees) and degrees.world in (2, 3), cp=True)[:6],
+    *covering_array(SEED + 1, 6, lambda degrees: is_for_xla(degrees) and degrees.world in (2, 3))[:6],
+    *covering_array(SEED + 1, 3, lambda degrees: is_for_xla(degrees) and degrees.world == 2, cp=True)[:3],
 ]
 for _index, _degrees in enumerate(EXPERTS):
     _run = draw("xla-experts", SEED, _index, _degrees, xla=True, family=MIXTURES[_index % 2])
