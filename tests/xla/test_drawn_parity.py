@@ -51,8 +51,9 @@ EXPERTS = [
     *covering_array(SEED + 1, 3, lambda degrees: is_for_xla(degrees) and degrees.world == 2, cp=True)[:3],
 ]
 for _index, _degrees in enumerate(EXPERTS):
-    _run = draw("xla-experts", SEED, _index, _degrees, xla=True, family=MIXTURES[_index % 2])
-    GROUPS.setdefault(f"experts on {_degrees.world} devices", []).append(_run)
+    _family = MIXTURES[_index % 2]
+    _drawn = draw("xla-experts", SEED, _index, _degrees, xla=True, family=_family)
+    GROUPS.setdefault(f"experts on {_degrees.world} devices", []).append(_drawn)
 
 GROUPS_OF_A_RUN = [
     *(group for group in GROUPS if "4 devices" not in group),
