@@ -192,9 +192,6 @@ def _experts(config: RunConfig, dimensions: Dimensions) -> Iterator[Problem]:
     """Problems of keys about experts, and of experts with other features."""
     model = config.model
     if dimensions.mixture is not None:
-        if config.backend.name in ON_XLA:
-            reason = f"{config.backend.name} needs graphs that depend on no routing, which experts do not have yet"
-            yield Problem("backend.name", reason, hint="use cpu, cuda or neuron-native")
         if config.compile.torch_compile:
             reason = "the host reads the number of rows of each expert, which a compiled block cannot"
             yield Problem("compile.torch_compile", reason, hint="use false")

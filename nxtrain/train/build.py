@@ -285,10 +285,14 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     layout = Layout(ParamTable.of(model).of_trained(model), mesh)
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
-    context_parallel = context_parallel_of(plan, backend, mesh)
+    context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
     preferences: Preferences | None = None
+    num_sums = 2
     if run.finetune.compares:
         preferences = Preferences(run.finetune, mesh.cp, backend.collectives, backend.put)
+        num_sums = len(SUMS)
+    elif mixture is not None:
+        num_sums = 4 + mixture.num_experts
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -299,7 +303,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
-        sums=backend.put(torch.zeros(2 if preferences is None else len(SUMS))),
+        sums=backend.put(torch.zeros(num_sums)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
         z_sum=_z_sum(run.train, model, backend),

@@ -46,8 +46,8 @@ class TrainState:
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
-        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; on pairs, the sums
-            that `Preferences.loss` names.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with E experts
+            (4 + E,), the measures of the routers as well; on pairs, the sums that `Preferences.loss` names.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
@@ -180,12 +180,14 @@ class StepResult:
         num_tokens: Number of targets that counted; of an objective on pairs, the number of pairs.
         others: Further numbers by name: `z_loss`, the mean of the terms that the z-loss adds to the tokens' losses, and
             that `loss` is without; sums over pairs.
+        routing: (2 + E,) load balancing loss, z-loss, and share of the tokens of each expert; None without experts.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
     others: Mapping[str, Tensor] = field(default_factory=dict)
+    routing: Tensor | None = None
 
 
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
@@ -204,7 +206,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """
     _accumulate(state, batch)
     state.section("reduce")
-    loss, num_tokens, *others = _take_sums(state).unbind()
+    sums = _take_sums(state)
+    loss, num_tokens, *_ = sums.unbind()
     per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
@@ -212,14 +215,11 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.history.note(loss, norm)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    names: tuple[str, ...] = SUMS[2:]
-    if state.z_sum is not None:
-        names, others = ("z_loss",), [others[0] / num_tokens]
-    return StepResult(loss, norm, num_tokens, {name: x.clone() for name, x in zip(names, others, strict=False)})
+    return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums))
 
 
 def _take_sums(state: TrainState) -> Tensor:
-    """Sums of the loss, of the tokens and of the z-loss, if any, over the global batch; the next step begins at 0."""
+    """Sums over the global batch: those of `TrainState.sums`, and of the z-loss, if any; the next step begins at 0."""
     if state.z_sum is None:
         total = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch)
     else:
@@ -229,13 +229,32 @@ def _take_sums(state: TrainState) -> Tensor:
     return total
 
 
+def _add(state: TrainState, sums: Tensor) -> None:
+    """Add the sums of a micro-batch, and the measures of its routers, to those since the last update."""
+    if state.lm.routing is not None:
+        sums = torch.cat([sums, state.lm.routing])
+    state.sums.add_(sums)
+
+
+def _other_numbers(state: TrainState, sums: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Numbers of a step besides loss and tokens: `StepResult.others` and `StepResult.routing`."""
+    if state.preferences is not None:
+        of_pairs = sums[2:].clone().unbind()
+        return dict(zip(SUMS[2:], of_pairs, strict=True)), None
+    others = {}
+    if state.z_sum is not None:
+        others["z_loss"] = sums[-1] / sums[1]
+    of_routers = sums[2 : len(state.sums)]
+    return others, of_routers / sums[1] if len(of_routers) else None
+
+
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
     pairs = _with_reference(state, batch)
 
     def found(loss: Tensor, targets: Tensor) -> Tensor:
         loss, sums = _objective(state, loss, targets, next(pairs))
-        state.sums.add_(sums())
+        _add(state, sums())
         return loss
 
     if state.pipeline is not None:
@@ -247,7 +266,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
         loss, sums = _objective(state, state.lm.loss(inputs, targets, *documents), targets, own)
         state.section("backward")
         loss.backward()
-        state.sums.add_(sums())
+        _add(state, sums())
         if state.accumulates or len(batch.inputs) > 1:
             state.backend.step_boundary()
 
@@ -340,7 +359,8 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
 
         state.pipeline.evaluate(batch.micro_batches, found)
         for index in range(len(batch.inputs)):
-            sums.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
+            size = 2 if state.preferences is None else len(SUMS)
+            sums.append(_over_batch(state, here[index] if here else state.sums.new_zeros(size)))
             state.backend.step_boundary()
         return sums
     for (inputs, targets, *documents), own in zip(batch.micro_batches, pairs, strict=True):

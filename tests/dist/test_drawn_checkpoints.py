@@ -22,6 +22,7 @@ from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
 from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LOSS, NORM, first_weights, wanted
+from tests.support.models import MIXTURES
 from tests.support.parity import Course, local_pair, start, table_of
 from tests.support.ranks import RankPool
 from tests.support.run_folders import Shards, meta, save
@@ -30,12 +31,14 @@ SAVED, STEPS = 1, 3
 """Steps before the checkpoint, and in all: the last loss is that of an update from the state that was loaded."""
 
 MODEL = "model.config."
-SHARED = (MODEL, "model.family=", "optim.", "precision.", "train.seq_len=", "train.global_batch=")
+SHARED = (MODEL, "model.family=", "model.moe_", "optim.", "precision.", "train.seq_len=", "train.global_batch=")
 """Beginnings of the overrides that two layouts of one run have in common; all others are drawn for each."""
 
 
-def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: bool) -> tuple[Drawn, Drawn]:
-    """One run under two layouts."""
+def draw_pair(
+    seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: bool, family: str = ""
+) -> tuple[Drawn, Drawn]:
+    """One run under two layouts; without the load balancing loss, which depends on the micro-batches."""
     rng = Random(f"pair/{seed}/{index}")
     both = Degrees(
         tp=math.lcm(saved.tp, loaded.tp),
@@ -47,7 +50,9 @@ def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: b
     for _ in range(TRIES):
         number = rng.randrange(1 << 30)
         try:
-            whole = draw("checkpoint", seed, number, both, bf16=bf16)
+            whole = draw("checkpoint", seed, number, both, bf16=bf16, family=family)
+            if family in MIXTURES:
+                whole = replace(whole, overrides=(*whole.overrides, "model.config.router_aux_loss_coef=0.0"))
             return _relaid(whole, index, saved, rng), _relaid(whole, index, loaded, rng)
         except ConfigError:
             continue
@@ -144,7 +149,28 @@ def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
 def test_a_drawn_run_goes_on_under_another_layout(
     ranks: RankPool, tmp_path: Path, index: int, saved: Degrees, loaded: Degrees
 ) -> None:
-    before, after = draw_pair(SEED, index, saved, loaded, bf16=index % 2 == 1)
+    goes_on(ranks, tmp_path, draw_pair(SEED, index, saved, loaded, bf16=index % 2 == 1))
+
+
+EXPERTS = [(index, saved, loaded) for index, saved, loaded in CASES if index % 3 == 1]
+
+
+@pytest.mark.parametrize(
+    ("index", "saved", "loaded"),
+    one_in(4, EXPERTS),
+    ids=[f"{index}-{saved}-to-{loaded}" for index, saved, loaded in EXPERTS],
+)
+def test_a_drawn_run_with_experts_goes_on_under_another_layout(
+    ranks: RankPool, tmp_path: Path, index: int, saved: Degrees, loaded: Degrees
+) -> None:
+    family = MIXTURES[index % 2]
+    goes_on(ranks, tmp_path, draw_pair(SEED, index, saved, loaded, bf16=index % 4 == 1, family=family))
+
+
+def goes_on(ranks: RankPool, tmp_path: Path, pair: tuple[Drawn, Drawn]) -> None:
+    """Save under one layout, load under the other, and compare with the reference."""
+    before, after = pair
+    saved, loaded = before.degrees, after.degrees
     path, weights = directory.step_path(tmp_path, SAVED), first_weights(before)
     one = ranks.run(saved.world, train_and_save, before, weights, path)
     other = ranks.run(loaded.world, load_and_train, after, weights, path)

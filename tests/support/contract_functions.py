@@ -28,7 +28,8 @@ from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
-from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread
+from nxtrain.parallel.dispatch import _Collect, _Spread
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -37,7 +38,7 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
-from tests.support.contract_experts import collect, expert_products, spread, with_gradient_of
+from tests.support.contract_experts import block_products, collect, expert_products, spread, with_gradient_of
 from tests.support.contract_kernels import (
     EPS,
     drawn_kernels,
@@ -435,6 +436,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Spread: spread,
     _Collect: collect,
     ExpertProducts: expert_products,
+    BlockProducts: block_products,
     _WithGradientOf: with_gradient_of,
     _Leave: leave,
     _Sleep: sleep,

@@ -25,7 +25,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from tests.support import ROOT
-from tests.support.models import SCALING_TYPES, draw_experts, draw_scaling
+from tests.support.models import MIXTURES, SCALING_TYPES, draw_experts, draw_scaling
 
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
@@ -42,9 +42,6 @@ STEPS = (2, 4)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
-
-MIXTURES = ("mixtral", "qwen3_moe")
-"""Families with experts, which are drawn where a test asks for them."""
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200
