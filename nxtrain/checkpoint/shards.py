@@ -33,6 +33,7 @@ class TensorShard:
         copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
         copies: Number of ranks that hold these entries.
         tied: The tensor is tied to a parameter of another stage, which writes it.
+        expert: The tensor belongs to an expert, whose replicas are on other ranks than those of other tensors.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class TensorShard:
     copy: int = 0
     copies: int = 1
     tied: bool = False
+    expert: bool = False
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
@@ -71,10 +73,9 @@ class TensorShard:
 
 def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
     """Shards in a rank's local tensors, in the tensors' order; padding belongs to no shard."""
-    replica = layout.mesh.replica
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
-            spec = layout.table[parameter]
+            spec, replica = layout.table[parameter], layout.axes_of(parameter).replica
             for block in layout[parameter]:
                 yield TensorShard(
                     kind,
@@ -86,6 +87,7 @@ def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
                     copy=block.copy * replica.size + replica.rank,
                     copies=block.copies * replica.size,
                     tied=spec.tied_to is not None,
+                    expert=spec.expert,
                 )
 
 
@@ -95,18 +97,19 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     Shards with the same number of replicas are concatenated, and each replica writes an equal range of their bytes. A
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
-    Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
-    computes the same assignment without communication.
+    Ranks that share one shard share all shards with the same number of replicas, in the same order, apart from those
+    of experts. Each rank therefore computes the same assignment without communication.
     """
     held = [chunk for chunk in held if chunk.num_bytes and not chunk.tied]
-    total, before = Counter[int](), Counter[int]()
+    total, before = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()
     for chunk in held:
-        total[chunk.copies] += chunk.num_bytes
+        total[chunk.copies, chunk.expert] += chunk.num_bytes
     mine = []
     for chunk in held:
-        start = before[chunk.copies]
-        before[chunk.copies] += chunk.num_bytes
-        rows = _rows(chunk, start, total[chunk.copies])
+        of = chunk.copies, chunk.expert
+        start = before[of]
+        before[of] += chunk.num_bytes
+        rows = _rows(chunk, start, total[of])
         if rows:
             mine.append(chunk.rows(rows.start, len(rows)))
     return mine

@@ -29,6 +29,7 @@ class Dimensions:
         qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
         head_norms: Every head of the queries and keys is normalized.
         window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
+        num_experts: Experts of a feed-forward; 0: the feed-forward is one dense layer.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class Dimensions:
     qkv_bias: bool = False
     head_norms: bool = False
     window: int | None = None
+    num_experts: int = 0
 
     @cached_property
     def column_params(self) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nxtrain.common.kernels import Kernels
-    from nxtrain.common.layers import ContextAttention, LayerSet
+    from nxtrain.common.layers import ContextAttention, ExpertExchange, LayerSet
 
 
 class ModelConfig(BaseModel):
@@ -67,6 +67,7 @@ class BuildContext:
         decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
         context_parallel: Ranks that share the positions of a sequence; None: each rank has whole sequences.
+        expert_parallel: Ranks that divide the experts; None: each rank has all experts.
     """
 
     layers: LayerSet
@@ -79,6 +80,7 @@ class BuildContext:
     decay_norms: bool = False
     parts: tuple[StagePart, ...] = ()
     context_parallel: ContextAttention | None = None
+    expert_parallel: ExpertExchange | None = None
 
 
 class CausalLM(Protocol):

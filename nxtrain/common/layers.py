@@ -53,6 +53,21 @@ class ContextAttention(ABC):
         """
 
 
+class ExpertExchange(ABC):
+    """Exchange of tokens between ranks that divide the experts of a layer.
+
+    Attributes:
+        axis: The ranks; each has adjacent experts, and as many as the others.
+    """
+
+    axis: Axis
+
+    def own(self, num_experts: int) -> range:
+        """Experts of this rank."""
+        share = num_experts // self.axis.size
+        return range(self.axis.rank * share, (self.axis.rank + 1) * share)
+
+
 class LayerSet(ABC):
     """Maker of the layers that are sharded over tp, for one rank; on plain collectives or on a vendor's layers.
 

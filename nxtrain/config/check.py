@@ -20,6 +20,7 @@ from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
+from nxtrain.config.experts import experts
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.precision import precision
@@ -91,6 +92,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         family = family_of(config)
         problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
         problems += stages(parallel, model.num_hidden_layers)
+        problems += experts(config, family.dimensions(model).num_experts)
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel
@@ -103,7 +105,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     elif world is not None:
         try:
             shard = max(1, parallel.shard_size)
-            Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard)
+            tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+            Mesh.build(world, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -137,6 +137,8 @@ class ParallelConfig(Section):
     cp_method: Literal["auto", "gather", "ring"] = "auto"
     """Exchange of keys and values over cp: gathered, or passed on in a ring, which holds two blocks at a time; auto:
     ring on cpu and cuda, gather on Neuron devices and xla."""
+    ep: Degree = 1
+    """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
@@ -163,9 +165,10 @@ class ParallelConfig(Section):
 
     @property
     def degrees(self) -> str:
-        """Degrees in lines for people; cp is named where it is used."""
+        """Degrees in lines for people; cp and ep are named where they are used."""
         context = "" if self.cp == 1 else f"cp={self.cp} "
-        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}"
+        experts = "" if self.ep == 1 else f" ep={self.ep}"
+        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}{experts}"
 
 
 class TrainConfig(Section):
@@ -444,4 +447,4 @@ class RunConfig(Section):
             return "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
         if self.parallel.cp > 1:
             return f"parallel.cp={self.parallel.cp} divides sequences between nxtrain's own layers"
-        return ""
+        return f"parallel.ep={self.parallel.ep} divides nxtrain's own experts" if self.parallel.ep > 1 else ""

@@ -34,6 +34,7 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.loss import VocabHead
@@ -69,7 +70,15 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
     shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
     shard_size = shard.get(parallel.shard, 0)
     mesh = Mesh.build(
-        world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard_size, order=order
+        world,
+        rank,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=parallel.dp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        shard=shard_size,
+        order=order,
     )
     if "params" in parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
@@ -131,13 +140,14 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         return
     parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
     sharding = Sharding(
-        backend.device_mesh(mesh),
+        backend.device_mesh(mesh.dense),
         keep_gathered=parallel.shard == "grad_op",
         prefetch=Prefetch(parallel.prefetch, parallel.forward_prefetch, parallel.backward_prefetch),
         offload="params" in parallel.offload,
         precision=precision,
         unit_params=parallel.unit_params,
         chunks=[len(part.blocks) for part in parts_of(plan, mesh)],
+        expert_mesh=backend.device_mesh(mesh.experts) if mesh.ep_size > 1 else None,
     )
 
     def stored(parameter: nn.Parameter) -> torch.dtype:
@@ -177,6 +187,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         decay_norms=run.optim.decay_norms,
         parts=parts_of(plan, mesh),
         context_parallel=context_parallel,
+        expert_parallel=ExpertParallel(mesh.ep, backend.collectives) if mesh.ep_size > 1 else None,
     )
     model = plan.family.build(plan.model, context)
     if run.finetune.method == "qlora":

@@ -19,7 +19,7 @@ from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttentio
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
-from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
@@ -58,6 +58,12 @@ class Echo(Collectives):
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         return Done(torch.cat([x] * axis.size) if axis.size > 1 else x)
+
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        blocks = x.chunk(axis.size) if rows is None else x.split(rows.sent)
+        return Done(torch.cat([blocks[axis.rank]] * axis.size))
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         return Done(x.chunk(axis.size)[axis.rank] * (axis.size * scale) if axis.size > 1 else x)
