@@ -63,6 +63,8 @@ class DecoderFamily(ModelFamily):
             qkv_bias=decoder.qkv_bias,
             head_norms=decoder.head_norms,
             window=decoder.window_of(decoder.num_hidden_layers - 1),
+            mixture=decoder.mixture,
+            dense_layers=decoder.dense_layers,
         )
 
     @property

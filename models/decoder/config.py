@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
+from nxtrain.common.dimensions import Mixture
 from nxtrain.common.errors import Problem
 from nxtrain.common.family import ModelConfig
 from nxtrain.common.mesh import divisors, listed
@@ -65,6 +66,16 @@ class DecoderConfig(ModelConfig):
     def head_size(self) -> int:
         """Width of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Experts of the blocks; None: every block has one feed-forward."""
+        return None
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Blocks without experts, in a model whose other blocks have experts."""
+        return ()
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a query of a layer sees, its own among them; None for all before it."""

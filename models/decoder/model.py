@@ -20,14 +20,15 @@ from nxtrain.common.family import BuildContext
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
+from nxtrain.nn.mixture import MixtureOfExperts
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope
 from nxtrain_models.decoder.config import DecoderConfig
 
 
-class DecoderBlock(nn.Module):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+class _AttentionBlock(nn.Module):
+    """Attention after a norm, and the norm before the feed-forward."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__()
@@ -36,12 +37,43 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = _norm(config, context)
         self.self_attn = Attention(config.hidden_size, heads, init=init, init_out=init_out, context=context)
         self.post_attention_layernorm = _norm(config, context)
+
+    def attended(self, x: Tensor, rope: Rope, *documents: Tensor) -> Tensor:
+        """Residual stream after the attention: (S/tp, B, D) to (S/tp, B, D)."""
+        return x + self.self_attn(self.input_layernorm(x), rope, *documents)  # type: ignore[no-any-return]
+
+
+class DecoderBlock(_AttentionBlock):
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
+        super().__init__(config, context, index)
+        init, init_out = _inits(config, context)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
 
     def forward(self, x: Tensor, rope: Rope, *documents: Tensor) -> Tensor:
         """(S/tp, B, D) to (S/tp, B, D); documents: the `starts` of attention, or nothing."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, *documents)
+        x = self.attended(x, rope, *documents)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class MixtureBlock(_AttentionBlock):
+    """Attention and experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
+        super().__init__(config, context, index)
+        init, init_out = _inits(config, context)
+        mixture = config.mixture
+        assert mixture is not None, "the block has experts"
+        experts = MixtureOfExperts(config.hidden_size, mixture, init=init, init_out=init_out, context=context)
+        self.add_module(mixture.module, experts)
+        self._name = mixture.module
+
+    def forward(self, x: Tensor, rope: Rope, *documents: Tensor) -> tuple[Tensor, Tensor]:
+        """(S/tp, B, D) to (S/tp, B, D), and the routing of the block."""
+        x = self.attended(x, rope, *documents)
+        out, routing = getattr(self, self._name)(self.post_attention_layernorm(x))
+        return x + out, routing
 
 
 class DecoderBody(nn.Module):
@@ -53,7 +85,7 @@ class DecoderBody(nn.Module):
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
         # Blocks are named by their index in the whole model, for any parts.
-        self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context, i) for part in parts for i in part.blocks})
+        self.layers = nn.ModuleDict({str(i): _block(config, context, i) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
         positions = None
@@ -69,13 +101,23 @@ class DecoderBody(nn.Module):
             positions=positions,
         )
 
-    def forward(self, x: Tensor, part: StagePart, *documents: Tensor) -> Tensor:
-        """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""
+    def forward(
+        self, x: Tensor, part: StagePart, *documents: Tensor, routing: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D).
+
+        The routing is that of all blocks until here; None before the first block with experts.
+        """
         if part.first:
             x = self.embed_tokens(x)
         for index in part.blocks:
-            x = self.layers[str(index)](x, self.rope, *documents)
-        return self.norm(x) if part.last else x
+            block = self.layers[str(index)]
+            if isinstance(block, MixtureBlock):
+                x, own = block(x, self.rope, *documents)
+                routing = own if routing is None else routing + own
+            else:
+                x = block(x, self.rope, *documents)
+        return self.norm(x) if part.last else x, routing
 
 
 class CausalDecoder(nn.Module):
@@ -87,6 +129,8 @@ class CausalDecoder(nn.Module):
         self._whole = StagePart(range(config.num_hidden_layers), first=True, last=True)
         parts = context.parts or (self._whole,)
         self.model = DecoderBody(config, context, parts)
+        self._router_losses = context.router_losses
+        self._num_experts = 0 if config.mixture is None else config.mixture.num_experts
         if any(part.last for part in parts):
             self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
         if config.tie_word_embeddings:
@@ -97,25 +141,41 @@ class CausalDecoder(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built; see `CausalLM.run`.
-
-        Inputs: tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last part. Output: hidden
-        states (S/tp, B, D) or a loss ().
-        """
+    def run(
+        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """Compute one of the parts that were built; see `CausalLM.run`."""
         documents = () if starts is None else (starts,)
-        hidden: Tensor = self.model(x.t() if part.first else x, part, *documents)
-        return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
+        x, *before = state
+        routing = before[0] if before else None
+        hidden, routing = self.model(x.t() if part.first else x, part, *documents, routing=routing)
+        if targets is not None:
+            return (self._loss(hidden, routing, targets),)
+        if self._num_experts == 0:
+            return (hidden,)
+        if routing is None:
+            routing = torch.zeros(2 * self._num_experts + 2, device=hidden.device)
+        return hidden, routing
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Sum of the tokens' cross entropies, of a model that was built whole; see `CausalLM.loss`."""
         documents = () if starts is None else (starts,)
-        return self.lm_head.loss(self.model(inputs.t(), self._whole, *documents), targets.t())
+        hidden, routing = self.model(inputs.t(), self._whole, *documents)
+        return self._loss(hidden, routing, targets)
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
         """(B, S) to (B, S, V) float32, of a model built whole; see `CausalLM.logits`."""
         documents = () if starts is None else (starts,)
-        return self.lm_head.logits(self.model(inputs.t(), self._whole, *documents)).transpose(0, 1)
+        hidden, _ = self.model(inputs.t(), self._whole, *documents)
+        return self.lm_head.logits(hidden).transpose(0, 1)
+
+    def _loss(self, hidden: Tensor, routing: Tensor | None, targets: Tensor) -> Tensor:
+        """Sum of the tokens' cross entropies, with the gradient of the routers' losses as well."""
+        loss = self.lm_head.loss(hidden, targets.t())
+        if routing is None or self._router_losses is None:
+            return loss
+        scale = None if self.lm_head.scale is None else self.lm_head.scale()
+        return self._router_losses.add_to(loss, routing, targets, scale)
 
     def _tie(self) -> None:
         """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""
@@ -133,6 +193,12 @@ def build(config: DecoderConfig, context: BuildContext) -> CausalDecoder:
     """Make the model on the meta device."""
     with torch.device("meta"):
         return CausalDecoder(config, context)
+
+
+def _block(config: DecoderConfig, context: BuildContext, index: int) -> nn.Module:
+    if config.mixture is None or index in config.dense_layers:
+        return DecoderBlock(config, context, index)
+    return MixtureBlock(config, context, index)
 
 
 def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:

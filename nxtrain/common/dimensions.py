@@ -6,14 +6,60 @@ Modules of `nxtrain.nn` make their parameters from the same segments and specs, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.common.stages import LayerCosts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Feed-forwards of a block of which a router chooses some for each token.
+
+    Args:
+        num_experts: Gated feed-forwards of a block.
+        experts_per_token: Experts that a token passes through.
+        expert_size: Width inside of an expert.
+        aux_loss_coef: Factor of the loss that balances the load of the experts.
+        is_normalized: The weights of a token's experts add up to 1; otherwise they are probabilities over all experts.
+        module: Name of the feed-forward in a block.
+        gate, up, down: Names of an expert's matrices.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    aux_loss_coef: float = 0.0
+    is_normalized: bool = True
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def gate_up_segments(self, experts: range) -> tuple[Segment, ...]:
+        """Matrices of some experts that project their input, gate and values in turn."""
+        names = (f"{expert}.{matrix}" for expert in experts for matrix in (self.gate, self.up))
+        return tuple(Segment(name, self.expert_size) for name in names)
+
+    def down_segments(self, experts: range) -> tuple[Segment, ...]:
+        """Matrices of some experts that project into the residual stream."""
+        return tuple(Segment(f"{expert}.{self.down}", self.expert_size) for expert in experts)
+
+    def specs(self, hidden_size: int, experts: range) -> dict[str, ShardSpec]:
+        """Sharding of the matrices of some experts, by their names inside the feed-forward.
+
+        The rows of an expert in the first matrix are adjacent, and so are the columns of an expert in the second.
+        """
+        gate_up, down = self.gate_up_segments(experts), self.down_segments(experts)
+        width = len(experts) * self.expert_size
+        return {
+            "experts.gate_up_proj.weight": replace(ShardSpec.column(hidden_size, gate_up), expert=True),
+            "experts.down_proj.weight": ShardSpec((hidden_size, width), dim=1, segments=down, expert=True),
+        }
 
 
 @dataclass(frozen=True)
@@ -29,7 +75,8 @@ class Dimensions:
         qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
         head_norms: Every head of the queries and keys is normalized.
         window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
-        num_experts: Experts of a feed-forward; 0: the feed-forward is one dense layer.
+        mixture: Experts of the blocks; None: every block has one feed-forward.
+        dense_layers: Blocks without experts, in a model whose other blocks have experts.
     """
 
     vocab_size: int
@@ -46,33 +93,58 @@ class Dimensions:
     qkv_bias: bool = False
     head_norms: bool = False
     window: int | None = None
-    num_experts: int = 0
+    mixture: Mixture | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    @cached_property
+    def dense(self) -> Dimensions:
+        """Dimensions of a model whose blocks are all those without experts."""
+        return replace(self, mixture=None, dense_layers=())
+
+    @property
+    def active_width(self) -> int:
+        """Width inside of the feed-forwards that a token passes through in one block."""
+        if self.mixture is None:
+            return self.intermediate_size
+        return self.mixture.experts_per_token * self.mixture.expert_size
 
     @cached_property
     def column_params(self) -> int:
-        """Entries of the matrices of one block whose outputs are sharded over tp."""
+        """Entries of the matrices that a token passes through in one block, and whose outputs are sharded over tp."""
         attention = self.head_size * (self.num_heads + 2 * self.num_kv_heads)
         parts = 2 if self.gated else 1
-        return self.hidden_size * (attention + parts * self.intermediate_size)
+        return self.hidden_size * (attention + parts * self.active_width)
 
     @cached_property
     def block_matmul_params(self) -> int:
-        """Entries of the matrices of one block."""
-        row_params = self.hidden_size * (self.head_size * self.num_heads + self.intermediate_size)
-        return self.column_params + row_params
+        """Entries of the matrices that a token passes through in one block, that of the router included."""
+        num_experts = 0 if self.mixture is None else self.mixture.num_experts
+        others = self.hidden_size * (self.head_size * self.num_heads + self.active_width + num_experts)
+        return self.column_params + others
 
     @cached_property
     def num_params(self) -> int:
         """Parameters of the whole model, a tied embedding counted once."""
-        block = sum(math.prod(spec.shape) for spec in block_specs(self, 1).values())
-        rest = sum(math.prod(spec.shape) for spec in rest_specs(self, first=True, last=True).values())
-        return self.num_layers * block + rest
+        block, dense = (_num_entries(block_specs(each, 1)) for each in (self, self.dense))
+        rest = _num_entries(rest_specs(self, first=True, last=True))
+        num_dense = len(self.dense_layers)
+        return (self.num_layers - num_dense) * block + num_dense * dense + rest
+
+    @cached_property
+    def num_active_params(self) -> int:
+        """Parameters of the whole model without the experts that a token does not pass through."""
+        if self.mixture is None:
+            return self.num_params
+        idle = self.mixture.num_experts - self.mixture.experts_per_token
+        num_sparse = self.num_layers - len(self.dense_layers)
+        return self.num_params - num_sparse * idle * 3 * self.hidden_size * self.mixture.expert_size
 
     def layer_costs(self, seq_len: int) -> LayerCosts:
         """Operations of the forward pass of each layer per token; an embedding lookup costs nothing.
 
-        A forward pass has two operations for each entry of a matrix. The two products of causal attention see half of
-        the sequence on average. Biases and norms count as nothing.
+        In a model with experts, the block is one that has them. A forward pass has two operations for each entry of a
+        matrix. The two products of causal attention see half of the sequence on average. Biases and norms count as
+        nothing.
 
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
@@ -84,8 +156,13 @@ class Dimensions:
 
         The backward pass has twice as many operations as the forward pass.
         """
-        forward = self.layer_costs(seq_len)
-        return 3 * (self.num_layers * forward.block + forward.head)
+        forward, dense = self.layer_costs(seq_len), self.dense.layer_costs(seq_len)
+        num_dense = len(self.dense_layers)
+        return 3 * ((self.num_layers - num_dense) * forward.block + num_dense * dense.block + forward.head)
+
+
+def _num_entries(specs: Mapping[str, ShardSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs.values())
 
 
 def qkv_segments(num_heads: int, num_kv_heads: int, head_size: int, tp: int) -> tuple[Segment, Segment, Segment]:
@@ -124,15 +201,18 @@ def adapter_specs(
 
 
 def is_matrix(spec: ShardSpec) -> bool:
-    """True for the weight of a linear layer, which may be quantized."""
-    return len(spec.shape) > 1
+    """True for the weight of a linear layer, which may be quantized; experts and routers are not linear layers."""
+    return spec.dim is not None and len(spec.shape) > 1 and not spec.expert
 
 
 @lru_cache(maxsize=1024)
 def block_specs(
     dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
-    """Sharding of the parameters of one block, by their names inside the block, in the order of the model."""
+    """Sharding of the parameters of one block, by their names inside the block, in the order of the model.
+
+    In a model with experts, the block is one that has them; `dimensions.dense` has the specs of the others.
+    """
     hidden, inner = dimensions.hidden_size, dimensions.intermediate_size
     width = dimensions.head_size
     norm, head_norm = ShardSpec((hidden,)), ShardSpec((width,))
@@ -147,9 +227,15 @@ def block_specs(
         layers |= {"self_attn.q_norm": head_norm, "self_attn.k_norm": head_norm}
     layers["self_attn.o_proj"] = ShardSpec.row(dimensions.num_heads * width, hidden)
     layers["post_attention_layernorm"] = norm
-    for name, segments in _matrices("gate_up_proj", ups, is_fused=fused_gate_up):
-        layers[f"mlp.{name}"] = ShardSpec.column(hidden, segments)
-    layers["mlp.down_proj"] = ShardSpec.row(inner, hidden)
+    mixture = dimensions.mixture
+    if mixture is None:
+        for name, segments in _matrices("gate_up_proj", ups, is_fused=fused_gate_up):
+            layers[f"mlp.{name}"] = ShardSpec.column(hidden, segments)
+        layers["mlp.down_proj"] = ShardSpec.row(inner, hidden)
+    else:
+        layers[f"{mixture.module}.gate"] = ShardSpec((mixture.num_experts, hidden))
+        for name, spec in mixture.specs(hidden, range(mixture.num_experts)).items():
+            layers[f"{mixture.module}.{name.removesuffix('.weight')}"] = spec
     specs: dict[str, ShardSpec] = {}
     for name, weight in layers.items():
         specs[f"{name}.weight"] = weight

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nxtrain.common.kernels import Kernels
-    from nxtrain.common.layers import ContextAttention, ExpertExchange, LayerSet
+    from nxtrain.common.layers import ContextAttention, LayerSet, RouterLosses
 
 
 class ModelConfig(BaseModel):
@@ -67,7 +67,8 @@ class BuildContext:
         decay_norms: Weight decay applies to the norms too, including norms of heads.
         parts: Parts of the model that are built, ascending; empty: the whole model.
         context_parallel: Ranks that share the positions of a sequence; None: each rank has whole sequences.
-        expert_parallel: Ranks that divide the experts; None: each rank has all experts.
+        router_losses: Losses of the routers; None: none.
+        moe_capacity_factor: Slots that an expert computes, relative to an even load; None: all.
     """
 
     layers: LayerSet
@@ -80,7 +81,8 @@ class BuildContext:
     decay_norms: bool = False
     parts: tuple[StagePart, ...] = ()
     context_parallel: ContextAttention | None = None
-    expert_parallel: ExpertExchange | None = None
+    router_losses: RouterLosses | None = None
+    moe_capacity_factor: float | None = None
 
 
 class CausalLM(Protocol):
@@ -91,16 +93,19 @@ class CausalLM(Protocol):
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def run(
+        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+    ) -> Sequence[Tensor]:
         """Compute one of the model's parts on a pipeline stage.
 
         Args:
-            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
+            state: (B, S) tokens for the first part. For others (S/tp, B, D), and in a model with E experts the routing
+                of all blocks before the part, (2E + 2,) float32.
             targets: (B, S) for the last part.
             starts: As for `loss`, in every part.
 
         Returns:
-            () float32, the sum of the tokens' cross entropies, for the last part; (S/tp, B, D) for other parts.
+            () float32, the sum of the tokens' cross entropies, for the last part; the state of the next for others.
         """
         ...
 

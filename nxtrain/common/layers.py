@@ -6,20 +6,27 @@ Models are built from these layers alone. A layer has the same parameters, by na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from nxtrain.common.dimensions import Mixture
     from nxtrain.common.mesh import Axis
     from nxtrain.common.sharding import Init, Segment, ShardSpec
 
 
 class Head(Protocol):
-    """Interface of the output projection, with a loss that never computes all logits at once."""
+    """Interface of the output projection, with a loss that never computes all logits at once.
+
+    Attributes:
+        scale: Factor of the gradients of the loss, () float32; None: 1.
+    """
 
     weight: nn.Parameter
     specs: dict[str, ShardSpec]
+    scale: Callable[[], Tensor] | None
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""
@@ -53,19 +60,19 @@ class ContextAttention(ABC):
         """
 
 
-class ExpertExchange(ABC):
-    """Exchange of tokens between ranks that divide the experts of a layer.
+class RouterLosses(ABC):
+    """Losses of the routers of a model with experts."""
 
-    Attributes:
-        axis: The ranks; each has adjacent experts, and as many as the others.
-    """
+    @abstractmethod
+    def add_to(self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+        """Add the gradient of the routers' losses to that of a loss, whose value stays.
 
-    axis: Axis
-
-    def own(self, num_experts: int) -> range:
-        """Experts of this rank."""
-        share = num_experts // self.axis.size
-        return range(self.axis.rank * share, (self.axis.rank + 1) * share)
+        Args:
+            loss: (), sum of this rank's cross entropies.
+            routing: (2E + 2,) float32, statistics of the routing over all layers.
+            targets: (S, B) integers; `IGNORE_INDEX` does not count.
+            scale: Factor of the gradients, () float32; None: 1.
+        """
 
 
 class LayerSet(ABC):
@@ -91,6 +98,12 @@ class LayerSet(ABC):
     @abstractmethod
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
         """Vocabulary embedding: (S, B) tokens to (S/tp, B, D)."""
+
+    @abstractmethod
+    def experts(
+        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+    ) -> nn.Module:
+        """Experts: (S/tp, B, D), with weights and indices of each token's experts, (S/tp, B, k), to (S/tp, B, D)."""
 
     @abstractmethod
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:

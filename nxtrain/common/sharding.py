@@ -143,9 +143,9 @@ class ShardSpec:
     partial_gradient: bool = False
     tied_to: str | None = None
     has_copy: bool = False
+    expert: bool = False
     decay: bool = True
     init: Init = field(default_factory=Init)
-    expert: bool = False
 
     def __post_init__(self) -> None:
         """Give an unfused parameter its one segment; check that the segments add up to the shape."""
@@ -351,7 +351,11 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
 
 
 def global_name(parameter: str, segment: Segment) -> str:
-    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`."""
+    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`.
+
+    The name of a segment may have several parts: `a.experts.down_proj.weight` and `3.down_proj` give
+    `a.experts.3.down_proj.weight`.
+    """
     if not segment.name:
         return parameter
     module, _, leaf = parameter.rpartition(".")

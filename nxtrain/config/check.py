@@ -92,7 +92,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         family = family_of(config)
         problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
         problems += stages(parallel, model.num_hidden_layers)
-        problems += experts(config, family.dimensions(model).num_experts)
+        problems += experts(config, family.dimensions(model).mixture)
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel

@@ -1,24 +1,34 @@
-"""Rules of expert parallelism: division of the experts and of their copies, and the features that it excludes."""
+"""Rules of models with experts: their keys, the division of the experts, and the features that they exclude."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nxtrain.common.dimensions import Mixture
 from nxtrain.common.errors import Problem
 from nxtrain.common.mesh import divisors, listed
 from nxtrain.config.schema import RunConfig
 
 
-def experts(config: RunConfig, num_experts: int) -> Iterator[Problem]:
-    """Problems of the division of a model's experts over ranks.
+def experts(config: RunConfig, mixture: Mixture | None) -> Iterator[Problem]:
+    """Problems of keys about experts, and of experts with other features."""
+    if mixture is None:
+        for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):
+            value = getattr(config.model, key)
+            if value != off:
+                reason = f"{value} is for models with experts, and this one has none"
+                yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
+    elif config.compile.torch_compile:
+        reason = "the host reads the number of rows of each expert, which a compiled block cannot"
+        yield Problem("compile.torch_compile", reason, hint="use false")
+    if config.parallel.ep > 1:
+        yield from _division(config, 0 if mixture is None else mixture.num_experts)
 
-    Args:
-        num_experts: Experts of each feed-forward of the model; 0: the model has none.
-    """
+
+def _division(config: RunConfig, num_experts: int) -> Iterator[Problem]:
+    """Problems of the division of a model's experts over ranks."""
     parallel = config.parallel
     ep = parallel.ep
-    if ep == 1:
-        return
     if not num_experts:
         reason = f"{ep} ranks are to divide experts, and the model has none"
         yield Problem("parallel.ep", reason, hint="use parallel.ep=1, or a family with experts")
@@ -36,6 +46,3 @@ def experts(config: RunConfig, num_experts: int) -> Iterator[Problem]:
     if config.backend.layers == "nxd":
         reason = f"ep={ep} divides experts of our own, and backend.layers=nxd has other layers"
         yield Problem("backend.layers", reason, hint="use auto or native")
-    if config.compile.torch_compile:
-        reason = f"ep={ep} exchanges tokens inside of the blocks, which torch.compile does not take"
-        yield Problem("compile.torch_compile", reason, hint="use false, or parallel.ep=1")

@@ -113,6 +113,12 @@ class ModelChoiceConfig(Section):
     """One matrix for the query, key and value projections."""
     fused_gate_up: bool = True
     """One matrix for the gate and up projections."""
+    moe_dispatch: Literal["dropless", "capacity"] = "dropless"
+    """Tokens that experts compute: all, or as many for each as moe_capacity_factor allows."""
+    moe_capacity_factor: PositiveFloat = 1.25
+    """With moe_dispatch=capacity, most tokens of an expert in a micro-batch, relative to an even load."""
+    moe_z_loss: NonNegativeFloat = 0.0
+    """Factor of the routers' z-loss, which keeps their logits small; 0: none."""
 
 
 class ParallelConfig(Section):
@@ -135,8 +141,7 @@ class ParallelConfig(Section):
     cp_layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
     """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
-    """Exchange of keys and values over cp: gathered, or passed on in a ring, which holds two blocks at a time; auto:
-    ring on cpu and cuda, gather on Neuron devices and xla."""
+    """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, else gather."""
     ep: Degree = 1
     """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
     sequence_parallel: bool = False
@@ -167,8 +172,7 @@ class ParallelConfig(Section):
     def degrees(self) -> str:
         """Degrees in lines for people; cp and ep are named where they are used."""
         context = "" if self.cp == 1 else f"cp={self.cp} "
-        experts = "" if self.ep == 1 else f" ep={self.ep}"
-        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}{experts}"
+        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}" + ("" if self.ep == 1 else f" ep={self.ep}")
 
 
 class TrainConfig(Section):
@@ -244,8 +248,7 @@ class FinetuneConfig(Section):
     """[finetune]: trained share of a model that begins from given weights."""
 
     method: Literal["full", "lora", "qlora"] = "full"
-    """Every weight, or low-rank adapters of linear layers beside frozen weights; with qlora, matrices of the blocks
-    are frozen in NF4."""
+    """Every weight, or adapters of linear layers beside frozen weights; with qlora, matrices of blocks are in NF4."""
     r: Size = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
@@ -335,8 +338,7 @@ class BackendConfig(Section):
     in_flight: Annotated[int, Field(ge=1, le=63)] = 3
     """On backend.name=neuron before SDK 2.31, graphs that the host submits before the first is done."""
     allow_unverified: bool = False
-    """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose source nobody has compared: its
-    gradients may be wrong without an error. Otherwise auto takes our own, and layers=nxd ends with code 5."""
+    """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose gradients nobody has compared."""
 
     @model_validator(mode="before")
     @classmethod
@@ -385,14 +387,11 @@ class CompileConfig(Section):
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
-    """Compile each block with torch.compile, by inductor or TorchNeuron, there with loss, norm and update too;
-    PyTorch/XLA compiles whole steps anyway."""
+    """Compile each block with torch.compile, on TorchNeuron also loss, norm and update; PyTorch/XLA compiles anyway."""
     allow_fallbacks: bool = False
-    """On neuron-native, take operations in the training step that TorchNeuron computes on the host, slowly; otherwise
-    the run ends with code 5 after its first step."""
+    """On neuron-native, take operations that TorchNeuron computes on the host; otherwise step 1 ends with code 5."""
     manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
-    """List of the graphs that `nxtrain compile` compiled; `{name}` becomes run.name. A node that holds some
-    pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
+    """Graphs that `nxtrain compile` compiled; `{name}` is run.name. A node of some stages adds `.stages-0`, ..."""
     on_miss: Literal["compile", "stop"] = "compile"
     """Reaction of a run on Neuron devices to a graph outside the manifest: compile and warn, or end with code 5."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from nxtrain.backends.limits import LONG_SEQUENCE
 from nxtrain.common.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
+from nxtrain.nn.mixture import MixtureOfExperts
 from nxtrain.nn.mlp import GatedMLP
 
 Remat = Literal["none", "selective", "full"]
@@ -49,5 +50,6 @@ def _parts(model: nn.Module, remat: Remat, seq_len: int) -> Iterable[nn.Module]:
     if remat == "full":
         return cast(CausalLM, model).blocks
     if seq_len >= LONG_SEQUENCE:
-        return [module for module in model.modules() if isinstance(module, CausalAttention | GatedMLP)]
+        kinds = CausalAttention | GatedMLP | MixtureOfExperts
+        return [module for module in model.modules() if isinstance(module, kinds)]
     return [module for module in model.modules() if isinstance(module, CausalAttention)]

@@ -54,22 +54,22 @@ class StageError(RuntimeError):
 
 @dataclass
 class _Exit:
-    """End of a part's graph, with the gradient received for the sent tensor."""
+    """End of a part's graph, with the gradients received for the sent tensors."""
 
-    grad: Tensor | None = None
+    grads: Sequence[Tensor] = ()
 
 
 class _Leave(torch.autograd.Function):
-    """A scalar in place of a sent hidden state, so that the graph does not keep the hidden state alive."""
+    """A scalar in place of a sent state, so that the graph does not keep the state alive."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exit_: _Exit) -> Tensor:
+    def forward(ctx: Any, exit_: _Exit, *state: Tensor) -> Tensor:
         ctx.exit_ = exit_
-        return x.new_zeros(())
+        return state[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.exit_.grad, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exit_.grads
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,21 @@ class _Passage:
     """State of a micro-batch in a part, from its forward pass to its backward pass.
 
     Args:
-        entered: The received leaf; None in the first part.
+        entered: The received leaves; none in the first part.
         end: Tensor with which backward begins.
-        exit_: Holder of the gradient of the sent tensor.
+        exit_: Holder of the gradients of the sent tensors.
     """
 
-    entered: Tensor | None
+    entered: Sequence[Tensor]
     end: Tensor
     exit_: _Exit
 
 
 Item = tuple[str, int, int]
-"""Key of a hidden state (`forward`) or a gradient (`backward`), with chunk and micro-batch of this rank's part."""
+"""Key of a state (`forward`) or its gradient (`backward`), with chunk and micro-batch of this rank's part."""
+
+State = Sequence[Tensor]
+"""Hidden state between two parts, (S/tp, B, D), and in a model with experts the routing of the blocks before."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,15 @@ class _Underway:
         received: Receives that were started and not yet used.
         passages: Forward passes without their backward pass, by chunk and micro-batch.
         postponed: Weight gradients not yet computed, by chunk and micro-batch.
-        to_send: Computed tensors whose send is not yet started.
+        to_send: Computed states and gradients whose send is not yet started.
         sent: Last send of each direction, kept until it is complete.
     """
 
-    received: dict[Item, Pending[Tensor]] = field(default_factory=dict)
+    received: dict[Item, Sequence[Pending[Tensor]]] = field(default_factory=dict)
     passages: dict[tuple[int, int], _Passage] = field(default_factory=dict)
     postponed: dict[tuple[int, int], Postponed] = field(default_factory=dict)
-    to_send: dict[Item, Tensor] = field(default_factory=dict)
-    sent: dict[str, Pending[None]] = field(default_factory=dict)
+    to_send: dict[Item, State] = field(default_factory=dict)
+    sent: dict[str, Sequence[Pending[None]]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -119,7 +122,7 @@ class Pipeline:
         mesh: Mesh of the run.
         comm: Collectives.
         boundary: Step boundary of the device: runs the recorded graph.
-        blank: Tensor of the shape and type of transfers, (S/tp, B, D); its values are not used.
+        blanks: Tensors of the shapes and types of a state; their values are not used.
         weight_grads: Postponed weight gradients of the layers, for the ZB-H1 schedule; None: 1F1B.
 
     Attributes:
@@ -133,11 +136,11 @@ class Pipeline:
         mesh: Mesh,
         comm: Collectives,
         boundary: Callable[[], None],
-        blank: Tensor,
+        blanks: State,
         weight_grads: WeightGradients | None = None,
     ) -> None:
         self._model, self._parts, self._comm, self._boundary = model, parts, comm, boundary
-        self._blank, self._weight_grads = blank, weight_grads
+        self._blanks, self._weight_grads = blanks, weight_grads
         self._pp, self._place = mesh.pp, mesh.words(mesh.rank)
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
@@ -186,75 +189,84 @@ class Pipeline:
                 raise
             except Exception as error:
                 raise StageError(f"{self._place} failed in {action}: {type(error).__name__}: {error}") from error
-        for pending in underway.sent.values():
-            pending.wait()
+        for direction in tuple(underway.sent):
+            _complete(direction, underway)
 
-    def _await(self, action: Action, underway: _Underway) -> Tensor | None:
-        """Input of a computation from another stage; None if the computation needs none."""
+    def _await(self, action: Action, underway: _Underway) -> State:
+        """Input of a computation from another stage; empty if the computation needs none."""
         part = self._parts[action.chunk]
         starts = {"forward": part.first, "backward": part.last}  # without input from another stage
         if starts.get(action.kind, True):
-            return None
-        return underway.received.pop((action.kind, action.chunk, action.micro)).wait()
+            return ()
+        return [pending.wait() for pending in underway.received.pop((action.kind, action.chunk, action.micro))]
 
-    def _forward(
-        self, action: Action, entered: Tensor | None, underway: _Underway, batch: MicroBatches, found: Found
-    ) -> None:
+    def _forward(self, action: Action, entered: State, underway: _Underway, batch: MicroBatches, found: Found) -> None:
         chunk, micro = action.chunk, action.micro
         part = self._parts[chunk]
         tokens, targets, *documents = batch[micro]
-        if entered is not None:
-            entered.requires_grad_(torch.is_grad_enabled())
-        x = tokens if entered is None else entered
+        for leaf in entered:
+            leaf.requires_grad_(torch.is_grad_enabled())
+        state = entered or (tokens,)
         exit_ = _Exit()
         saving: AbstractContextManager[None] = nullcontext()
         if self._comm.lazy:  # eager views need no memory
             saving = save_copies_of_views()
         with saving:
-            out = self._model.run(part, x, targets if part.last else None, *documents)
+            out = self._model.run(part, state, targets if part.last else None, *documents)
         if part.last:
-            end = out
+            (end,) = out
             found(end, targets)
         else:
-            underway.to_send["forward", chunk, micro] = out.data
-            end = _Leave.apply(out, exit_)
+            underway.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
+            end = _Leave.apply(exit_, *out)
         del out  # keeps only the graph of a part that is not the last
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
 
-    def _backward(self, action: Action, received: Tensor | None, underway: _Underway) -> None:
+    def _backward(self, action: Action, received: State, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
         passage = underway.passages.pop((chunk, micro))
-        passage.exit_.grad = received
+        passage.exit_.grads = received
         passage.end.backward()
         if self._weight_grads:
             underway.postponed[chunk, micro] = self._weight_grads.take()
-        if passage.entered is not None:
-            assert passage.entered.grad is not None, "every part depends on what enters it"
-            underway.to_send["backward", chunk, micro] = passage.entered.grad
+        if passage.entered:
+            # Without losses of the routers, nothing depends on the routing.
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in passage.entered]
+            assert passage.entered[0].grad is not None, "every part depends on what enters it"
+            underway.to_send["backward", chunk, micro] = grads
         self._boundary()
 
     def _transfer(self, action: Action, underway: _Underway) -> None:
         item, peer = _item(action), self._peer(action)
         if not action.is_send:
-            underway.received[item] = self._comm.start_receive(self._blank, self._pp, peer)
+            underway.received[item] = [self._comm.start_receive(blank, self._pp, peer) for blank in self._blanks]
             return
         direction = item[0]
-        if direction in underway.sent:  # at most one send of each direction waits for a slow receiver
-            underway.sent.pop(direction).wait()
-        underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item).contiguous(), self._pp, peer)
+        _complete(direction, underway)  # at most one send of each direction waits for a slow receiver
+        state = underway.to_send.pop(item)
+        underway.sent[direction] = [self._comm.start_send(tensor.contiguous(), self._pp, peer) for tensor in state]
 
     def _exchange(self, one: Action, other: Action, underway: _Underway) -> None:
         send, receive = one, other
         if receive.is_send:
             send, receive = receive, send
-        out = underway.to_send.pop(_item(send)).contiguous()
-        underway.received[_item(receive)] = Done(self._comm.exchange(out, self._pp, self._peer(send)))
+        peer = self._peer(send)
+        state = underway.to_send.pop(_item(send))
+        underway.received[_item(receive)] = [
+            Done(self._comm.exchange(tensor.contiguous(), self._pp, peer)) for tensor in state
+        ]
 
     def _peer(self, action: Action) -> int:
         """Position of the other rank of a transfer."""
         return action.other_end(self._pp.rank, self._pp.size)[0]
+
+
+def _complete(direction: str, underway: _Underway) -> None:
+    """Wait for the last send of a direction, if any."""
+    for pending in underway.sent.pop(direction, ()):
+        pending.wait()
 
 
 def _item(action: Action) -> Item:

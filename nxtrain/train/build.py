@@ -24,6 +24,7 @@ from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.nn import quantized
+from nxtrain.nn.balance import BatchRouterLosses
 from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.dropout import Dropout
 from nxtrain.nn.init import Fill, draw, materialize
@@ -174,7 +175,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         dtype,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
     )
-    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
+    expert_parallel = ExpertParallel(mesh.ep, backend.collectives) if mesh.ep_size > 1 else None
+    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20, expert_parallel=expert_parallel)
     context_parallel = context_parallel_of(plan, backend, mesh)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
@@ -187,7 +189,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         decay_norms=run.optim.decay_norms,
         parts=parts_of(plan, mesh),
         context_parallel=context_parallel,
-        expert_parallel=ExpertParallel(mesh.ep, backend.collectives) if mesh.ep_size > 1 else None,
+        router_losses=_router_losses(plan, backend, mesh),
+        moe_capacity_factor=run.model.moe_capacity_factor if run.model.moe_dispatch == "capacity" else None,
     )
     model = plan.family.build(plan.model, context)
     if run.finetune.method == "qlora":
@@ -210,6 +213,17 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     if run.compile.torch_compile:
         compile_blocks(model, backend)
     return model
+
+
+def _router_losses(plan: Resolved, backend: Backend, mesh: Mesh) -> BatchRouterLosses | None:
+    """Losses of the routers, over the ranks of dp x cp, and over those of tp if these have different tokens."""
+    mixture, run = plan.dimensions.mixture, plan.config
+    if mixture is None:
+        return None
+    axis, num_same = mesh.dp_cp, 1
+    if run.parallel.sequence_parallel:
+        axis, num_same = mesh.stage, mesh.tp_size
+    return BatchRouterLosses(mixture.aux_loss_coef, run.model.moe_z_loss, backend.collectives, axis, num_same)
 
 
 def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> ContextParallel | None:
@@ -339,14 +353,17 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     num_rows = run.train.seq_len // mesh.cp_size
     if run.parallel.sequence_parallel:
         num_rows = num_rows // mesh.tp_size
-    blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)
+    blanks = [torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)]
+    mixture = plan.dimensions.mixture
+    if mixture is not None:
+        blanks.append(torch.zeros(2 * mixture.num_experts + 2))
     return Pipeline(
         cast(CausalLM, model),
         parts_of(plan, mesh),
         mesh,
         backend.collectives,
         backend.step_boundary,
-        backend.put(blank),
+        [backend.put(blank) for blank in blanks],
         WeightGradients(model) if run.parallel.schedule == "zero_bubble" else None,
     )
 

@@ -19,7 +19,8 @@ from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
-from tests.support.drawn import SEED, one_in
+from tests.support.drawn import MIXTURES, SEED, covering_array, draw, one_in
+from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.experts import Experts, expert_reference, expert_weights, with_experts
 from tests.support.parity import Course, batches, check_course, course_of, layout, run_ours, start
 from tests.support.ranks import RankPool
@@ -57,16 +58,27 @@ def train(backend: Backend, resolved: Resolved, weights: dict[str, Tensor]) -> C
     return run_ours(backend, resolved, STEPS, weights)
 
 
-LAYOUTS = [draw_layout(index) for index in range(20)]
+SOFT = [draw_layout(index) for index in range(20)]
 
 
-@pytest.mark.parametrize("how", one_in(2, LAYOUTS), ids=lambda how: "-".join(f"{k}{v}" for k, v in how.items()))
+@pytest.mark.parametrize("how", one_in(4, SOFT), ids=lambda how: "-".join(f"{k}{v}" for k, v in how.items()))
 def test_experts_of_any_layout_equal_plain_experts(ranks: RankPool, how: dict[str, Any]) -> None:
     resolved = resolve(how)
     weights = expert_weights(resolved)
     data = [(rows[:, :-1], rows[:, 1:]) for rows in batches(resolved, STEPS)]
     courses = ranks.run(how["tp"] * how["pp"] * how["dp"] * how["cp"], train, resolved, weights)
     check_course(courses, expert_reference(resolved, STEPS, data, weights), resolved)
+
+
+LAYOUTS = covering_array(SEED, 48, ep=True)
+
+
+@pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
+    run = draw("ep", SEED, index, LAYOUTS[index], family=MIXTURES[index % 2])
+    courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
+    errors = [(run, error_of(courses, wanted(run), run))]
+    assert not failures(errors), failures(errors)
 
 
 def divided_by_copies(scale: float, axis: Axis) -> float:

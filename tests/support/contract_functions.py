@@ -24,8 +24,10 @@ from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
+from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.context_parallel import _Gather, _Ring
+from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -34,9 +36,10 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
+from tests.support.contract_experts import collect, expert_products, spread, with_gradient_of
 from tests.support.contract_kernels import (
     EPS,
-    WideKernels,
+    drawn_kernels,
     exact_attention,
     exact_rms_norm,
     exact_rotate,
@@ -161,11 +164,6 @@ def wide_flash(ranks: Ranks, rng: Random) -> Work:
     return Work(f"_WideFlashAttention on {q} and {kv}", operands, wide_flash_attention, exact_attention)
 
 
-def drawn_kernels(rng: Random) -> Kernels:
-    """Kernels that multiply matrices as they are, or copies of a wider type."""
-    return rng.choice((FusedKernels(), WideKernels()))
-
-
 def product(ranks: Ranks, rng: Random) -> Work:
     """A product with a weight."""
     shape = ranks.draw_shape(rng, rng.choice((1, 4)))
@@ -266,7 +264,7 @@ def leave(ranks: Ranks, rng: Random) -> Work:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def call(x: Tensor) -> Tensor:
-        return _Leave.apply(x, _Exit(value.to(x.device, x.dtype)))  # type: ignore[no-any-return]
+        return _Leave.apply(_Exit([value.to(x.device, x.dtype)]), x)  # type: ignore[no-any-return]
 
     return Work(f"_Leave on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
 
@@ -382,6 +380,10 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _ColumnProduct: column_product,
     _SplitProduct: split_product,
     _Gradient: gradient,
+    _Spread: spread,
+    _Collect: collect,
+    ExpertProducts: expert_products,
+    _WithGradientOf: with_gradient_of,
     _Leave: leave,
     _Sleep: sleep,
     _Backward: record_backward,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.rounding import mix_, step_hash
+from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
@@ -27,6 +28,11 @@ class WideKernels(CpuKernels):
 
     def widens(self, dtype: torch.dtype) -> bool:
         return True
+
+
+def drawn_kernels(rng: Random) -> Kernels:
+    """Kernels that multiply matrices as they are, or copies of a wider type."""
+    return rng.choice((FusedKernels(), WideKernels()))
 
 
 def linear(kernels: Kernels, rng: Random) -> Work:

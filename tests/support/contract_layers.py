@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.dimensions import Mixture
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.layers import Head, LayerSet
 from nxtrain.common.mesh import Mesh
@@ -21,6 +22,7 @@ from nxtrain.parallel.linear import Product, SplitBackward
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels
 from tests.support.contract import CONTIGUOUS, FORMS, Operand, Placed, Setting, Shape, Watch, Work, hold, place
+from tests.support.contract_experts import drawn_indices, exact_mixture, integers
 from tests.support.contract_functions import Ranks
 from tests.support.contract_kernels import exact_attention
 
@@ -180,6 +182,39 @@ def logits(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put:
     return Work(f"logits on {shape}, {_where(layers)}", operands, _caller(_made(head, put)), exact)
 
 
+def experts(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """Experts, whose inner widths are cut."""
+    layers = make(ranks, dtype, rng.random() < 0.5)
+    num, k, width = 3, rng.randint(1, 3), rng.choice((1, 2))
+    mixture = Mixture(num, k, width * ranks.axis.size)
+    with torch.device("meta"):
+        layer = layers.experts(WIDTH, mixture, Init(), Init(), capacity_factor=rng.choice((None, float(num))))
+    _made(layer, put)
+    shape = ranks.draw_shape(rng, WIDTH)
+    indices = drawn_indices(rng, shape[0] * shape[1], k, num).view(*shape[:2], k)
+
+    def call(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        matrices = {"gate_up_proj.weight": gate_up, "down_proj.weight": down}
+        return functional_call(layer, matrices, (x, weights, chosen))  # type: ignore[no-any-return]
+
+    def exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        x, weights = ranks.heard(x), ranks.heard(weights)
+        if layers.sequence_parallel:
+            x, weights, chosen = ranks.gathered(x), ranks.gathered(weights), ranks.gathered(chosen)
+        flat = (x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1))
+        out = exact_mixture(*flat, gate_up, down, num).view(x.shape)
+        return ranks.scattered(out) if layers.sequence_parallel else ranks.summed(out)
+
+    operands = {
+        "x": Operand(shape, always=True),
+        "weights": Operand((*shape[:2], k), dtype=torch.float32),
+        "indices": integers(indices),
+        "gate_up": Operand((num * 2 * width, WIDTH), forms=CONTIGUOUS),
+        "down": Operand((WIDTH, num * width), forms=CONTIGUOUS),
+    }
+    return Work(f"experts on {shape}, k {k}, {_where(layers)}", operands, call, exact)
+
+
 def _later(postponed: list[Product] | None) -> Callable[[], Mapping[str, Tensor]] | None:
     return None if postponed is None else lambda: {"weight": postponed.pop()()}
 
@@ -192,6 +227,7 @@ CASES: dict[str, tuple[Callable[[MakeLayers, Ranks, Random, torch.dtype, Put], W
     "column": (column,),
     "row": (row,),
     "embedding": (embedding,),
+    "experts": (experts,),
     "head": (loss, logits),
 }
 """By the method of `LayerSet` that makes the layer."""

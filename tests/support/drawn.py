@@ -25,7 +25,7 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support.models import SCALING_TYPES, draw_scaling
+from tests.support.models import SCALING_TYPES, draw_experts, draw_scaling
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
@@ -43,6 +43,9 @@ STEPS = (2, 4)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
+
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts, which are drawn where a test asks for them."""
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200
@@ -63,11 +66,14 @@ class Degrees:
     cp: int = 1
     cp_layout: str = "auto"
     cp_method: str = "auto"
+    ep: int = 1
 
     def __str__(self) -> str:
         kinds = [self.shard, self.schedule, "sp" if self.sequence_parallel else ""]
         if self.cp > 1:
             kinds += [f"cp{self.cp}", self.cp_layout, self.cp_method]
+        if self.ep > 1:
+            kinds.append(f"ep{self.ep}")
         degrees = f"tp{self.tp}-pp{self.pp}x{self.virtual_pp}-dp{self.dp}"
         return "-".join((degrees, *(kind for kind in kinds if kind not in ("none", "1f1b", ""))))
 
@@ -85,8 +91,10 @@ class Degrees:
     @property
     def factors(self) -> tuple[object, ...]:
         """Values that a covering array pairs."""
-        values = astuple(self)
-        return values if self.cp > 1 else values[:-3]
+        *dense, cp, cp_layout, cp_method, ep = astuple(self)
+        experts = (ep,) if ep > 1 else ()
+        context = (cp, cp_layout, cp_method) if cp > 1 else ()
+        return (*dense, *experts, *context)
 
 
 ONE = Degrees()
@@ -145,14 +153,7 @@ def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
 
 @lru_cache(maxsize=1024)
 def draw(
-    lane: str,
-    seed: int,
-    index: int,
-    degrees: Degrees = ONE,
-    *,
-    bf16: bool = False,
-    xla: bool = False,
-    family: str = "",
+    lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False, family: str = ""
 ) -> Drawn:
     """One run of a layout."""
     family = family or FAMILIES[(seed + index) % len(FAMILIES)]
@@ -161,6 +162,8 @@ def draw(
         overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
         if not xla:
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
+        if family in MIXTURES:
+            overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)
         if "model.config.rope_scaling" in overrides:
             overrides |= _of_scaling(Random(f"scaling/{lane}/{seed}/{index}/{attempt}"), overrides)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
@@ -273,7 +276,7 @@ def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, An
         return window
     if family == "qwen2":
         return {**window, "max_window_layers": model["vocab_size"] % (model["num_hidden_layers"] + 1)}
-    if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
+    if family in ("qwen3", "qwen3_moe"):  # RMSNorm of few entries, as of the hidden size
         return {"head_dim": max(8, model["head_dim"])}
     return {}
 
@@ -362,15 +365,17 @@ def _optim(rng: Random) -> dict[str, Any]:
 
 
 def covering_array(
-    seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False
+    seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False, ep: bool = False
 ) -> list[Degrees]:
     """Layouts in which every two values of two factors that can meet do so, and drawn ones up to a number.
 
     Args:
         cp: Layouts with context parallelism, in place of those without.
+        ep: Layouts with expert parallelism, in place of those without; with and without context parallelism.
     """
     rng = Random(f"layouts/{seed}")
-    layouts = [degrees for degrees in (context_layouts() if cp else all_layouts()) if fits(degrees)]
+    given = context_layouts() if cp else all_layouts()
+    layouts = [degrees for degrees in (expert_layouts() if ep else given) if fits(degrees)]
     rng.shuffle(layouts)
     pairs = {degrees: frozenset(combinations(enumerate(degrees.factors), 2)) for degrees in layouts}
     missing = set().union(*pairs.values())
@@ -427,6 +432,17 @@ def context_layouts() -> tuple[Degrees, ...]:
     ]
     layouts = (replace(degrees, **way) for degrees in all_layouts() for way in ways if degrees.world * way["cp"] <= 8)
     return tuple(layouts)
+
+
+@cache
+def expert_layouts() -> tuple[Degrees, ...]:
+    """Every layout of up to eight ranks with expert parallelism."""
+    return tuple(
+        replace(degrees, ep=ep)
+        for degrees in (*all_layouts(), *context_layouts())
+        for ep in (2, 3, 4, 6, 8)
+        if degrees.dp * degrees.cp % ep == 0
+    )
 
 
 def _is_layout(degrees: Degrees) -> bool:

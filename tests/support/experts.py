@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import BuildContext, ModelConfig, find_family
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, Segment, ShardSpec
@@ -94,16 +93,13 @@ class ExpertFamily(_LLAMA):  # type: ignore[valid-type, misc]
     num_experts: int = 4
     inner: int = 7
 
-    def dimensions(self, config: ModelConfig) -> Dimensions:
-        return replace(cast(Dimensions, super().dimensions(config)), num_experts=self.num_experts)
-
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
         model = super().build(config, context)
         tp = cast(TensorParallel, cast(Any, context.layers)._parallel)
         size = self.num_experts, config.hidden_size, self.inner
         with torch.device("meta"):
             for block in model.blocks:
-                block.mlp = SoftExperts(size, tp, cast(Any, context.expert_parallel))
+                block.mlp = SoftExperts(size, tp, cast(Any, context.layers)._expert_parallel)
         return cast(nn.Module, model)
 
 

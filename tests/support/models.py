@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
@@ -65,6 +66,35 @@ def draw_scaling(rope_type: str, rng: Random, seq_len: int) -> dict[str, Any]:
     }
     scaling |= {name: value for name, value in optional.items() if rng.random() < 0.4}
     return {"rope_scaling": scaling, "max_position_embeddings": rng.choice((original, int(original * factor)))}
+
+
+def draw_experts(family: str, rng: Random, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides for experts of any number and width, with losses of the routers.
+
+    A capacity is drawn so large that no token is left out: transformers has none.
+    """
+    ep = given.get("parallel.ep", 1)
+    number = -(-rng.choice((1, 2, 3, rng.randint(4, 9))) // ep) * ep
+    shape: dict[str, Any] = {
+        "num_experts_per_tok": rng.randint(1, number),
+        "router_aux_loss_coef": rng.choice((0.0, 0.02, 0.5)),
+    }
+    if family == "mixtral":
+        shape |= {"num_local_experts": number, "intermediate_size": rng.randint(1, 60)}
+    else:
+        layers = range(given["model.config.num_hidden_layers"])
+        shape |= {
+            "num_experts": number,
+            "moe_intermediate_size": rng.randint(1, 60),
+            "norm_topk_prob": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice((1, 1, 2)),
+            "mlp_only_layers": [layer for layer in layers if rng.random() < 0.2],
+        }
+    found: dict[str, Any] = {f"model.config.{key}": value for key, value in shape.items()}
+    found["model.moe_z_loss"] = rng.choice((0.0, 0.001, 0.1))
+    if rng.random() < 0.3:
+        found |= {"model.moe_dispatch": "capacity", "model.moe_capacity_factor": float(number)}
+    return found
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -180,8 +210,10 @@ def hf_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if resolved.dimensions.mixture is not None:
+            model.set_experts_implementation("eager")  # the default one has no float64
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in hf_tensors(resolved.dimensions, model.named_parameters()).items():
                 if weights is not None:
                     parameter.copy_(weights[name])
                     continue
@@ -189,9 +221,33 @@ def hf_model(
     return model
 
 
+def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of transformers' model by their names in checkpoints, as views.
+
+    transformers 5 stacks the matrices of all experts into one tensor, and renames them, when it loads a checkpoint.
+    """
+    found: dict[str, Tensor] = {}
+    mixture = dimensions.mixture
+    for name, tensor in tensors:
+        prefix, _, leaf = name.rpartition(".experts.")
+        if mixture is None:
+            found[name] = tensor
+        elif prefix:
+            prefix = prefix.removesuffix("mlp") + mixture.module
+            for expert, matrix in enumerate(tensor):
+                parts = {mixture.down: matrix}
+                if leaf == "gate_up_proj":
+                    parts = dict(zip((mixture.gate, mixture.up), matrix.chunk(2), strict=True))
+                found |= {f"{prefix}.experts.{expert}.{part}.weight": view for part, view in parts.items()}
+        else:
+            found[name.replace(".mlp.gate.", f".{mixture.module}.gate.")] = tensor
+    return found
+
+
 def weights_of(resolved: Resolved, std: float = 0.05) -> dict[str, Tensor]:
     """Whole weights of `hf_model`, by global name, in float32."""
-    return {name: p.detach() for name, p in hf_model(resolved, std=std).named_parameters()}
+    model = hf_model(resolved, std=std)
+    return {name: tensor.detach() for name, tensor in hf_tensors(resolved.dimensions, model.named_parameters()).items()}
 
 
 def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping[str, Tensor]) -> nn.Module:

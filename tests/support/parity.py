@@ -21,7 +21,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.optim.adamw import AdamW
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
-from tests.support.models import hf_model, our_model, plan, tokens
+from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
 
 LR = 3e-3
 OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-5, "betas": (0.9, 0.95)}
@@ -81,9 +81,12 @@ def reference(
     losses, norms = [], []
     for inputs, targets in data or _pairs(resolved, steps):
         optimizer.zero_grad()
-        logits = wrapped(input_ids=inputs).logits.double()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
-        loss.backward()
+        if resolved.dimensions.mixture is None:
+            logits = wrapped(input_ids=inputs).logits.double()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+            loss.backward()
+        else:
+            loss = _backward_of_mixture(wrapped, resolved, inputs, targets)
         squares = [p.grad.double().square().sum() for p in trained.values() if p.grad is not None]
         norm = torch.stack(squares).sum().sqrt()
         if optim.clip:
@@ -91,7 +94,33 @@ def reference(
         norms.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
-    return Course(losses, norms, {name: p.detach() for name, p in trained.items()})
+    weights_by_name = hf_tensors(resolved.dimensions, trained.items())
+    return Course(losses, norms, {name: p.detach() for name, p in weights_by_name.items()})
+
+
+def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Backward of a model with experts, micro-step by micro-step; returns the mean cross entropy.
+
+    A micro-step has a micro-batch of each data parallel rank. The losses of its routers are those of all its tokens,
+    and weigh as many as its targets that count.
+    """
+    config, dp = resolved.config, max(1, resolved.config.parallel.dp)
+    count = (targets != IGNORE_INDEX).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    rows = torch.arange(len(inputs)).view(dp, -1, config.train.micro_batch)
+    mixture = resolved.dimensions.mixture
+    assert mixture is not None
+    for micro in rows.unbind(1):
+        own = micro.flatten()
+        found = model(input_ids=inputs[own], output_router_logits=True)
+        loss = torch.nn.functional.cross_entropy(
+            found.logits.double().flatten(0, 1), targets[own].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        squares = torch.cat(found.router_logits).double().logsumexp(-1).square().mean()
+        others = mixture.aux_loss_coef * found.aux_loss + config.model.moe_z_loss * squares
+        ((loss + others * (targets[own] != IGNORE_INDEX).sum()) / count).backward()
+        total += loss.detach()
+    return total / count
 
 
 def _decays(name: str, parameter: Tensor, norms: bool) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
-from tests.support.drawn import SEED, Drawn, draw, one_in
+from tests.support.drawn import MIXTURES, SEED, Drawn, draw, one_in
 from tests.support.drawn_fp16 import WORSE, Distance, distances, root_mean_square
 from tests.support.drawn_runs import error_of, failures, ours, wanted
 from tests.support.drawn_runs import first_weights as weights_of
@@ -30,6 +30,17 @@ def backend() -> Iterator[Backend]:
 @pytest.mark.parametrize("batch", one_in(2, range(BATCHES)))
 def test_drawn_runs_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
     runs = [draw("process", SEED, index) for index in range(batch * EACH, (batch + 1) * EACH)]
+    errors = []
+    for run in runs:
+        weights = weights_of(run)
+        errors.append((run, error_of([ours(backend, run, weights)], wanted(run, weights), run)))
+    assert not failures(errors), failures(errors)
+
+
+@pytest.mark.parametrize("batch", one_in(2, range(4)))
+def test_drawn_runs_of_mixtures_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
+    indices = range(batch * EACH, (batch + 1) * EACH)
+    runs = [draw("mixtures", SEED, index, family=MIXTURES[index % 2]) for index in indices]
     errors = []
     for run in runs:
         weights = weights_of(run)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
+from nxtrain.common.family import find_family
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.regular import read_bytes, require_regular
 from nxtrain.common.mesh import Axis
@@ -35,8 +38,40 @@ _SHOWN = 10
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Tensor of a file, or the matrix of one expert in a tensor of the file: (experts, rows, columns).
+
+    Args:
+        name: Name in the file.
+        expert: Index of the expert; None: the whole tensor.
+        rows: Rows of the expert's matrix.
+    """
+
+    file: Path
+    name: str
+    expert: int | None = None
+    rows: range = range(0)
+
+    def read(self, where: list[slice]) -> Tensor:
+        """Read a box of entries."""
+        require_regular(self.file)
+        with safe_open(self.file, framework="pt") as file:
+            tensor = file.get_slice(self.name)
+            if self.expert is None:
+                part: Tensor = tensor[tuple(where)]
+                return part
+            rows = self.rows[where[0]]
+            box = (slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *where[1:])
+            matrix: Tensor = tensor[box]
+            return matrix.squeeze(0)
+
+
 class HfFolder:
-    """A folder with `config.json` and safetensors; `dtype` is the narrowest type that holds all weights exactly."""
+    """A folder with `config.json` and safetensors; `dtype` is the narrowest type that holds all weights exactly.
+
+    transformers 5 may stack the matrices of all experts of a block. They are read one by one, under their usual names.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,16 +80,17 @@ class HfFolder:
         if quantized:
             raise ConfigError(f"{path}: {quantized}")
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         codes: dict[str, str] = {}
         for file in _weight_files(path):
             for name, shape, code in _header(file):
                 self.shapes[name] = shape
-                self._files[name] = file
+                self._stored[name] = _Stored(file, name)
                 codes[name] = code
         foreign = [f"{name} is {code}" for name, code in codes.items() if code not in _DTYPES]
         if foreign:
             raise ConfigError(f"{path}: {foreign[0]}; weights of type {', '.join(_DTYPES)} can be read")
+        self._unstack()
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -69,11 +105,35 @@ class HfFolder:
         stop = self.shapes[name][dim]
         if length is not None:
             stop = start + length
-        where = (*(slice(None),) * dim, slice(start, stop))
-        require_regular(self._files[name])
-        with safe_open(self._files[name], framework="pt") as file:
-            part: Tensor = file.get_slice(name)[where]
-        return part
+        whole: list[slice] = [slice(None)] * max(1, len(self.shapes[name]))
+        whole[dim] = slice(start, stop)
+        return self._stored[name].read(whole)
+
+    def _unstack(self) -> None:
+        """Give the matrices of experts in stacked tensors, and their routers, the names of other files."""
+        stacked = {name for name in self.shapes if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
+        if not stacked or any(len(self.shapes[name]) != 3 for name in stacked):  # noqa: PLR2004 - expert, row, column
+            return
+        family = find_family(str(self.config.get("model_type")))
+        mixture = family.dimensions(family.from_hf(self.config)).mixture
+        if mixture is None:
+            return
+        for name in stacked:
+            num_experts, num_rows, num_columns = self.shapes.pop(name)
+            stored = self._stored.pop(name)
+            block = name.partition(".mlp.")[0]
+            matrices = (mixture.gate, mixture.up)
+            if name.endswith(".down_proj"):
+                matrices = (mixture.down,)
+            height = num_rows // len(matrices)
+            for expert, (index, matrix) in product(range(num_experts), enumerate(matrices)):
+                own = f"{block}.{mixture.module}.experts.{expert}.{matrix}.weight"
+                self.shapes[own] = (height, num_columns)
+                rows = range(index * height, (index + 1) * height)
+                self._stored[own] = replace(stored, expert=expert, rows=rows)
+        for name in [name for name in self.shapes if name.endswith(".mlp.gate.weight")]:
+            own = name.replace(".mlp.", f".{mixture.module}.")
+            self.shapes[own], self._stored[own] = self.shapes.pop(name), self._stored.pop(name)
 
     def fingerprint(self) -> str:
         """Identity of the weights: name, shape and middle row of every tensor. Reading all rows would take minutes."""

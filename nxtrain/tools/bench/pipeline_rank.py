@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -64,7 +64,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     model = _Chunks(chunks, blank)
     comm: Any = Counted()
     later = WeightGradients(model) if work.schedule == "zero_bubble" else None
-    pipeline = Pipeline(cast(CausalLM, model), parts, mesh, comm, backend.step_boundary, blank, later)
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh, comm, backend.step_boundary, [blank], later)
     pipeline.watch = watch
     tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
     batch = [(tokens, tokens)] * work.micro
@@ -88,14 +88,15 @@ class _Chunks(nn.Module):
         self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def run(
+        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+    ) -> Sequence[Tensor]:
         del starts  # no attention
-        if part.first:
-            x = self.entry
+        x = self.entry if part.first else state[0]
         out: Tensor = self._chunks[str(part.blocks[0])](x)
         if targets is not None:
             out = out.sum()
-        return out
+        return (out,)
 
 
 class _Sleeper(SplitBackward):

@@ -59,6 +59,8 @@ def only(tmp_path: Path, *overrides: str, world: int | None = None) -> Problem:
 
 
 REFUSED = [
+    ("model.moe_dispatch=capacity", "model.moe_dispatch", "capacity is for models with experts, and this one has none"),
+    ("model.moe_z_loss=0.1", "model.moe_z_loss", "0.1 is for models with experts, and this one has none"),
     ("parallel.tp=3", "parallel.tp", "tp=3 does not divide model.config.num_attention_heads=4"),
     (
         "model.config.num_key_value_heads=3",
@@ -326,7 +328,7 @@ def test_the_folder_chooses_the_family_unless_the_configuration_does(hf: Path) -
 def test_a_folder_of_a_family_that_is_not_installed_is_refused_with_those_that_are(hf: Path) -> None:
     (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     found = only(hf, f"model.hf={hf}")
-    assert (found.key, found.hint) == ("model.hf", "installed: llama, mistral, qwen2, qwen3")
+    assert (found.key, found.hint) == ("model.hf", "installed: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe")
     assert "config.json is of model_type 'mamba', which no installed family computes" in found.reason
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from nxtrain.common.dimensions import Mixture
 from nxtrain.config.experts import experts
 from nxtrain.config.schema import RunConfig
 
@@ -13,6 +14,11 @@ from nxtrain.config.schema import RunConfig
 def config(ep: int, **sections: dict[str, Any]) -> RunConfig:
     """A configuration with expert parallelism."""
     return RunConfig.model_validate({**sections, "parallel": {"ep": ep, **sections.get("parallel", {})}})
+
+
+def mixture(num_experts: int) -> Mixture | None:
+    """Experts of a model; None without any."""
+    return Mixture(num_experts, 1, 8) if num_experts else None
 
 
 @pytest.mark.parametrize(
@@ -39,15 +45,15 @@ def config(ep: int, **sections: dict[str, Any]) -> RunConfig:
             config(2, compile={"torch_compile": True}),
             4,
             "compile.torch_compile",
-            "ep=2 exchanges tokens inside of the blocks",
-            "parallel.ep=1",
+            "the host reads the number of rows of each expert",
+            "use false",
         ),
     ],
 )
 def test_what_experts_exclude_is_one_problem_with_a_way_out(
     given: RunConfig, num_experts: int, key: str, reason: str, hint: str
 ) -> None:
-    (problem,) = experts(given, num_experts)
+    (problem,) = experts(given, mixture(num_experts))
     assert problem.key == key
     assert reason in problem.reason
     assert hint in problem.hint
@@ -64,4 +70,4 @@ def test_what_experts_exclude_is_one_problem_with_a_way_out(
     ],
 )
 def test_degrees_that_fit_have_no_problem(given: RunConfig, num_experts: int) -> None:
-    assert not [*experts(given, num_experts)]
+    assert not [*experts(given, mixture(num_experts))]

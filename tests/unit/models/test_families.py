@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.nn.init import draw_shard
 from nxtrain_models.decoder.config import DecoderConfig
 from tests.support.drawn import FAMILIES
-from tests.support.models import plan
+from tests.support.models import hf_tensors, plan
 from tests.support.parity import table_of
 
 PUBLISHED = {  # counts of the weights on the Hugging Face hub
@@ -34,8 +35,19 @@ PUBLISHED = {  # counts of the weights on the Hugging Face hub
     ("qwen3", "qwen3-8b"): 8_190_735_360,
     ("qwen3", "qwen3-14b"): 14_768_307_200,
     ("qwen3", "qwen3-32b"): 32_762_123_264,
+    ("mixtral", "mixtral-8x7b"): 46_702_792_704,
+    ("mixtral", "mixtral-8x22b"): 140_620_634_112,
+    ("qwen3_moe", "qwen3-30b-a3b"): 30_532_122_624,
+    ("qwen3_moe", "qwen3-235b-a22b"): 235_093_634_560,
 }
-NEW = FAMILIES[1:]
+ACTIVE = {  # published with them, in billions
+    ("mixtral", "mixtral-8x7b"): 12.9,
+    ("mixtral", "mixtral-8x22b"): 39.2,
+    ("qwen3_moe", "qwen3-30b-a3b"): 3.35,
+    ("qwen3_moe", "qwen3-235b-a22b"): 22.2,
+}
+MIXTURES = ("mixtral", "qwen3_moe")
+NEW = (*FAMILIES[1:], *MIXTURES)
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -57,7 +69,8 @@ def test_a_preset_has_the_published_parameters_under_the_names_of_transformers(f
     theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "bfloat16"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
-    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    theirs_by_name = hf_tensors(found.dimensions(config), model.named_parameters())
+    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in theirs_by_name.items()}
     assert (
         found.dimensions(config).num_params == PUBLISHED[family, preset] == sum(p.numel() for p in model.parameters())
     )
@@ -73,7 +86,7 @@ def test_every_preset_is_counted_and_says_where_it_was_published() -> None:
         assert find_family(family).check(preset.config, tp=1, seq_len=128) == [], name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_keys_that_a_file_lacks_have_the_values_of_transformers(family: str) -> None:
     found = find_family(family)
     theirs = transformers.CONFIG_MAPPING[family].from_dict({"model_type": family, **SIZES})
@@ -168,3 +181,55 @@ def test_biases_and_norms_of_heads_start_as_zeros_and_ones() -> None:
             local = torch.full(table[name].shape, 9.0)
             draw_shard(local, name, table[name], Mesh(1, 0).tp, seed=0)
             assert torch.equal(local, torch.full_like(local, value))
+
+
+@pytest.mark.parametrize(("family", "preset"), ACTIVE)
+def test_a_token_passes_through_the_published_number_of_parameters(family: str, preset: str) -> None:
+    dimensions, config = find_family(family).dimensions(preset_of(family, preset)), preset_of(family, preset)
+    assert dimensions.num_active_params / 1e9 == pytest.approx(ACTIVE[family, preset], rel=0.01)
+    matrices = dimensions.num_active_params - (2 * config.num_hidden_layers + 1) * config.hidden_size
+    if config.head_norms:
+        matrices -= 2 * config.num_hidden_layers * config.head_size
+    matrices -= config.vocab_size * config.hidden_size  # a lookup costs nothing
+    scores = config.num_hidden_layers * config.num_attention_heads * config.head_size
+    assert dimensions.flops_per_token(100) == 6 * matrices + 6 * 100 * scores
+
+
+def test_blocks_without_experts_are_counted_as_transformers_builds_them() -> None:
+    shape = {"num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "num_experts": 3}
+    found = find_family("qwen3_moe")
+    config = preset_of("qwen3_moe", "tiny").model_copy(update=shape)
+    assert config.dense_layers == (0, 2, 3, 4, 6)
+    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(found.to_hf(config, "bfloat16"))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    by_name = hf_tensors(found.dimensions(config), model.named_parameters())
+    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in by_name.items()}
+    assert found.dimensions(config).num_params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 exceeds the 8 experts of a block; use 8",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1], "num_experts": 8}, "no block has experts: mlp_only_layers=[0, 1]"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(family: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        find_family(family).from_hf({"model_type": family, **SIZES, **change})
+
+
+def test_a_window_of_qwen3_with_experts_is_one_in_use(tmp_path: Path) -> None:
+    found = find_family("qwen3_moe")
+    config = found.from_hf({"model_type": "qwen3_moe", **SIZES, "use_sliding_window": True, "sliding_window": 64})
+    assert config.window_of(0) == 64  # type: ignore[attr-defined]
+    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(found.to_hf(config, "float32"))
+    assert theirs.sliding_window == 64
+    assert found.from_hf({**theirs.to_dict()}) == config
+    unused = found.from_hf({"model_type": "qwen3_moe", **SIZES, "sliding_window": 64})
+    assert unused.window_of(0) is None  # type: ignore[attr-defined]

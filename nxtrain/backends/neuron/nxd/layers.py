@@ -14,6 +14,7 @@ import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from torch import Tensor, nn
 
+from nxtrain.common.dimensions import Mixture
 from nxtrain.common.errors import BackendError
 from nxtrain.common.layers import Head, LayerSet
 from nxtrain.common.mesh import Axis
@@ -27,8 +28,8 @@ class NxdLayers(LayerSet):
     """Column, row and embedding layers of NxD; NxD's groups must have been made.
 
     Args:
-        native: nxtrain's own layers, which make the head: NxD's cross entropy counts ignored targets and overwrites
-            the logits.
+        native: nxtrain's own layers, which make experts and the head: NxD's cross entropy counts ignored targets and
+            overwrites the logits.
         dtype: Type of the weights.
 
     Raises:
@@ -52,6 +53,11 @@ class NxdLayers(LayerSet):
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
         spec = ShardSpec.vocab(vocab_size, hidden_size, init)
         return NxdEmbedding(spec, self.tp, self._dtype, self.sequence_parallel)
+
+    def experts(
+        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+    ) -> nn.Module:
+        return self._native.experts(hidden_size, mixture, init, init_out, capacity_factor=capacity_factor)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
         return self._native.head(vocab_size, hidden_size, init)

@@ -8,13 +8,14 @@ from random import Random
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
 from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd
 from nxtrain.common.errors import ConfigError
-from tests.support.drawn import SEED, Degrees, Drawn, draw
+from tests.support.drawn import MIXTURES, SEED, Degrees, Drawn, draw
 from tests.support.drawn_runs import first_weights
 from tests.support.models import hf_model
 
@@ -42,6 +43,25 @@ def test_a_drawn_model_comes_back_from_a_checkpoint_bit_for_bit(tmp_path: Path, 
     run = draw("conversion", SEED, index, bf16=index % 2 == 1)
     export(run, tmp_path / "hf")
     hf_to_nxtrain(tmp_path / "hf", tmp_path / "checkpoint")
+    nxtrain_to_hf(tmp_path / "checkpoint", tmp_path / "back", max_shard_bytes=20_000)
+    assert differing(tmp_path / "hf", tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("index", range(6))
+def test_a_drawn_model_with_experts_comes_back_from_a_checkpoint_bit_for_bit(
+    tmp_path: Path, index: int, stacked: bool
+) -> None:
+    """transformers writes a matrix of each expert, or one tensor of all, and reads either."""
+    run = draw("mixture conversion", SEED, index, bf16=index % 2 == 1, family=MIXTURES[index // 2 % 2])
+    export(run, tmp_path / "hf")
+    if stacked:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+        model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+        assert any(name.endswith("experts.down_proj") for name in tensors(tmp_path / "stacked"))
+        hf_to_nxtrain(tmp_path / "stacked", tmp_path / "checkpoint")
+    else:
+        hf_to_nxtrain(tmp_path / "hf", tmp_path / "checkpoint")
     nxtrain_to_hf(tmp_path / "checkpoint", tmp_path / "back", max_shard_bytes=20_000)
     assert differing(tmp_path / "hf", tmp_path / "back") == []
 

@@ -1,0 +1,79 @@
+"""Losses of routers: the load balancing loss over all experts, and the z-loss of the logits.
+
+The statistics of a routing are sums over tokens and layers, (2E + 2,) float32, as `nxtrain.nn.mixture.Router` gives
+them. Both losses are functions of the sums over all ranks that have tokens of the same micro-step.
+
+Source: Fedus et al. 2021 (arXiv:2101.03961) section 2.2; `load_balancing_loss_func` of transformers' Mixtral; Zoph et
+al. 2022 (arXiv:2202.08906) equation 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.layers import RouterLosses
+from nxtrain.common.mesh import Axis
+from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.parallel.regions import sum_over
+
+
+def balance_loss(routing: Tensor) -> tuple[Tensor, Tensor]:
+    """Load balancing loss and z-loss of a routing, () each.
+
+    The load balancing loss is E * sum(f * P): f is the mean number of slots of each expert for a token, P the mean
+    probability of each expert. f has no gradient.
+    """
+    num_experts = (routing.shape[0] - 2) // 2
+    slots, probabilities, (squares, tokens) = routing[:num_experts], routing[num_experts:-2], routing[-2:].unbind()
+    load, mean = slots / tokens, probabilities / tokens
+    return num_experts * (load * mean).sum(), squares / tokens
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """A loss that keeps its value, with the gradient of its sum with another loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+@dataclass(frozen=True)
+class BatchRouterLosses(RouterLosses):
+    """Losses over the ranks that have tokens of the same micro-step.
+
+    A mean of the ranks' own losses would be another function, since a loss is a product of means.
+
+    Args:
+        aux_coef, z_coef: Factors of the load balancing loss and of the z-loss.
+        comm: Collectives.
+        axis: Ranks whose routings are of different tokens.
+        num_same: Ranks of the axis that have the same targets.
+    """
+
+    aux_coef: float
+    z_coef: float
+    comm: Collectives
+    axis: Axis
+    num_same: int = 1
+
+    def add_to(self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled() or not (self.aux_coef or self.z_coef):
+            return loss
+        counted = (targets != IGNORE_INDEX).sum(dtype=torch.float32).unsqueeze(0)
+        sums = sum_over(torch.cat([routing, counted]), self.comm, self.axis)
+        balance, squares = balance_loss(sums[:-1])
+        # The update divides by the tokens of the global batch. So the factor makes a mean over them.
+        other = (self.aux_coef * balance + self.z_coef * squares) * (sums[-1] / self.num_same)
+        if scale is not None:
+            other = other * scale
+        added: Tensor = _WithGradientOf.apply(loss, other)
+        return added

@@ -1,0 +1,85 @@
+"""Mixture of experts: a router chooses feed-forwards for each token.
+
+Shapes: S sequence, B batch, D hidden, E experts, k experts of a token; S/tp under sequence parallelism, else S.
+
+Source: Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024 (arXiv:2401.04088) section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.common.dimensions import Mixture
+from nxtrain.common.sharding import Init, ShardSpec
+
+if TYPE_CHECKING:
+    from nxtrain.common.family import BuildContext
+
+
+class Router(nn.Module):
+    """Choice of the k most probable experts of each token, computed in float32.
+
+    Of equally probable experts, the router takes the one of the lower index, on every device.
+
+    Args:
+        hidden_size: D.
+        mixture: Number of experts.
+        init: Initial values of the weight.
+        context: Layers and kernels of the model.
+    """
+
+    def __init__(self, hidden_size: int, mixture: Mixture, *, init: Init, context: BuildContext) -> None:
+        super().__init__()
+        shape = (mixture.num_experts, hidden_size)
+        self.specs = {"weight": ShardSpec(shape, partial_gradient=context.layers.sequence_parallel, init=init)}
+        self.weight = nn.Parameter(torch.empty(shape, dtype=context.dtype))
+        self._mixture, self._kernels = mixture, context.kernels
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(S/tp, B, D) to the weights of the experts (S/tp, B, k) float32, their indices, and the routing of the layer.
+
+        The routing is (2E + 2,) float32, sums over tokens: slots of each expert, probabilities of each expert, squared
+        logarithms of the sums of the exponentials of the logits, and tokens. The slots have no gradient.
+        """
+        mixture = self._mixture
+        logits = self._kernels.linear(x.float(), self.weight.float())
+        probabilities = logits.softmax(dim=-1)
+        order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+        indices = order[..., : mixture.experts_per_token].contiguous()
+        weights = probabilities.gather(-1, indices)
+        if mixture.is_normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        numbers = torch.arange(mixture.num_experts, device=x.device)
+        slots = (indices.flatten().unsqueeze(1) == numbers).sum(0, dtype=torch.float32)
+        squares = logits.logsumexp(dim=-1).square().sum()
+        tokens = logits.new_full((), logits.shape[:-1].numel())
+        routing = torch.cat([slots, probabilities.flatten(0, -2).sum(0), torch.stack([squares, tokens])])
+        return weights, indices, routing
+
+
+class MixtureOfExperts(nn.Module):
+    """Weighted sum over the experts that the router chooses.
+
+    Args:
+        hidden_size: D.
+        mixture: Number and width of the experts.
+        init, init_out: Initial values of the input and output projections; the router has those of the former.
+        context: Layers and kernels of the model.
+    """
+
+    def __init__(
+        self, hidden_size: int, mixture: Mixture, *, init: Init, init_out: Init, context: BuildContext
+    ) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, mixture, init=init, context=context)
+        self.experts = context.layers.experts(
+            hidden_size, mixture, init, init_out, capacity_factor=context.moe_capacity_factor
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer as from `Router`."""
+        weights, indices, routing = self.gate(x)
+        return self.experts(x, weights, indices), routing

@@ -1,0 +1,82 @@
+"""Experts of a block, each sharded over tp like any feed-forward; under expert parallelism, some on each rank.
+
+Shapes: S sequence, B batch, D hidden, k experts of a token; S/tp under sequence parallelism, else S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from nxtrain.common.dimensions import Mixture
+from nxtrain.common.sharding import Init, ShardSpec
+from nxtrain.parallel.dispatch import capacity_of, dispatch
+from nxtrain.parallel.expert_parallel import ExpertParallel
+from nxtrain.parallel.regions import TensorParallel
+
+
+class _Matrices(nn.Module):
+    """One matrix of every expert of this rank, as one parameter."""
+
+    def __init__(self, spec: ShardSpec, init: Init, tp: TensorParallel) -> None:
+        super().__init__()
+        spec = replace(spec, init=init)
+        self.specs = {"weight": spec}
+        self.weight = tp.empty(spec)
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards, of which each token passes through k.
+
+    Args:
+        hidden_size: D.
+        mixture: Number and width of the experts.
+        init, init_out: Initial values of the input and output projections.
+        tp: Tensor parallel context.
+        capacity_factor: Slots that an expert computes, relative to an even load; None: all.
+        expert_parallel: Ranks that divide the experts; None: this rank has all.
+    """
+
+    def __init__(  # 8 arguments: as `LayerSet.experts`, with the ranks
+        self,
+        hidden_size: int,
+        mixture: Mixture,
+        init: Init,
+        init_out: Init,
+        tp: TensorParallel,
+        *,
+        capacity_factor: float | None = None,
+        expert_parallel: ExpertParallel | None = None,
+    ) -> None:
+        super().__init__()
+        own = range(mixture.num_experts)
+        if expert_parallel is not None:
+            own = expert_parallel.own(mixture.num_experts)
+        specs = mixture.specs(hidden_size, own)
+        self.gate_up_proj = _Matrices(specs["experts.gate_up_proj.weight"], init, tp)
+        self.down_proj = _Matrices(specs["experts.down_proj.weight"], init_out, tp)
+        self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
+        self._expert_parallel = expert_parallel
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D)."""
+        tp = self._tp
+        x, weights = tp.enter(x), tp.enter(weights)
+        if tp.sequence_parallel:
+            indices = tp.comm.all_gather(indices, tp.axis)
+        capacity = None
+        if self._capacity_factor is not None:
+            capacity = capacity_of(indices.numel(), self._num_experts, self._capacity_factor)
+        out = dispatch(
+            x.flatten(0, 1),
+            weights.flatten(0, 1),
+            indices.flatten(0, 1),
+            self.gate_up_proj.weight,
+            self.down_proj.weight,
+            self._num_experts,
+            tp.kernels,
+            capacity,
+            self._expert_parallel,
+        )
+        return tp.exit(out.unflatten(0, x.shape[:2]))

@@ -1,0 +1,148 @@
+"""Models with experts under every layout that can meet another: parity with transformers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.config.check import Resolved
+from nxtrain.parallel.experts import Experts
+from nxtrain.parallel.grads import Gradients
+from nxtrain.train.step import TrainState
+from tests.support.drawn import MIXTURES, SEED, covering_array, draw, one_in
+from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.models import weights_of
+from tests.support.parity import (
+    Gradient,
+    batches,
+    gradient,
+    layout,
+    local_batch,
+    rank_gradient,
+    relative_errors,
+    start,
+    whole,
+)
+from tests.support.ranks import RankPool
+
+LAYOUTS = [*covering_array(SEED + 1, 64), *covering_array(SEED + 1, 48, cp=True)]
+
+
+@pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+def test_a_drawn_run_with_experts_equals_transformers(ranks: RankPool, index: int) -> None:
+    run = draw("mixtures", SEED, index, LAYOUTS[index], family=MIXTURES[index % 2])
+    courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
+    errors = [(run, error_of(courses, wanted(run), run))]
+    assert not failures(errors), failures(errors)
+
+
+def whole_batch(ranks: RankPool, family: str) -> Gradient:
+    """Gradient of one process, whose micro-step has the whole batch."""
+    found: list[Gradient] = ranks.run(1, rank_gradient, mixture(family), weights_of(mixture(family)))
+    return found[0]
+
+
+def mixture(family: str, **degrees: Any) -> Resolved:
+    """A model whose routers' losses have as much of the gradient as the cross entropy."""
+    config = {"num_experts_per_tok": 2, "router_aux_loss_coef": 5.0, "intermediate_size": 24}
+    config |= {"num_local_experts": 5} if family == "mixtral" else {"num_experts": 5, "moe_intermediate_size": 11}
+    dp = degrees.get("dp", 1)
+    return layout("gqa2", **{"tp": 1, **degrees}, micro=4 // dp, family=family, config=config, moe_z_loss=0.1)
+
+
+class _LosesWeights(Experts):
+    """A rank takes the gradient of the weights by its part of the experts for the whole one."""
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        size = self._tp.axis.size
+        return super().forward(x, weights * (1 / size) + weights.detach() * (1 - 1 / size), indices)
+
+
+def routers_by_rank(state: TrainState) -> None:
+    """Each rank has losses of its own tokens, whose mean is another function."""
+    model: Any = state.model
+    alone = Mesh(1, 0).dp_cp
+    share = 1 / state.mesh.dp_cp.size
+    model._router_losses = replace(model._router_losses, axis=alone, num_same=share)
+
+
+def routers_by_slice(state: TrainState) -> None:
+    """Sequence parallel ranks have losses of their own slices."""
+    model: Any = state.model
+    model._router_losses = replace(model._router_losses, axis=state.mesh.dp_cp, num_same=1)
+
+
+def tokens_of_all_copies(state: TrainState) -> None:
+    """Targets that several sequence parallel ranks have are counted for each."""
+    model: Any = state.model
+    model._router_losses = replace(model._router_losses, num_same=1)
+
+
+def lost_weights(state: TrainState) -> None:
+    """The sum over tp is left out for the weights of a token's experts."""
+    for module in state.model.modules():
+        if isinstance(module, Experts):
+            module.__class__ = _LosesWeights
+
+
+def lost_router(state: TrainState) -> None:
+    """The sum over tp is left out for the gradient of the router."""
+    held = state.data_parallel
+    specs = {name: replace(spec, partial_gradient=False) for name, spec in state.table.items() if "gate.weight" in name}
+    held.layout = Layout(ParamTable({**state.table, **specs}), state.mesh)
+
+
+Change = Callable[[TrainState], None]
+
+
+def changed_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], change: Change) -> Gradient:
+    """Gradient of one global batch with a defect."""
+    state = start(backend, resolved, weights)
+    change(state)
+    gradients = Gradients(state.data_parallel, backend.collectives, backend.put, backend.kernels)
+    broken = replace(state, gradients=gradients)
+    (batch,) = batches(resolved, 1)
+    return gradient(broken, local_batch(broken, batch, resolved.config.train.micro_batch))
+
+
+def unchanged(_: TrainState) -> None:
+    """No defect."""
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("degrees", "change", "is_wrong"),
+    [
+        ({"dp": 2}, unchanged, ""),
+        ({"dp": 2}, routers_by_rank, "gate.weight"),
+        ({"cp": 2}, routers_by_rank, "gate.weight"),
+        ({"tp": 2, "sp": True}, unchanged, ""),
+        ({"tp": 2, "sp": True}, routers_by_slice, "gate.weight"),
+        ({"tp": 2, "sp": True}, tokens_of_all_copies, "gate.weight"),
+        ({"tp": 2, "sp": True}, lost_router, "gate.weight"),
+        ({"tp": 2}, lost_weights, "gate.weight"),
+        ({"tp": 2, "sp": True}, lost_weights, "gate.weight"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_lost_sum_is_seen(
+    ranks: RankPool, family: str, degrees: dict[str, Any], change: Change, is_wrong: str
+) -> None:
+    resolved = mixture(family, **degrees)
+    world = 2
+    found = ranks.run(world, changed_gradient, resolved, weights_of(resolved), change)
+    want = whole_batch(ranks, family)
+    errors = relative_errors(whole([rank.shards for rank in found], resolved), whole([want.shards], mixture(family)))
+    wrong = {name for name, error in errors.items() if error > 1e-4}
+    if not is_wrong:
+        assert max(errors.values()) < 1e-5
+    else:
+        assert {name for name in errors if name.endswith(is_wrong)} <= wrong
+    assert [rank.loss for rank in found] == pytest.approx([want.loss] * world, abs=2e-6), "the logged loss has no other"

@@ -1,0 +1,107 @@
+"""Cases of `tests.support.contract` for the dispatch of tokens to experts, and for the losses of routers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxtrain.nn.balance import _WithGradientOf
+from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread, sorted_slots
+from tests.support.contract import WHOLE, Operand, Shape, Work
+from tests.support.contract_kernels import drawn_kernels
+
+if TYPE_CHECKING:
+    from tests.support.contract_functions import Ranks
+
+
+def drawn_indices(rng: Random, num_tokens: int, k: int, num_experts: int) -> Tensor:
+    """(T, k) experts of each token, each once; at times all tokens have the same."""
+    same = rng.sample(range(num_experts), k)
+    alike = rng.random() < 0.2
+    return torch.tensor([same if alike else rng.sample(range(num_experts), k) for _ in range(num_tokens)])
+
+
+def exact_mixture(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, num: int) -> Tensor:
+    """Weighted sum over the experts of each token: (T, D) to (T, D)."""
+    out = []
+    ups, downs = gate_up.chunk(num), down.chunk(num, dim=1)
+    for row, own, chosen in zip(x, weights, indices.tolist(), strict=True):
+        total = torch.zeros_like(row)
+        for weight, expert in zip(own, chosen, strict=True):
+            gate, values = F.linear(row, ups[expert]).chunk(2)
+            total = total + weight * F.linear(F.silu(gate) * values, downs[expert])
+        out.append(total)
+    return torch.stack(out)
+
+
+def spread(ranks: Ranks, rng: Random) -> Work:
+    """Rows of the slots of each token, of which a capacity may leave some out."""
+    num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
+    slots, _ = sorted_slots(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
+    shape = (num_tokens, 4)
+    return Work(
+        f"_Spread of {shape}, k {k}",
+        {"x": Operand(shape), "slots": integers(slots)},
+        lambda x, own: _Spread.apply(x, own, k),
+        lambda x, own: x[own // k],
+        in_float64=True,
+    )
+
+
+def collect(ranks: Ranks, rng: Random) -> Work:
+    """Sums over the slots of each token."""
+    num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
+    slots, _ = sorted_slots(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
+    shape = (len(slots), 4)
+    return Work(
+        f"_Collect of {shape}, k {k}",
+        {"rows": Operand(shape), "slots": integers(slots)},
+        lambda rows, own: _Collect.apply(rows, own, num_tokens, k),
+        lambda rows, own: rows.new_zeros(num_tokens, 4).index_add(0, own // k, rows),
+        in_float64=True,
+    )
+
+
+def expert_products(ranks: Ranks, rng: Random) -> Work:
+    """Products of experts of which some have no row."""
+    counts = [rng.choice((0, 1, 2, 5)) for _ in range(rng.randint(1, 4))]
+    counts[rng.randrange(len(counts))] += 1
+    num, rows, width, hidden = len(counts), sum(counts), rng.choice((1, 3)), 4
+    kernels = drawn_kernels(rng)
+    experts = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)]).unsqueeze(1)
+
+    def call(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return ExpertProducts.apply(x, scale, gate_up, down, counts, kernels)  # type: ignore[no-any-return]
+
+    def exact(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return exact_mixture(x, scale.unsqueeze(1), experts, gate_up, down, num)
+
+    operands = {
+        "x": Operand((rows, hidden)),
+        "scale": Operand((rows,), dtype=torch.float32),
+        "gate_up": Operand((num * 2 * width, hidden)),
+        "down": Operand((hidden, num * width)),
+    }
+    return Work(f"ExpertProducts of {counts}, {type(kernels).__name__}", operands, call, exact)
+
+
+def with_gradient_of(ranks: Ranks, rng: Random) -> Work:
+    """A loss with the gradient of another one."""
+
+    def exact(loss: Tensor, other: Tensor) -> Tensor:
+        return loss + other - other.detach()
+
+    return Work("_WithGradientOf", {"loss": Operand(()), "other": Operand(())}, _WithGradientOf.apply, exact)
+
+
+def integers(indices: Tensor) -> Operand:
+    """Operand of given integers."""
+
+    def values(_: torch.Generator, shape: Shape) -> Tensor:
+        return indices.clone()
+
+    return Operand(tuple(indices.shape), values, forms=(WHOLE,), has_gradient=False)

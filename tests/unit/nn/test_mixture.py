@@ -1,0 +1,154 @@
+"""Router and dispatch of a mixture of experts, one by one: ties, empty experts, capacities and number types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common.dimensions import Mixture
+from nxtrain.common.family import BuildContext
+from nxtrain.common.sharding import Init
+from nxtrain.nn.balance import balance_loss
+from nxtrain.nn.mixture import Router
+from nxtrain.parallel.dispatch import capacity_of, dispatch, sorted_slots
+from nxtrain.parallel.native import NativeLayers
+from tests.support.contract_experts import drawn_indices, exact_mixture
+from tests.support.models import alone, filled, random
+
+KERNELS = FusedKernels()
+
+
+def router(weight: Tensor, k: int, *, is_normalized: bool = True) -> Router:
+    mixture = Mixture(len(weight), k, 1, is_normalized=is_normalized)
+    context = BuildContext(NativeLayers(alone()), CpuBackend().kernels, weight.dtype, seq_len=1)
+    with torch.device("meta"):
+        made = Router(weight.shape[1], mixture, init=Init(), context=context)
+    return filled(made, alone().axis, {"": weight})
+
+
+@pytest.mark.parametrize("num_experts", [2, 5, 16, 64])
+def test_of_equally_probable_experts_the_lower_index_wins(num_experts: int) -> None:
+    rng = Random(num_experts)
+    rows = random(num_experts, 8, seed=num_experts)
+    for expert in range(1, num_experts):
+        if rng.random() < 0.6:
+            rows[expert] = rows[rng.randrange(expert)]
+    k = max(1, num_experts // 2)
+    x = random(40, 1, 8, seed=1)
+    _, indices, _ = router(rows, k)(x)
+    probabilities = (x @ rows.t()).softmax(-1).flatten(0, 1)
+    for own, found in zip(probabilities.tolist(), indices.flatten(0, 1).tolist(), strict=True):
+        assert found == sorted(range(num_experts), key=lambda expert, own=own: (-own[expert], expert))[:k]
+
+
+def test_a_router_computes_in_float32_from_weights_of_16_bits() -> None:
+    weight, x = random(6, 32, dtype=torch.bfloat16), random(9, 2, 32, dtype=torch.bfloat16, seed=1)
+    weights, indices, routing = router(weight, 2)(x)
+    wide, wide_indices, wide_routing = router(weight.float(), 2)(x.float())
+    assert weights.dtype == routing.dtype == torch.float32
+    assert torch.equal(weights, wide)
+    assert torch.equal(indices, wide_indices)
+    assert torch.equal(routing, wide_routing)
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_the_statistics_are_sums_over_tokens(is_normalized: bool) -> None:
+    weight, x = random(5, 8), random(7, 3, 8, seed=1)
+    weights, indices, routing = router(weight, 2, is_normalized=is_normalized)(x)
+    logits = (x @ weight.t()).flatten(0, 1).double()
+    slots, probabilities, (squares, tokens) = routing[:5], routing[5:10], routing[10:]
+    assert slots.tolist() == [(indices == expert).sum().item() for expert in range(5)]
+    torch.testing.assert_close(probabilities.double(), logits.softmax(-1).sum(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(squares.double(), logits.logsumexp(-1).square().sum(), rtol=1e-6, atol=0)
+    assert tokens.item() == 21
+    assert bool((weights.sum(-1) - 1).abs().max() < 1e-6) is is_normalized
+    balance, z_loss = balance_loss(routing)
+    torch.testing.assert_close(balance, 5 * (slots / 21 * probabilities / 21).sum())
+    torch.testing.assert_close(z_loss, squares / 21)
+
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def operands(indices: Tensor, num_experts: int, hidden: int = 12, width: int = 10) -> Operands:
+    num_tokens, k = indices.shape
+    return (
+        random(num_tokens, hidden, seed=1).requires_grad_(),
+        random(num_tokens, k, seed=2).softmax(-1).requires_grad_(),
+        indices,
+        random(num_experts * 2 * width, hidden, seed=3).requires_grad_(),
+        random(hidden, num_experts * width, seed=4).requires_grad_(),
+    )
+
+
+Call = Callable[[Operands], Tensor]
+
+
+def computed(given: Operands, call: Call) -> list[Tensor]:
+    """Result and gradients."""
+    fresh = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in given)
+    out = call(fresh)
+    out.backward(random(*out.shape, seed=5).to(out.dtype))
+    grads = [x.grad for x in fresh if x.requires_grad]
+    assert all(grad is not None for grad in grads), "an expert without tokens has a gradient of zeros"
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+ROUTINGS = {
+    "one token": torch.tensor([[2, 0]]),
+    "all tokens to one expert": torch.full((9, 1), 1),
+    "all experts for each token": torch.arange(4).repeat(6, 1),
+    "an expert without tokens": torch.tensor([[0, 3], [3, 0], [1, 3]]),
+    **{f"drawn {seed}": drawn_indices(Random(seed), 3 + 7 * seed, 1 + seed % 4, 4) for seed in range(6)},
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_each_token_gets_the_weighted_sum_of_its_experts(name: str) -> None:
+    given = operands(ROUTINGS[name], 4)
+    found = computed(given, lambda own: dispatch(*own, 4, KERNELS))
+    doubled = tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in given)
+    want = computed(doubled, lambda own: exact_mixture(*own, 4))  # type: ignore[arg-type]
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2e-6 * max(1.0, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_capacity_that_leaves_nothing_out_changes_no_bit(name: str) -> None:
+    given = operands(ROUTINGS[name], 4)
+    capacity = int(torch.bincount(ROUTINGS[name].flatten()).max())
+    found = computed(given, lambda own: dispatch(*own, 4, KERNELS, capacity))
+    want = computed(given, lambda own: dispatch(*own, 4, KERNELS))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("capacity", [1, 2, 3])
+def test_an_expert_leaves_out_the_last_tokens_beyond_its_capacity(name: str, capacity: int) -> None:
+    indices = ROUTINGS[name]
+    given = operands(indices, 4)
+    taken = [0] * 4
+    kept = torch.zeros(indices.shape)
+    for token, experts in enumerate(indices.tolist()):
+        for slot, expert in enumerate(experts):
+            kept[token, slot] = float(taken[expert] < capacity)
+            taken[expert] += 1
+    found = computed(given, lambda own: dispatch(*own, 4, KERNELS, capacity))
+    want = computed(given, lambda own: dispatch(own[0], own[1] * kept, *own[2:], 4, KERNELS))
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6 * max(1.0, theirs.abs().max().item()))
+    _, counts = sorted_slots(indices, 4, capacity)
+    assert counts.tolist() == [min(capacity, number) for number in taken]
+
+
+def test_a_capacity_is_a_multiple_of_an_even_load() -> None:
+    assert capacity_of(num_slots=64, num_experts=8, factor=1.0) == 8
+    assert capacity_of(num_slots=65, num_experts=8, factor=1.0) == 9
+    assert capacity_of(num_slots=64, num_experts=8, factor=1.25) == 10
+    assert capacity_of(num_slots=3, num_experts=8, factor=0.5) == 1
