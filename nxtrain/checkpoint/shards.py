@@ -33,7 +33,6 @@ class TensorShard:
         copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
         copies: Number of ranks that hold these entries.
         tied: The tensor is tied to a parameter of another stage, which writes it.
-        expert: The tensor belongs to an expert, whose replicas are on other ranks than those of other tensors.
     """
 
     kind: str
@@ -45,7 +44,6 @@ class TensorShard:
     copy: int = 0
     copies: int = 1
     tied: bool = False
-    expert: bool = False
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
@@ -87,7 +85,6 @@ def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
                     copy=block.copy * replica.size + replica.rank,
                     copies=block.copies * replica.size,
                     tied=spec.tied_to is not None,
-                    expert=spec.expert,
                 )
 
 
@@ -97,19 +94,19 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     Shards with the same number of replicas are concatenated, and each replica writes an equal range of their bytes. A
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
-    Ranks that share one shard share all shards with the same number of replicas, in the same order, apart from those
-    of experts. Each rank therefore computes the same assignment without communication.
+    Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
+    computes the same assignment without communication. Experts are no exception: where their replicas are other ranks
+    than those of other tensors, they are fewer.
     """
     held = [chunk for chunk in held if chunk.num_bytes and not chunk.tied]
-    total, before = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()
+    total, before = Counter[int](), Counter[int]()
     for chunk in held:
-        total[chunk.copies, chunk.expert] += chunk.num_bytes
+        total[chunk.copies] += chunk.num_bytes
     mine = []
     for chunk in held:
-        of = chunk.copies, chunk.expert
-        start = before[of]
-        before[of] += chunk.num_bytes
-        rows = _rows(chunk, start, total[of])
+        start = before[chunk.copies]
+        before[chunk.copies] += chunk.num_bytes
+        rows = _rows(chunk, start, total[chunk.copies])
         if rows:
             mine.append(chunk.rows(rows.start, len(rows)))
     return mine

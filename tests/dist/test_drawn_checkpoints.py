@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -20,7 +21,7 @@ from nxtrain.common.sharding import Layout
 from nxtrain.train.build import build_mesh
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw, one_in
+from tests.support.drawn import MIXTURES, SEED, TRIES, Degrees, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LOSS, NORM, first_weights, wanted
 from tests.support.parity import Course, local_pair, start, table_of
 from tests.support.ranks import RankPool
@@ -30,12 +31,16 @@ SAVED, STEPS = 1, 3
 """Steps before the checkpoint, and in all: the last loss is that of an update from the state that was loaded."""
 
 MODEL = "model.config."
-SHARED = (MODEL, "model.family=", "optim.", "precision.", "train.seq_len=", "train.global_batch=")
+SHARED = (MODEL, "model.family=", "model.moe_", "optim.", "precision.", "train.seq_len=", "train.global_batch=")
 """Beginnings of the overrides that two layouts of one run have in common; all others are drawn for each."""
 
 
+NO_ROUTER_LOSSES = (f"{MODEL}router_aux_loss_coef=0.0", "model.moe_z_loss=0.0")
+"""Overrides of models with experts: a router's loss depends on the tokens of a micro-step, and thus on the layout."""
+
+
 def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: bool) -> tuple[Drawn, Drawn]:
-    """One run under two layouts."""
+    """One run under two layouts; with expert parallelism, of a model with experts."""
     rng = Random(f"pair/{seed}/{index}")
     both = Degrees(
         tp=math.lcm(saved.tp, loaded.tp),
@@ -43,20 +48,29 @@ def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: b
         dp=math.lcm(saved.dp, loaded.dp),
         sequence_parallel=saved.sequence_parallel or loaded.sequence_parallel,
         cp=2 * math.lcm(saved.cp, loaded.cp) if max(saved.cp, loaded.cp) > 1 else 1,
+        ep=math.lcm(saved.ep, loaded.ep),
     )
+    family = MIXTURES[index % 2] if both.ep > 1 else ""
     for _ in range(TRIES):
         number = rng.randrange(1 << 30)
         try:
-            whole = draw("checkpoint", seed, number, both, bf16=bf16)
-            return _relaid(whole, index, saved, rng), _relaid(whole, index, loaded, rng)
+            whole = draw("checkpoint", seed, number, both, bf16=bf16, family=family)
+            if family:
+                whole = replace(whole, overrides=_without_router_losses(whole.overrides))
+            return _relaid(whole, index, saved, rng, family), _relaid(whole, index, loaded, rng, family)
         except ConfigError:
             continue
     raise AssertionError(f"no run suits {saved} and {loaded}")
 
 
-def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random) -> Drawn:
+def _without_router_losses(overrides: Sequence[str]) -> tuple[str, ...]:
+    keys = tuple(line.partition("=")[0] for line in NO_ROUTER_LOSSES)
+    return (*(line for line in overrides if not line.startswith(keys)), *NO_ROUTER_LOSSES)
+
+
+def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random, family: str) -> Drawn:
     """The same run under another layout, with options of its own."""
-    other = draw(whole.lane, whole.seed, rng.randrange(1 << 30), degrees)
+    other = draw(whole.lane, whole.seed, rng.randrange(1 << 30), degrees, family=family)
     shared = [line for line in whole.overrides if line.startswith(SHARED)]
     own = [line for line in other.overrides if not line.startswith((*SHARED, "train.micro_batch="))]
     own = [line for line in own if not line.startswith("parallel.pipeline_cuts=")]
@@ -110,7 +124,9 @@ FEW = covering_array(SEED, 24, lambda degrees: degrees.world <= 4)
 LOADED = Random(SEED).sample(FEW, len(FEW))
 CONTEXT = covering_array(SEED, 4, lambda degrees: degrees.world <= 4, cp=True)[:4]
 PAIRS = [*zip(FEW[:24], LOADED, strict=False), *zip(CONTEXT, FEW, strict=False), *zip(FEW, CONTEXT, strict=False)]
-CASES = [(index, saved, loaded) for index, (saved, loaded) in enumerate(PAIRS)]
+EXPERTS = covering_array(SEED, 8, lambda degrees: degrees.world <= 4 or degrees.ep == 3, ep=True)[:8]
+OF_EXPERTS = [*zip(EXPERTS, FEW, strict=False), *zip(FEW, EXPERTS, strict=False), *pairwise(EXPERTS)]
+CASES = [(index, saved, loaded) for index, (saved, loaded) in enumerate([*PAIRS, *OF_EXPERTS])]
 
 
 def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
@@ -138,7 +154,7 @@ def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
 
 @pytest.mark.parametrize(
     ("index", "saved", "loaded"),
-    one_in(2, CASES),
+    [*one_in(2, CASES[: len(PAIRS)]), *one_in(7, CASES[len(PAIRS) :])],
     ids=[f"{index}-{saved}-to-{loaded}" for index, saved, loaded in CASES],
 )
 def test_a_drawn_run_goes_on_under_another_layout(
