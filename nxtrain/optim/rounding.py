@@ -31,7 +31,7 @@ def rounding_keys(
 def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callable[[Tensor], Tensor]) -> RoundingKey:
     rows = torch.zeros(shape[0], dtype=torch.int32)
     spec, first = layout.table[name], 0
-    if spec.dim == 1 and len(spec.segments) > 1:
+    if spec.dim == 1 and spec.segments[0].name:  # of several tensors, a rank may have one
         return _key_of_columns(layout, name, shape, stream, put)
     for block in layout[name]:
         start, number = block.local_offsets[0], block.sizes[0]
