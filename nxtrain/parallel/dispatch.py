@@ -1,23 +1,29 @@
-"""Dispatch of tokens to experts: rows sorted by expert, products of each expert, and sums over the experts of a token.
+"""Dispatch of tokens to experts: rows by expert, and sums over the experts of a token.
 
-A slot is one of the k experts of a token. Slots are numbered token by token. A sum over the experts of a token has
-the order of its slots, whatever the order of the experts' work. So no result depends on the ranks that hold an expert.
+A slot is one of the k experts of a token. Slots are numbered token by token. Each slot that is computed has a row, and
+the rows of an expert are adjacent. A sum over the experts of a token has the order of its slots, whatever the order of
+the rows. So no result depends on the ranks that hold an expert.
 
-Shapes: T tokens, k experts of a token, N slots that are computed, D hidden, F intermediate of this rank, E experts.
+Eager devices compute as many rows as there are slots, and the host reads the numbers of rows. A device that records
+graphs computes blocks of equal numbers of rows, some of them empty, so that its graph depends on no routing.
+
+Shapes: T tokens, k experts of a token, N rows, D hidden, F intermediate of this rank, E experts.
+
+Source: Gale et al. 2022 (arXiv:2211.15841); `blockwise.py` of NeuronX Distributed 0.18 for the number of blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.common.kernels import Kernels
 from nxtrain.parallel.expert_parallel import ExpertParallel
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 
 
 def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
@@ -28,24 +34,138 @@ def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
     return math.ceil(num_slots * factor / num_experts)
 
 
-def sorted_slots(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[Tensor, Tensor]:
-    """Slots that are computed, in the order of their experts and then of their numbers.
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the slots that are computed.
+
+    Args:
+        slots: (N,) int64, slot of each row; T * k for a row without slot.
+        of_slots: (T * k,) int64, row of each slot; N for a slot that is not computed.
+        k: Slots of a token.
+        is_full: Every row has a slot, and every slot a row.
+    """
+
+    slots: Tensor
+    of_slots: Tensor
+    k: int
+    is_full: bool
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Rows of the tokens: (T, D) to (N, D)."""
+        rows: Tensor = _Spread.apply(x, self.slots, self.of_slots, self.k, self.is_full)
+        return rows
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Sums over the rows of each token: (N, D) to (T, D)."""
+        sums: Tensor = _Collect.apply(rows, self.slots, self.of_slots, self.k, self.is_full)
+        return sums
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """Weight of each row, 0 for a row without slot: (T, k) to (N,)."""
+        of_slots = weights.flatten().unsqueeze(1)
+        rows: Tensor = _Spread.apply(of_slots, self.slots, self.of_slots, 1, self.is_full)
+        return rows.squeeze(1)
+
+
+class _Spread(torch.autograd.Function):
+    """A row for each slot of a token; the backward pass sums over the slots in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, of_slots: Tensor, k: int, is_full: bool) -> Tensor:
+        ctx.save_for_backward(of_slots)
+        ctx.k, ctx.is_full = k, is_full
+        return _rows(x, slots, k, is_full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (of_slots,) = ctx.saved_tensors
+        return _sums(grad, of_slots, ctx.k, ctx.is_full), None, None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Sums over the slots of a token in their order; the transposed function of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, of_slots: Tensor, k: int, is_full: bool) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.k, ctx.is_full = k, is_full
+        return _sums(x, of_slots, k, is_full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return _rows(grad, slots, ctx.k, ctx.is_full), None, None, None, None
+
+
+def _rows(x: Tensor, slots: Tensor, k: int, is_full: bool) -> Tensor:
+    return _padded(x, is_full).index_select(0, slots // k)
+
+
+def _sums(rows: Tensor, of_slots: Tensor, k: int, is_full: bool) -> Tensor:
+    slots = _padded(rows, is_full).index_select(0, of_slots)
+    return slots if k == 1 else slots.unflatten(0, (-1, k)).sum(1)
+
+
+def _padded(x: Tensor, is_full: bool) -> Tensor:
+    """Rows with a row of zeros after the last one, unless no index names that row."""
+    return x if is_full else torch.cat([x, x.new_zeros(1, x.shape[1])])
+
+
+def sorted_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[Rows, Tensor]:
+    """Rows in the order of the experts, and then of the slots.
 
     Args:
         indices: (T, k) integers, expert of each slot.
-        capacity: Most slots of an expert, which drops those of the highest numbers; None: no limit.
+        capacity: Most slots of an expert, which leaves out those of the highest numbers; None: no limit.
 
     Returns:
-        Slots (N,) and the number of slots of each expert (E,), both int64.
+        The rows, and the number of rows of each expert, (E,) int64.
     """
     experts = indices.flatten()
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=num_experts)
+    if capacity is not None:
+        starts = counts.cumsum(0) - counts
+        position = torch.arange(len(order), device=order.device) - starts[experts[order]]
+        order, counts = order[position < capacity], counts.clamp(max=capacity)
+    numbers = torch.arange(len(order), device=order.device)
+    of_slots = torch.full_like(experts, len(order), dtype=torch.int64).scatter(0, order, numbers)
+    return Rows(order, of_slots, indices.shape[1], is_full=capacity is None), counts
+
+
+def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[Rows, Tensor | None, int]:
+    """Rows in blocks of equal size, each of one expert, by operations whose shapes depend on no routing.
+
+    Args:
+        indices, capacity: As for `sorted_rows`. With a capacity each expert has one block.
+
+    Returns:
+        The rows, the expert of each block, (number of blocks,) int64, or None for one block each, and the number of
+        blocks.
+    """
+    experts, num_slots = indices.flatten(), indices.numel()
+    numbers = torch.arange(num_experts, device=indices.device)
+    hits = (experts.unsqueeze(1) == numbers).to(torch.int32)
+    place = (hits.cumsum(0, dtype=torch.int32) * hits).sum(1) - 1
     if capacity is None:
-        return order, counts
-    starts = counts.cumsum(0) - counts
-    position = torch.arange(len(order), device=order.device) - starts[experts[order]]
-    return order[position < capacity], counts.clamp(max=capacity)
+        # Of the most uneven routing, each expert but one has a block with one row.
+        height = -(-num_slots // num_experts)
+        used = min(num_experts, num_slots)
+        num_blocks = used + (num_slots - used) // height
+        lengths = (hits.sum(0) + (height - 1)) // height
+        ends = lengths.cumsum(0)
+        first = (hits * (ends - lengths)).sum(1)
+        blocks = torch.arange(num_blocks, device=indices.device).unsqueeze(1)
+        owner: Tensor | None = (blocks >= ends).sum(1).clamp(max=num_experts - 1)
+        row = first * height + place
+    else:
+        height, num_blocks, owner = capacity, num_experts, None
+        row = torch.where(place < height, experts * height + place, num_blocks * height)
+    row = row.to(torch.int64)
+    num_rows = num_blocks * height
+    slots = torch.full((num_rows + 1,), num_slots, device=row.device, dtype=torch.int64)
+    slots = slots.scatter(0, row, torch.arange(num_slots, device=row.device))[:-1]
+    return Rows(slots, row, indices.shape[1], is_full=False), owner, num_blocks
 
 
 def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of an expert, and the ranks
@@ -61,7 +181,7 @@ def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of a
 ) -> Tensor:
     """Weighted sum over the experts of each token.
 
-    The host reads the number of slots of each expert, since it starts the products one by one.
+    The host reads the number of rows of each expert, since it starts the products one by one.
 
     Args:
         x: (T, D).
@@ -70,115 +190,45 @@ def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of a
         gate_up: (E * 2F, D), the rows of an expert adjacent; under expert parallelism, of this rank's experts.
         down: (D, E * F), the columns of an expert adjacent, likewise.
         num_experts: E, over all ranks.
-        capacity: As for `sorted_slots`.
+        capacity: As for `sorted_rows`.
         expert_parallel: Ranks that divide the experts; None: this rank has all.
 
     Returns:
         (T, D); with a sharded intermediate size, a partial sum over the tensor parallel ranks.
     """
-    k = indices.shape[1]
-    slots, counts = sorted_slots(indices, num_experts, capacity)
-    rows: Tensor = _Spread.apply(x, slots, k)
-    scale = weights.flatten().index_select(0, slots)
+    rows, counts = sorted_rows(indices, num_experts, capacity)
+    own, scale = rows.spread(x), rows.weights(weights)
     if expert_parallel is None:
-        out: Tensor = ExpertProducts.apply(rows, scale, gate_up, down, counts.tolist(), kernels)
-    else:
-        exchange = expert_parallel.exchange(counts)
-        rows, scale = exchange.send(rows), exchange.send(scale)
-        out = exchange.give_back(ExpertProducts.apply(rows, scale, gate_up, down, exchange.counts, kernels))
-    summed: Tensor = _Collect.apply(out, slots, x.shape[0], k)
-    return summed
+        return rows.collect(ExpertProducts.apply(own, scale, gate_up, down, counts.tolist(), kernels))
+    exchange = expert_parallel.exchange(counts)
+    own, scale = exchange.send(own), exchange.send(scale)
+    out: Tensor = ExpertProducts.apply(own, scale, gate_up, down, exchange.counts, kernels)
+    return rows.collect(exchange.give_back(out))
 
 
-class _Spread(torch.autograd.Function):
-    """Rows of the slots: (T, D) to (N, D)."""
+def static_dispatch(  # 8 arguments: as `dispatch`
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    num_experts: int,
+    capacity: int | None = None,
+    expert_parallel: ExpertParallel | None = None,
+) -> Tensor:
+    """The same as `dispatch`, by operations whose shapes depend on no routing.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_tokens, ctx.k = x.shape[0], k
-        return x.index_select(0, slots // k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _sum_of_slots(grad, slots, ctx.num_tokens, ctx.k), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """Sums over the slots of each token: (N, D) to (T, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, k: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.k = k
-        return _sum_of_slots(rows, slots, num_tokens, k)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        return grad.index_select(0, slots // ctx.k), None, None, None
-
-
-def _sum_of_slots(rows: Tensor, slots: Tensor, num_tokens: int, k: int) -> Tensor:
-    whole = rows.new_zeros(num_tokens * k, rows.shape[1])
-    return whole.index_copy_(0, slots, rows).view(num_tokens, k, -1).sum(1)
-
-
-class ExpertProducts(torch.autograd.Function):
-    """Gated feed-forwards of the experts on sorted rows, times a factor of each row: (N, D) to (N, D).
-
-    The factor multiplies the input of the last product, which is linear. So the output of an expert is not saved for
-    the gradient of the factor. Of a row, only its input and its projection to gate and values are saved.
+    Between ranks only blocks of equal size are exchanged. Without a capacity, a block has room for every token.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int], kernels: Kernels
-    ) -> Tensor:
-        projected = rows.new_empty(rows.shape[0], gate_up.shape[0] // len(counts))
-        out = torch.empty_like(rows)
-        for own, first, last in _experts(counts, gate_up, down):
-            projected[own] = kernels.matmul(rows[own], gate_up[first].t())
-            gate, values = projected[own].chunk(2, dim=-1)
-            hidden = F.silu(gate).mul_(values).mul_(scale[own].unsqueeze(1))
-            out[own] = kernels.matmul(hidden, down[:, last].t())
-        ctx.counts, ctx.kernels = counts, kernels
-        ctx.save_for_backward(rows, scale, projected, gate_up, down)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, scale, projected, gate_up, down = ctx.saved_tensors
-        matmul = ctx.kernels.matmul
-        rows_grad, scale_grad = torch.empty_like(rows), torch.empty_like(scale)
-        # Zeros: an expert without rows has a gradient, too.
-        gate_up_grad = torch.zeros_like(gate_up) if ctx.needs_input_grad[2] else None
-        down_grad = torch.zeros_like(down) if ctx.needs_input_grad[3] else None
-        for own, first, last in _experts(ctx.counts, gate_up, down):
-            gate, values = projected[own].chunk(2, dim=-1)
-            factor = scale[own].unsqueeze(1).to(rows.dtype)
-            unit = F.silu(gate)
-            hidden = unit * values
-            hidden_grad = matmul(grad[own], down[:, last])
-            scale_grad[own] = (hidden_grad.float() * hidden).sum(-1)
-            if down_grad is not None:
-                down_grad[:, last] = matmul(grad[own].t(), hidden.mul_(factor))
-            hidden_grad = hidden_grad * factor
-            gate_grad = torch.ops.aten.silu_backward(hidden_grad * values, gate)
-            projected_grad = torch.cat([gate_grad, unit.mul_(hidden_grad)], dim=-1)
-            rows_grad[own] = matmul(projected_grad, gate_up[first])
-            if gate_up_grad is not None:
-                gate_up_grad[first] = matmul(projected_grad.t(), rows[own])
-        return rows_grad, scale_grad, gate_up_grad, down_grad, None, None
-
-
-def _experts(counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows, rows of the first matrix and columns of the second, for each expert that has rows."""
-    height, width = gate_up.shape[0] // len(counts), down.shape[1] // len(counts)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            first, last = expert * height, expert * width
-            yield slice(start, start + count), slice(first, first + height), slice(last, last + width)
-        start += count
+    if expert_parallel is not None and capacity is None:
+        capacity = indices.shape[0]
+    rows, owner, num_blocks = block_rows(indices, num_experts, capacity)
+    blocks = rows.spread(x).unflatten(0, (num_blocks, -1))
+    scale = rows.weights(weights).unflatten(0, (num_blocks, -1))
+    if expert_parallel is None:
+        out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
+        return rows.collect(out.flatten(0, 1))
+    num_own = len(expert_parallel.own(num_experts))
+    blocks, scale = expert_parallel.send_blocks(blocks), expert_parallel.send_blocks(scale)
+    out = BlockProducts.apply(blocks, scale, gate_up, down, num_own, None)
+    return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))

@@ -97,3 +97,13 @@ class ExpertParallel:
         order = experts.repeat_interleave(of_experts.flatten(), output_size=sum(rows.received)).argsort(stable=True)
         of_each = [sum(of_ranks) for of_ranks in zip(*received, strict=True)]
         return RowExchange(self.comm, self.axis, of_each, rows, order, order.argsort())
+
+    def send_blocks(self, blocks: Tensor) -> Tensor:
+        """Rows of this rank's experts, from all ranks: (E, C, ...), C rows of each expert, to (E / ep, ep * C, ...)."""
+        of_ranks: Tensor = all_to_all(blocks, self.comm, self.axis).unflatten(0, (self.axis.size, -1))
+        return of_ranks.transpose(0, 1).flatten(1, 2)
+
+    def give_back_blocks(self, blocks: Tensor) -> Tensor:
+        """Rows of this rank, from all experts: (E / ep, ep * C, ...) to (E, C, ...)."""
+        of_ranks = blocks.unflatten(1, (self.axis.size, -1)).transpose(0, 1).flatten(0, 1)
+        return all_to_all(of_ranks, self.comm, self.axis)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nxtrain.common.dimensions import Mixture
 from nxtrain.common.sharding import Init, ShardSpec
-from nxtrain.parallel.dispatch import capacity_of, dispatch
+from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.regions import TensorParallel
 
@@ -68,15 +68,10 @@ class Experts(nn.Module):
         capacity = None
         if self._capacity_factor is not None:
             capacity = capacity_of(indices.numel(), self._num_experts, self._capacity_factor)
-        out = dispatch(
-            x.flatten(0, 1),
-            weights.flatten(0, 1),
-            indices.flatten(0, 1),
-            self.gate_up_proj.weight,
-            self.down_proj.weight,
-            self._num_experts,
-            tp.kernels,
-            capacity,
-            self._expert_parallel,
-        )
+        tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
+        matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
+        if tp.comm.lazy:
+            out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
+        else:
+            out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)
         return tp.exit(out.unflatten(0, x.shape[:2]))

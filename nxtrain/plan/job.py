@@ -220,7 +220,7 @@ class Job:
     @cached_property
     def inner_width(self) -> int:
         """Columns of a rank inside the feed-forward, padding included."""
-        return -(-self.dimensions.intermediate_size // self.config.parallel.tp)
+        return -(-self.dimensions.active_width // self.config.parallel.tp)
 
     @cached_property
     def vocab_rows(self) -> int:

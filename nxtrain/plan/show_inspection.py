@@ -43,10 +43,14 @@ def _model_lines(found: Inspection) -> Iterator[str]:
     params, dimensions, parallel = data["params"], job.dimensions, job.config.parallel
     name = data["preset"] or data["hf"] or "no preset"
     yield f"{data['family']}, {name}: {params['total']:,} parameters, of which {params['trained']:,} are trained"
+    inner = f"MLP {dimensions.intermediate_size:,}"
+    if dimensions.mixture is not None:
+        mixture = dimensions.mixture
+        inner = f"{mixture.num_experts} experts of {mixture.expert_size:,}, {mixture.experts_per_token} for each token"
     yield (
         f"{dimensions.num_layers} blocks of {params['block']:,}: width {dimensions.hidden_size:,}, "
         f"{dimensions.num_heads} heads of {dimensions.head_size}, {dimensions.num_kv_heads} K/V heads, "
-        f"MLP {dimensions.intermediate_size:,}"
+        f"{inner}"
     )
     head = "the output projection has as many"
     if dimensions.tied:

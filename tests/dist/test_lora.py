@@ -37,7 +37,7 @@ from tests.support.lora import (
     with_dropout,
     with_keys,
 )
-from tests.support.models import changed, weights_of
+from tests.support.models import MIXTURES, changed, weights_of
 from tests.support.parity import Course, batches, layout, local_batch, run_ours, start, whole
 from tests.support.ranks import RankPool
 
@@ -104,6 +104,24 @@ def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ran
     assert not failures(errors), (failures(errors), described(run))
     whole_base = replace(run, finetune=(*run.finetune, ("method", "lora")))
     assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
+
+
+BESIDE_EXPERTS = [
+    Degrees(),
+    Degrees(tp=2, sequence_parallel=True),
+    Degrees(pp=2, dp=2),
+    Degrees(tp=2, dp=2, shard="full"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(BESIDE_EXPERTS)), ids=lambda index: f"{index}-{BESIDE_EXPERTS[index]}")
+def test_adapters_of_attention_beside_frozen_experts_equal_peft(ranks: RankPool, index: int) -> None:
+    """The losses of the frozen routers have gradients, too."""
+    run = draw_adapters("lora beside experts", SEED, index, BESIDE_EXPERTS[index], family=MIXTURES[index % 2])
+    run = replace(run, finetune=(*run.finetune, ("targets", ("q_proj", "v_proj", "o_proj"))))
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
+    assert not failures(errors), (failures(errors), described(run))
 
 
 OFFLOADED: list[tuple[Degrees, list[str]]] = [

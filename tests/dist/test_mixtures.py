@@ -16,9 +16,9 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import TrainState
-from tests.support.drawn import MIXTURES, SEED, covering_array, draw, one_in
+from tests.support.drawn import SEED, covering_array, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
-from tests.support.models import weights_of
+from tests.support.models import MIXTURES, weights_of
 from tests.support.parity import (
     Gradient,
     batches,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.nn.balance import _WithGradientOf
-from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread, sorted_slots
+from nxtrain.parallel.dispatch import Rows, _Collect, _Spread, block_rows, sorted_rows
 from nxtrain.parallel.expert_parallel import _Reorder
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.regions import _AllToAll
 from tests.support.contract import WHOLE, Operand, Shape, Work
 from tests.support.contract_kernels import drawn_kernels
@@ -41,32 +42,79 @@ def exact_mixture(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, 
     return torch.stack(out)
 
 
-def spread(ranks: Ranks, rng: Random) -> Work:
-    """Rows of the slots of each token, of which a capacity may leave some out."""
+def _drawn_rows(rng: Random) -> tuple[Rows, int]:
+    """Rows of some tokens in either form, of which a capacity may leave some out, and the number of tokens."""
     num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
-    slots, _ = sorted_slots(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
-    shape = (num_tokens, 4)
-    return Work(
-        f"_Spread of {shape}, k {k}",
-        {"x": Operand(shape), "slots": integers(slots)},
-        lambda x, own: _Spread.apply(x, own, k),
-        lambda x, own: x[own // k],
-        in_float64=True,
-    )
+    make = rng.choice((sorted_rows, block_rows))
+    found = make(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
+    return found[0], num_tokens
+
+
+def _matrix(rows: Rows, num_tokens: int) -> Tensor:
+    """(N, T) matrix of which each row has a one at its token."""
+    tokens = torch.arange(num_tokens)
+    return (rows.slots.unsqueeze(1) // rows.k == tokens).double()
+
+
+def spread(ranks: Ranks, rng: Random) -> Work:
+    """Rows of the slots of each token."""
+    rows, num_tokens = _drawn_rows(rng)
+
+    def call(x: Tensor, slots: Tensor, of_slots: Tensor) -> Tensor:
+        return _Spread.apply(x, slots, of_slots, rows.k, rows.is_full)  # type: ignore[no-any-return]
+
+    operands = {
+        "x": Operand((num_tokens, 4)),
+        "slots": integers(rows.slots),
+        "of_slots": integers(rows.of_slots),
+    }
+    matrix = _matrix(rows, num_tokens)
+    label = f"_Spread of {num_tokens} tokens, k {rows.k}, {len(rows.slots)} rows"
+    return Work(label, operands, call, lambda x, *_: matrix @ x, in_float64=True)
 
 
 def collect(ranks: Ranks, rng: Random) -> Work:
     """Sums over the slots of each token."""
-    num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
-    slots, _ = sorted_slots(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
-    shape = (len(slots), 4)
-    return Work(
-        f"_Collect of {shape}, k {k}",
-        {"rows": Operand(shape), "slots": integers(slots)},
-        lambda rows, own: _Collect.apply(rows, own, num_tokens, k),
-        lambda rows, own: rows.new_zeros(num_tokens, 4).index_add(0, own // k, rows),
-        in_float64=True,
-    )
+    rows, num_tokens = _drawn_rows(rng)
+
+    def call(x: Tensor, slots: Tensor, of_slots: Tensor) -> Tensor:
+        return _Collect.apply(x, slots, of_slots, rows.k, rows.is_full)  # type: ignore[no-any-return]
+
+    operands = {
+        "x": Operand((len(rows.slots), 4)),
+        "slots": integers(rows.slots),
+        "of_slots": integers(rows.of_slots),
+    }
+    matrix = _matrix(rows, num_tokens)
+    label = f"_Collect of {num_tokens} tokens, k {rows.k}, {len(rows.slots)} rows"
+    return Work(label, operands, call, lambda x, *_: matrix.t() @ x, in_float64=True)
+
+
+def block_products(ranks: Ranks, rng: Random) -> Work:
+    """Products of blocks of which several may be of one expert, and of some experts none."""
+    num, height, width, hidden = rng.randint(1, 4), rng.choice((1, 3)), rng.choice((1, 3)), 4
+    owner = torch.tensor(sorted(rng.choices(range(num), k=rng.randint(1, 6))))
+    is_even = rng.random() < 0.3
+    if is_even:
+        owner = torch.arange(num)
+    of_rows = owner.repeat_interleave(height).unsqueeze(1)
+
+    def call(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor, owners: Tensor) -> Tensor:
+        of_blocks = None if is_even else owners
+        return BlockProducts.apply(x, scale, gate_up, down, num, of_blocks)  # type: ignore[no-any-return]
+
+    def exact(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor, _: Tensor) -> Tensor:
+        flat = exact_mixture(x.flatten(0, 1), scale.flatten().unsqueeze(1), of_rows, gate_up, down, num)
+        return flat.view(x.shape)
+
+    operands = {
+        "x": Operand((len(owner), height, hidden)),
+        "scale": Operand((len(owner), height), dtype=torch.float32),
+        "gate_up": Operand((num * 2 * width, hidden)),
+        "down": Operand((hidden, num * width)),
+        "owners": integers(owner),
+    }
+    return Work(f"BlockProducts of {owner.tolist()}, {height} rows each", operands, call, exact)
 
 
 def expert_products(ranks: Ranks, rng: Random) -> Work:

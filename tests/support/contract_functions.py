@@ -27,8 +27,9 @@ from nxtrain.config.finetune import BLOCK
 from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.context_parallel import _Gather, _Ring
-from nxtrain.parallel.dispatch import ExpertProducts, _Collect, _Spread
+from nxtrain.parallel.dispatch import _Collect, _Spread
 from nxtrain.parallel.expert_parallel import _Reorder
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -44,7 +45,15 @@ from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
-from tests.support.contract_experts import all_to_all, collect, expert_products, reorder, spread, with_gradient_of
+from tests.support.contract_experts import (
+    all_to_all,
+    block_products,
+    collect,
+    expert_products,
+    reorder,
+    spread,
+    with_gradient_of,
+)
 from tests.support.contract_kernels import (
     EPS,
     drawn_kernels,
@@ -391,6 +400,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Spread: spread,
     _Collect: collect,
     ExpertProducts: expert_products,
+    BlockProducts: block_products,
     _WithGradientOf: with_gradient_of,
     _Reorder: reorder,
     _AllToAll: all_to_all,

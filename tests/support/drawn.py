@@ -25,7 +25,7 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support.models import SCALING_TYPES, draw_experts, draw_scaling
+from tests.support.models import MIXTURES, SCALING_TYPES, draw_experts, draw_scaling
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"
@@ -43,9 +43,6 @@ STEPS = (2, 4)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
-
-MIXTURES = ("mixtral", "qwen3_moe")
-"""Families with experts, which are drawn where a test asks for them."""
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200

@@ -37,7 +37,7 @@ class DrawnAdapters(Drawn):
         return changed(super().resolved, finetune=dict(self.finetune))
 
 
-def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: bool) -> DrawnAdapters:
+def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: Any) -> DrawnAdapters:
     """One run of a layout; see `draw`."""
     drawn = draw(lane, seed, index, degrees, **kinds)
     rng = Random(f"adapters/{lane}/{seed}/{index}")

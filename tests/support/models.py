@@ -41,6 +41,8 @@ from nxtrain.nn.init import materialize
 from nxtrain.parallel.regions import TensorParallel
 
 SCALING_TYPES = ("linear", "dynamic", "yarn", "llama3")
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families with experts, which are drawn where a test asks for them."""
 
 
 def draw_scaling(rope_type: str, rng: Random, seq_len: int) -> dict[str, Any]:
@@ -277,7 +279,7 @@ LENGTH = 64
 TEXT = "na\xefve caf\xe9 \u4f60\u597d, \u4e16\u754c \U0001f642 the quick brown fox "
 
 
-DRAWN_FAMILIES = ("drawn-llama", "drawn-mistral", "drawn-qwen2", "drawn-qwen3")
+DRAWN_FAMILIES = ("drawn-llama", "drawn-mistral", "drawn-mixtral", "drawn-qwen2", "drawn-qwen3", "drawn-qwen3_moe")
 """Shapes of `text_model` whose sizes are drawn, one of each family."""
 
 
@@ -288,6 +290,10 @@ def text_model(folder: Path, shape: str = "gqa2") -> Path:
     drawn = shape in DRAWN_FAMILIES
     if drawn:
         config |= _sizes(Random(shape))
+    if family in MIXTURES:
+        keys = draw_experts(family, Random(shape), {"model.config.num_hidden_layers": config["num_hidden_layers"]})
+        prefix = "model.config."
+        config |= {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
     model = {"family": family if drawn else "llama", "config": config}
     hf_model(plan("gqa2" if drawn else shape, model=model), std=0.3).save_pretrained(folder)
     train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)

@@ -9,11 +9,11 @@ import torch
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
-from tests.support.drawn import MIXTURES, SEED, Drawn, draw, one_in
+from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_fp16 import WORSE, Distance, distances, root_mean_square
 from tests.support.drawn_runs import error_of, failures, ours, wanted
 from tests.support.drawn_runs import first_weights as weights_of
-from tests.support.models import SCALING_TYPES
+from tests.support.models import MIXTURES, SCALING_TYPES
 
 BATCHES, EACH = 8, 25
 NUM_BF16 = 40

@@ -20,11 +20,14 @@ from tests.support.xla_engine import run_devices
 RATES = [0.0, 1e-3, 1.0, 0.5, OPTIM["weight_decay"], OPTIM["betas"][0]]
 """Values that XLA would fold into constants, or unite with others, if they came as numbers."""
 
+EXPERTS: dict[str, Any] = {"family": "mixtral", "config": {"num_local_experts": 5, "intermediate_size": 24}}
 SOUND: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, accumulated": {"params": "bf16", "micro": 2},
     "stochastic": {"params": "bf16", "update": "bf16_stochastic"},
     "kahan": {"params": "bf16", "update": "bf16_kahan"},
+    "experts": {**EXPERTS, "micro": 2},
+    "experts with a capacity": {**EXPERTS, "moe_dispatch": "capacity", "moe_capacity_factor": 1.0, "remat": "full"},
     "masks of adapters": {"params": "bf16", "micro": 1, "remat": "full"},
 }
 MASKS = {"method": "lora", "r": 2, "dropout": 0.5}
@@ -157,6 +160,22 @@ def test_masks_of_adapters_are_values_in_graphs_that_all_ranks_share(tmp_path: P
     for graphs in by_rank:
         assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
     assert "f64[" not in micro.text + update.text
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_all_ranks_of_a_model_with_experts_record_the_same_graphs(tmp_path: Path, sp: bool) -> None:
+    """The statistics of all routers are summed once for a micro-batch; a token's experts are gathered in each block."""
+    by_rank = record([0, 1, 8, 3001], tmp_path, **EXPERTS, sp=sp)
+    micro, _, update = by_rank[0][:3]
+    for graphs in by_rank:
+        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    found = census(micro.text)
+    if not sp:
+        assert found["all-reduce", 8, 512] == 1
+        return
+    # Weights and indices forward, the gradient of the weights backward; an input is not gathered again.
+    own = {("all-reduce", 1, 4096): 1, ("all-gather", 512, 8): BLOCKS, ("reduce-scatter", 512, 8): BLOCKS}
+    assert found == MICRO_STEP + Counter(own)
 
 
 def test_graphs_do_not_change_with_accumulation_and_are_one_without(tmp_path: Path) -> None:

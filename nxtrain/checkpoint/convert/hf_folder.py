@@ -122,7 +122,7 @@ class HfFolder:
             num_experts, num_rows, num_columns = self.shapes.pop(name)
             stored = self._stored.pop(name)
             block = name.partition(".mlp.")[0]
-            matrices = (mixture.gate, mixture.up)
+            matrices: tuple[str, ...] = (mixture.gate, mixture.up)
             if name.endswith(".down_proj"):
                 matrices = (mixture.down,)
             height = num_rows // len(matrices)

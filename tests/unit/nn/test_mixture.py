@@ -16,7 +16,7 @@ from nxtrain.common.family import BuildContext
 from nxtrain.common.sharding import Init
 from nxtrain.nn.balance import balance_loss
 from nxtrain.nn.mixture import Router
-from nxtrain.parallel.dispatch import capacity_of, dispatch, sorted_slots
+from nxtrain.parallel.dispatch import block_rows, capacity_of, dispatch, sorted_rows, static_dispatch
 from nxtrain.parallel.native import NativeLayers
 from tests.support.contract_experts import drawn_indices, exact_mixture
 from tests.support.models import alone, filled, random
@@ -44,7 +44,7 @@ def test_of_equally_probable_experts_the_lower_index_wins(num_experts: int) -> N
     _, indices, _ = router(rows, k)(x)
     probabilities = (x @ rows.t()).softmax(-1).flatten(0, 1)
     for own, found in zip(probabilities.tolist(), indices.flatten(0, 1).tolist(), strict=True):
-        assert found == sorted(range(num_experts), key=lambda expert, own=own: (-own[expert], expert))[:k]
+        assert found == sorted(range(num_experts), key=lambda expert: (-own[expert], expert))[:k]
 
 
 def test_a_router_computes_in_float32_from_weights_of_16_bits() -> None:
@@ -87,12 +87,12 @@ def operands(indices: Tensor, num_experts: int, hidden: int = 12, width: int = 1
     )
 
 
-Call = Callable[[Operands], Tensor]
+Way = Callable[..., Tensor]
 
 
-def computed(given: Operands, call: Call) -> list[Tensor]:
+def computed(given: Operands, call: Way) -> list[Tensor]:
     """Result and gradients."""
-    fresh = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in given)
+    fresh = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given]
     out = call(fresh)
     out.backward(random(*out.shape, seed=5).to(out.dtype))
     grads = [x.grad for x in fresh if x.requires_grad]
@@ -109,28 +109,50 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_each_token_gets_the_weighted_sum_of_its_experts(name: str) -> None:
-    given = operands(ROUTINGS[name], 4)
-    found = computed(given, lambda own: dispatch(*own, 4, KERNELS))
-    doubled = tuple(x.detach().double().requires_grad_() if x.requires_grad else x for x in given)
-    want = computed(doubled, lambda own: exact_mixture(*own, 4))  # type: ignore[arg-type]
+def eager(given: Operands, capacity: int | None = None) -> Tensor:
+    return dispatch(*given, 4, KERNELS, capacity)
+
+
+def static(given: Operands, capacity: int | None = None) -> Tensor:
+    return static_dispatch(*given, 4, capacity)
+
+
+def exact(given: Operands) -> Tensor:
+    return exact_mixture(*given, 4)
+
+
+def close(found: list[Tensor], want: list[Tensor]) -> None:
     for mine, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=2e-6 * max(1.0, theirs.abs().max().item()))
+        bound = 2e-6 * max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("way", [eager, static])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_capacity_that_leaves_nothing_out_changes_no_bit(name: str) -> None:
+def test_each_token_gets_the_weighted_sum_of_its_experts(name: str, way: Way) -> None:
+    given = operands(ROUTINGS[name], 4)
+    x, weights, indices, gate_up, down = (x.detach() for x in given)
+    doubled = (x.double(), weights.double(), indices, gate_up.double(), down.double())
+    want = computed(doubled, exact)
+    close(computed(given, way), want)
+
+
+@pytest.mark.parametrize("way", [eager, static])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_capacity_that_leaves_nothing_out_changes_no_bit(name: str, way: Way) -> None:
     given = operands(ROUTINGS[name], 4)
     capacity = int(torch.bincount(ROUTINGS[name].flatten()).max())
-    found = computed(given, lambda own: dispatch(*own, 4, KERNELS, capacity))
-    want = computed(given, lambda own: dispatch(*own, 4, KERNELS))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+    found = computed(given, lambda own: way(own, capacity))
+    want = computed(given, way)
+    if way is eager:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+    close(found, want)
 
 
+@pytest.mark.parametrize("way", [eager, static])
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_an_expert_leaves_out_the_last_tokens_beyond_its_capacity(name: str, capacity: int) -> None:
+def test_an_expert_leaves_out_the_last_tokens_beyond_its_capacity(name: str, capacity: int, way: Way) -> None:
     indices = ROUTINGS[name]
     given = operands(indices, 4)
     taken = [0] * 4
@@ -139,12 +161,30 @@ def test_an_expert_leaves_out_the_last_tokens_beyond_its_capacity(name: str, cap
         for slot, expert in enumerate(experts):
             kept[token, slot] = float(taken[expert] < capacity)
             taken[expert] += 1
-    found = computed(given, lambda own: dispatch(*own, 4, KERNELS, capacity))
-    want = computed(given, lambda own: dispatch(own[0], own[1] * kept, *own[2:], 4, KERNELS))
-    for mine, theirs in zip(found, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6 * max(1.0, theirs.abs().max().item()))
-    _, counts = sorted_slots(indices, 4, capacity)
+    found = computed(given, lambda own: way(own, capacity))
+    want = computed(given, lambda own: eager((own[0], own[1] * kept, *own[2:])))
+    close(found, want)
+    _, counts = sorted_rows(indices, 4, capacity)
     assert counts.tolist() == [min(capacity, number) for number in taken]
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 5, 8])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 17])
+def test_blocks_hold_every_slot_once_whatever_the_routing(num_experts: int, k: int, num_tokens: int) -> None:
+    k = min(k, num_experts)
+    shapes = set()
+    for seed in range(12):
+        indices = drawn_indices(Random(seed), num_tokens, k, num_experts)
+        rows, owner, num_blocks = block_rows(indices, num_experts)
+        assert owner is not None
+        shapes.add((rows.slots.shape, owner.shape, num_blocks))
+        held = rows.slots[rows.slots < indices.numel()]
+        assert sorted(held.tolist()) == list(range(indices.numel()))
+        assert torch.equal(rows.slots[rows.of_slots], torch.arange(indices.numel()))
+        height = len(rows.slots) // num_blocks
+        assert torch.equal(owner[rows.of_slots // height], indices.flatten())
+    assert len(shapes) == 1
 
 
 def test_a_capacity_is_a_multiple_of_an_even_load() -> None:
