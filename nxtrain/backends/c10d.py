@@ -16,7 +16,7 @@ from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollecti
 from nxtrain.common.distributed.failures import FailureReporter
 from nxtrain.common.distributed.heartbeats import HeartbeatStore
 from nxtrain.common.distributed.rendezvous import meet
-from nxtrain.common.mesh import Mesh
+from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
 from nxtrain.common.process.greetings import without_greetings
 from nxtrain.common.process.placement import Placement
@@ -69,8 +69,8 @@ class C10dBackend(Backend):
     def lay_out(self, mesh: Mesh) -> None:
         self.collectives.lay_out(mesh)
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        return self.collectives.device_mesh(self.device.type, mesh)
+    def device_mesh(self, axes: StateAxes) -> DeviceMesh:
+        return self.collectives.device_mesh(self.device.type, axes)
 
     def heartbeat_store(self) -> HeartbeatStore | None:
         if self._store is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.errors import BackendError
-from nxtrain.common.mesh import Mesh
+from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class RankGroup(ABC):
         at the first use.
         """
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard).
+    def device_mesh(self, axes: StateAxes) -> DeviceMesh:
+        """Device mesh of the ranks that hold the same parameters: (shard,) or (replica, shard), for torch's sharding.
 
         Raises:
             BackendError: The device has no process groups.

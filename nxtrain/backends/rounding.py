@@ -71,12 +71,16 @@ def random_bits(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
 def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
     """Round finite float32 `x` in place to values of bfloat16; the result for values that are not finite is undefined.
 
-    One hash serves two entries, so the device must be little endian.
+    One hash serves two entries, or the low half one, so the device must be little endian.
     """
     rows = x.view(len(key.rows), -1)
-    words = random_bits(key.rows, key.pairs, step)
+    halves = random_bits(key.rows, key.pairs, step).view(torch.uint16)
+    if key.alone:
+        halves = halves[:, ::2]
+    else:
+        halves = halves.narrow(1, int(key.begins_odd), rows.shape[1])
     bits = rows.view(torch.int32)
-    bits += words.view(torch.uint16).narrow(1, int(key.begins_odd), rows.shape[1]).to(torch.int32)
+    bits += halves.to(torch.int32)
     bits &= _HIGH_HALF
     return x
 

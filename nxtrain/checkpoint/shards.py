@@ -71,10 +71,9 @@ class TensorShard:
 
 def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
     """Shards in a rank's local tensors, in the tensors' order; padding belongs to no shard."""
-    replica = layout.mesh.replica
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
-            spec = layout.table[parameter]
+            spec, replica = layout.table[parameter], layout.axes_of(parameter).replica
             for block in layout[parameter]:
                 yield TensorShard(
                     kind,
@@ -96,7 +95,8 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
     Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
-    computes the same assignment without communication.
+    computes the same assignment without communication. Experts are no exception: where their replicas are other ranks
+    than those of other tensors, they are fewer.
     """
     held = [chunk for chunk in held if chunk.num_bytes and not chunk.tied]
     total, before = Counter[int](), Counter[int]()

@@ -49,6 +49,8 @@ class RoundingKey:
         begins_odd: The first column is the second of its pair.
         shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that draws
             its own bits cannot be used.
+        alone: Each column has a word of its own, whose low half it takes: P = C, and no column is odd. Columns of
+            several tensors are side by side, and their pairs may begin at odd places.
     """
 
     rows: Tensor
@@ -57,6 +59,7 @@ class RoundingKey:
     odd: Tensor
     begins_odd: bool
     shared: bool
+    alone: bool = False
 
     def narrow(self, start: int, num_rows: int) -> RoundingKey:
         """Key of adjacent rows."""

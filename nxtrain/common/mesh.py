@@ -72,16 +72,36 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class StateAxes:
+    """Axes of the ranks that hold the training state of a parameter.
+
+    Args:
+        copies: Ranks that hold the same tensor parallel shard of the parameter, and sum its gradients.
+        shard: Ranks of `copies` that shard training state between them.
+        replica: Ranks of `copies` that hold the same training state.
+    """
+
+    copies: Axis
+    shard: Axis
+    replica: Axis
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Axes of one rank: pipeline, data, context and tensor parallel, and products of them.
 
     The ranks of dp x cp hold the same parameters, and their gradients are summed. Training state is sharded over them.
+
+    Under expert parallelism, `ep_size` adjacent ranks of dp x cp hold different experts. Ranks at the same position of
+    their ep groups hold the same experts.
 
     Args:
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, cp_size, tp_size: Degrees; their product is `world`.
         shard_size: Adjacent ranks of dp x cp that shard training state between them; divides `dp_size * cp_size`.
         order: Every rank once, in the order of the mesh [pp, dp, cp, tp]; empty for ascending.
+        ep_size: Adjacent ranks of dp x cp that divide the experts; divides `dp_size * cp_size`, and `shard_size` if
+            that is more than 1.
     """
 
     world: int
@@ -92,9 +112,10 @@ class Mesh:
     shard_size: int = 1
     cp_size: int = 1
     order: tuple[int, ...] = field(default=(), repr=False)
+    ep_size: int = 1
 
     @staticmethod
-    def build(  # 8 arguments: the degrees of a run
+    def build(  # 9 arguments: the degrees of a run
         world: int,
         rank: int,
         *,
@@ -102,6 +123,7 @@ class Mesh:
         pp: int = 1,
         dp: int = 0,
         cp: int = 1,
+        ep: int = 1,
         shard: int = 1,
         order: tuple[int, ...] = (),
     ) -> Mesh:
@@ -140,23 +162,13 @@ class Mesh:
                     hint=f"use dp={world // model}, or dp=0 to derive it",
                 )
             )
-        elif shard and world // (tp * pp) % shard:
-            number = world // (tp * pp)
-            replicas = f"dp={number}"
-            if cp > 1:
-                replicas = f"dp x cp={number}"
-            problems.append(
-                Problem(
-                    "parallel.shard_size",
-                    f"{shard} does not divide {replicas}",
-                    hint=f"use one of {divisors(number)}",
-                )
-            )
+        else:
+            problems += _problems_of_copies(world // (tp * pp), cp, ep, shard)
         if problems:
             raise ConfigError(problems)
         assert not order or sorted(order) == list(range(world)), "an order has every rank once"
         dp = world // model
-        return Mesh(world, rank, pp, dp, tp, shard or dp * cp, cp, order)
+        return Mesh(world, rank, pp, dp, tp, shard or dp * cp, cp, order, ep)
 
     @cached_property
     def pp(self) -> Axis:
@@ -189,14 +201,31 @@ class Mesh:
         return self.over("replica")
 
     @cached_property
+    def ep(self) -> Axis:
+        """Expert parallel axis: the ranks of dp x cp that hold different experts."""
+        return self.over("ep")
+
+    @cached_property
+    def dense(self) -> StateAxes:
+        """Axes of the parameters that all ranks of dp x cp hold."""
+        return StateAxes(self.dp_cp, self.shard, self.replica)
+
+    @cached_property
+    def experts(self) -> StateAxes:
+        """Axes of the experts' parameters."""
+        if self.ep_size == 1:
+            return self.dense
+        return StateAxes(self.over("expert_copies"), self.over("expert_shard"), self.over("expert_replica"))
+
+    @cached_property
     def tp(self) -> Axis:
         """Tensor parallel axis: the shards of one layer."""
         return self.over("tp")
 
     @cached_property
     def model(self) -> Axis:
-        """Pipeline and tensor parallel axes together: the ranks that hold one copy of the whole model."""
-        return self.over("pp", "tp")
+        """Pipeline, expert and tensor parallel axes together: the ranks that hold one copy of the whole model."""
+        return self.over("pp", "ep", "tp")
 
     @cached_property
     def batch(self) -> Axis:
@@ -205,8 +234,9 @@ class Mesh:
 
     @cached_property
     def state(self) -> Axis:
-        """Ranks that together hold one copy of the training state."""
-        return self.over("pp", "shard", "tp")
+        """Ranks that together hold one copy of the training state; a shard axis contains whole ep groups."""
+        holds_all = self.shard_size == 1 and self.ep_size > 1
+        return self.over("pp", "ep" if holds_all else "shard", "tp")
 
     @cached_property
     def stage(self) -> Axis:
@@ -232,8 +262,8 @@ class Mesh:
 
     def over(self, *names: str) -> Axis:
         """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
-        tp, cp, shard = self.tp_size, self.cp_size, self.shard_size
-        copies = self.dp_size * cp
+        tp, cp, shard, ep = self.tp_size, self.cp_size, self.shard_size, self.ep_size
+        copies, expert_shard = self.dp_size * cp, max(1, shard // ep)
         # Size of each axis, and the distance between its neighbours in the order of the mesh.
         axes = {
             "pp": (self.pp_size, copies * tp),
@@ -241,6 +271,10 @@ class Mesh:
             "cp": (cp, tp),
             "replica": (copies // shard, shard * tp),
             "shard": (shard, tp),
+            "expert_copies": (copies // ep, ep * tp),
+            "expert_replica": (copies // (expert_shard * ep), expert_shard * ep * tp),
+            "expert_shard": (expert_shard, ep * tp),
+            "ep": (ep, tp),
             "tp": (tp, 1),
         }
         spanned = [axes[name] for name in names]
@@ -255,8 +289,27 @@ class Mesh:
         groups = tuple(tuple(first + member for member in members) for first in firsts)
         if self.order:
             groups = tuple(tuple(self.order[position] for position in group) for group in groups)
-        name = "x".join(name for name in names if name != "cp" or cp > 1 or len(names) == 1)
+        unused = {name for name in ("cp", "ep") if axes[name][0] == 1 and len(names) > 1}
+        name = "x".join(name for name in names if name not in unused)
         return Axis(name, index, groups, "pp" in names and self.pp_size > 1)
+
+
+def _problems_of_copies(copies: int, cp: int, ep: int, shard: int) -> list[Problem]:
+    """Problems of the division of the ranks of dp x cp, `copies` of them, into shards and between experts."""
+    replicas = f"dp={copies}" if cp == 1 else f"dp x cp={copies}"
+    problems = []
+    if shard and copies % shard:
+        reason = f"{shard} does not divide {replicas}"
+        problems.append(Problem("parallel.shard_size", reason, hint=f"use one of {divisors(copies)}"))
+    elif shard > 1 and shard % ep:
+        reason = f"ep={ep} does not divide the {shard} ranks that share state, and an expert's copies would differ"
+        works = [size for size in divisors(copies) if size % ep == 0]
+        hint = f"use one of {works}, or parallel.ep among {divisors(shard)}" if works else "use parallel.ep=1"
+        problems.append(Problem("parallel.shard_size", reason, hint=hint))
+    if copies % ep:
+        reason = f"{ep} does not divide {replicas}, the ranks that experts are divided between"
+        problems.append(Problem("parallel.ep", reason, hint=f"use one of {divisors(copies)}"))
+    return problems
 
 
 def divisors(n: int) -> list[int]:

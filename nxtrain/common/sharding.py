@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh, StateAxes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -133,7 +133,8 @@ class ShardSpec:
             of the sequence, or only its heads.
         tied_to: Name of the parameter on the first pipeline stage; this parameter, on the last stage, is its copy.
         has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
-        expert: The segments are matrices of experts, of which a rank may have some only.
+        expert: The parameter belongs to the experts of this rank. Other ranks of an expert parallel group have other
+            segments in its place.
     """
 
     shape: tuple[int, ...]
@@ -301,13 +302,13 @@ class ParamTable(Mapping[str, ShardSpec]):
 class Layout(Mapping[str, tuple[ShardBox, ...]]):
     """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
 
-    The local tensors are rows of the tensor parallel shards: `row_cut` over `mesh.shard` selects the rows. Rows of
+    The local tensors are rows of the tensor parallel shards: `row_cut` over the shard axis selects the rows. Rows of
     zeros may follow.
     """
 
     def __init__(self, table: ParamTable, mesh: Mesh) -> None:
         self.table, self.mesh = table, mesh
-        self._blocks = {name: tuple(spec.blocks(mesh.tp, mesh.shard)) for name, spec in table.items()}
+        self._blocks = {name: tuple(spec.blocks(mesh.tp, self.axes_of(name).shard)) for name, spec in table.items()}
 
     def __getitem__(self, name: str) -> tuple[ShardBox, ...]:
         return self._blocks[name]
@@ -317,6 +318,15 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def axes_of(self, name: str) -> StateAxes:
+        """Axes of the ranks that hold the training state of a parameter."""
+        return self.mesh.experts if self.table[name].expert else self.mesh.dense
+
+    def num_holders(self, name: str) -> int:
+        """Number of ranks of `mesh.state`, apart from those of tp and of tied stages, that hold the same entries."""
+        holds_all = self.mesh.shard_size == 1 and not self.table[name].expert
+        return self.mesh.ep_size if holds_all else 1
 
     def row_copies(self, name: str, num_rows: int) -> list[int]:
         """Number of tensor parallel ranks that hold each of the first rows of this rank's tensor; 1 for padding."""

@@ -19,6 +19,7 @@ from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.duration import duration
+from nxtrain.config.experts import experts
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
@@ -94,7 +95,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         family = family_of(config)
         problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
         problems += stages(parallel, model.num_hidden_layers)
-        problems += _experts(config, family.dimensions(model))
+        problems += experts(config, family.dimensions(model).mixture)
     except ConfigError as error:
         problems += error.problems
     parallel = config.parallel
@@ -107,7 +108,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     elif world is not None:
         try:
             shard = max(1, parallel.shard_size)
-            Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard)
+            tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+            Mesh.build(world, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -186,21 +188,6 @@ def _profile(config: RunConfig) -> Iterator[Problem]:
     if steps and not (len(steps) == 2 and 0 <= steps[1] - steps[0] < MOST_PROFILED):  # noqa: PLR2004 - first and last
         reason = f"{toml_value(steps)} is not the first and the last of at most {MOST_PROFILED} steps"
         yield Problem("metrics.profile_steps", reason, hint="use such as [10, 12]")
-
-
-def _experts(config: RunConfig, dimensions: Dimensions) -> Iterator[Problem]:
-    """Problems of keys about experts, and of experts with other features."""
-    model = config.model
-    if dimensions.mixture is not None:
-        if config.compile.torch_compile:
-            reason = "the host reads the number of rows of each expert, which a compiled block cannot"
-            yield Problem("compile.torch_compile", reason, hint="use false")
-        return
-    for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):
-        value = getattr(model, key)
-        if value != off:
-            reason = f"{value} is for models with experts, and this one has none"
-            yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
 
 
 def _model_choice(config: RunConfig) -> Iterator[Problem]:

@@ -158,9 +158,9 @@ class ParallelConfig(Section):
 
     @property
     def degrees(self) -> str:
-        """Degrees in lines for people; cp is named where it is used."""
+        """Degrees in lines for people; cp and ep are named where they are used."""
         context = "" if self.cp == 1 else f"cp={self.cp} "
-        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}"
+        return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}" + ("" if self.ep == 1 else f" ep={self.ep}")
 
 
 class TrainConfig(Section):
@@ -351,11 +351,9 @@ class CompileConfig(Section):
     torch_compile: bool = False
     """Compile each block with torch.compile, on TorchNeuron also loss, norm and update; PyTorch/XLA compiles anyway."""
     allow_fallbacks: bool = False
-    """On neuron-native, take operations in the training step that TorchNeuron computes on the host, slowly; otherwise
-    the run ends with code 5 after its first step."""
+    """On neuron-native, take operations that TorchNeuron computes on the host; otherwise step 1 ends with code 5."""
     manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
-    """List of the graphs that `nxtrain compile` compiled; `{name}` becomes run.name. A node that holds some
-    pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
+    """Graphs that `nxtrain compile` compiled; `{name}` is run.name. A node of some stages adds `.stages-0`, ..."""
     on_miss: Literal["compile", "stop"] = "compile"
     """Reaction of a run on Neuron devices to a graph outside the manifest: compile and warn, or end with code 5."""
 
@@ -410,4 +408,4 @@ class RunConfig(Section):
             return "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
         if self.parallel.cp > 1:
             return f"parallel.cp={self.parallel.cp} divides sequences between nxtrain's own layers"
-        return ""
+        return f"parallel.ep={self.parallel.ep} divides nxtrain's own experts" if self.parallel.ep > 1 else ""

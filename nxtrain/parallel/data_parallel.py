@@ -4,6 +4,9 @@ Every rank computes gradients of its own sequences, or of its positions under co
 are called data parallel here. Replicated: every rank averages and updates all parameters. ZeRO-1:
 each rank averages and updates some rows of every parameter, and all ranks gather the results. The module
 `fully_sharded` adds torch's own sharding.
+
+Under expert parallelism, ranks hold different experts. An expert's gradient is the sum over the ranks that hold the
+expert, divided by the number of all data parallel ranks as every gradient is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.common.distributed.collectives import Collectives, Pending
+from nxtrain.common.distributed.collectives import Collectives, Done, Pending
 from nxtrain.common.sharding import Layout
 from nxtrain.parallel.precision import Precision
 
@@ -94,8 +97,13 @@ class Bucketed(DataParallel):
                 name: put(torch.zeros(p.shape, dtype=how.precision.accumulate)) for name, p in parameters.items()
             }
         self._is_last = True
-        sizes = {name: p.numel() * how.precision.reduce.itemsize for name, p in reversed(list(parameters.items()))}
-        self.buckets = fill_buckets(sizes, how.bucket_bytes)
+        sizes: dict[str, dict[str, int]] = {}
+        for name, p in reversed(list(parameters.items())):
+            of_axes = sizes.setdefault(layout.axes_of(name).copies.name, {})
+            of_axes[name] = p.numel() * how.precision.reduce.itemsize
+        self.buckets: list[list[str]] = []
+        for of_axes in sizes.values():
+            self.buckets += fill_buckets(of_axes, how.bucket_bytes)
         self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
         self._missing = Counter(self._bucket_of.values())
         self._started: dict[int, Pending[list[Tensor]]] = {}
@@ -148,7 +156,7 @@ class Bucketed(DataParallel):
 
     @abstractmethod
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        """Begin to average the gradients of a bucket."""
+        """Begin to average the gradients of a bucket, whose parameters have the same axes."""
 
 
 class Replicated(Bucketed):
@@ -175,7 +183,12 @@ class Replicated(Bucketed):
         """Do nothing: the parameters themselves were updated."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        return self._binding.start_average(grads, self._copies, self._precision.reduce, self._comm)
+        copies, dtype, scale = self.layout.axes_of(names[0]).copies, self._precision.reduce, 1.0 / self._copies.size
+        if copies.size == self._copies.size:
+            return self._binding.start_average(grads, copies, dtype, self._comm)
+        if copies.size == 1:
+            return Done([grad.to(dtype) * scale for grad in grads])
+        return self._comm.start_all_reduce_bucket(grads, copies, dtype, scale=scale)
 
 
 class Zero1(Bucketed):
@@ -193,12 +206,12 @@ class Zero1(Bucketed):
         put: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(parameters, layout, comm, how, put)
-        self._shard = layout.mesh.shard
         shards: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
+            shard = layout.axes_of(name).shard
             # Rows of zeros at the end, so that all ranks have equally many.
-            padded = _pad_rows(parameter.detach().cpu(), self._shard.size)
-            shards[name] = put(padded.chunk(self._shard.size)[self._shard.rank].clone())
+            padded = _pad_rows(parameter.detach().cpu(), shard.size)
+            shards[name] = put(padded.chunk(shard.size)[shard.rank].clone())
         self.shards = shards
 
     @torch.no_grad()
@@ -208,7 +221,7 @@ class Zero1(Bucketed):
         gathering = []
         for names in self.buckets:
             packed = torch.cat([self.shards[name].reshape(1, -1) for name in names], dim=1)
-            gathering.append(self._comm.start_all_gather(packed, self._shard))
+            gathering.append(self._comm.start_all_gather(packed, self.layout.axes_of(names[0]).shard))
         for names, pending in zip(self.buckets, gathering, strict=True):
             parts = pending.wait().split([self.shards[name].numel() for name in names], dim=1)
             for name, part in zip(names, parts, strict=True):
@@ -216,9 +229,12 @@ class Zero1(Bucketed):
                 parameter.copy_(part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]])
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        padded = [_pad_rows(grad.to(self._precision.reduce), self._shard.size) for grad in grads]
-        packed = torch.cat([grad.reshape(self._shard.size, -1) for grad in padded], dim=1)
-        scattering = self._comm.start_reduce_scatter(packed, self._shard, scale=1.0 / self._copies.size)
+        shard, scale = self.layout.axes_of(names[0]).shard, 1.0 / self._copies.size
+        padded = [_pad_rows(grad.to(self._precision.reduce), shard.size) for grad in grads]
+        packed = torch.cat([grad.reshape(shard.size, -1) for grad in padded], dim=1)
+        if shard.size == 1:
+            packed = packed * scale
+        scattering = self._comm.start_reduce_scatter(packed, shard, scale=scale)
         return _Unpack(scattering, [self.shards[name].shape for name in names])
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.common.kernels import Kernels
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 
 
@@ -167,7 +168,7 @@ def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -
     return Rows(slots, row, indices.shape[1], is_full=False), owner, num_blocks
 
 
-def dispatch(  # 8 arguments: tokens, their routing, the experts, and the limit of an expert
+def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of an expert, and the ranks
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -176,6 +177,7 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, and the limit 
     num_experts: int,
     kernels: Kernels,
     capacity: int | None = None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> Tensor:
     """Weighted sum over the experts of each token.
 
@@ -185,19 +187,26 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, and the limit 
         x: (T, D).
         weights: (T, k) float32.
         indices: (T, k) integers, the experts of each token, each once.
-        gate_up: (E * 2F, D), the rows of an expert adjacent.
-        down: (D, E * F), the columns of an expert adjacent.
+        gate_up: (E * 2F, D), the rows of an expert adjacent; under expert parallelism, of this rank's experts.
+        down: (D, E * F), the columns of an expert adjacent, likewise.
+        num_experts: E, over all ranks.
         capacity: As for `sorted_rows`.
+        expert_parallel: Ranks that divide the experts; None: this rank has all.
 
     Returns:
         (T, D); with a sharded intermediate size, a partial sum over the tensor parallel ranks.
     """
     rows, counts = sorted_rows(indices, num_experts, capacity)
-    out: Tensor = ExpertProducts.apply(rows.spread(x), rows.weights(weights), gate_up, down, counts.tolist(), kernels)
-    return rows.collect(out)
+    own, scale = rows.spread(x), rows.weights(weights)
+    if expert_parallel is None:
+        return rows.collect(ExpertProducts.apply(own, scale, gate_up, down, counts.tolist(), kernels))
+    exchange = expert_parallel.exchange(counts)
+    own, scale = exchange.send(own), exchange.send(scale)
+    out: Tensor = ExpertProducts.apply(own, scale, gate_up, down, exchange.counts, kernels)
+    return rows.collect(exchange.give_back(out))
 
 
-def static_dispatch(
+def static_dispatch(  # 8 arguments: as `dispatch`
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -205,10 +214,21 @@ def static_dispatch(
     down: Tensor,
     num_experts: int,
     capacity: int | None = None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> Tensor:
-    """The same as `dispatch`, by operations whose shapes depend on no routing."""
+    """The same as `dispatch`, by operations whose shapes depend on no routing.
+
+    Between ranks only blocks of equal size are exchanged. Without a capacity, a block has room for every token.
+    """
+    if expert_parallel is not None and capacity is None:
+        capacity = indices.shape[0]
     rows, owner, num_blocks = block_rows(indices, num_experts, capacity)
     blocks = rows.spread(x).unflatten(0, (num_blocks, -1))
     scale = rows.weights(weights).unflatten(0, (num_blocks, -1))
-    out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
-    return rows.collect(out.flatten(0, 1))
+    if expert_parallel is None:
+        out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
+        return rows.collect(out.flatten(0, 1))
+    num_own = len(expert_parallel.own(num_experts))
+    blocks, scale = expert_parallel.send_blocks(blocks), expert_parallel.send_blocks(scale)
+    out = BlockProducts.apply(blocks, scale, gate_up, down, num_own, None)
+    return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))

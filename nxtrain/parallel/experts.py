@@ -1,4 +1,4 @@
-"""Experts of a block, each sharded over tp like any feed-forward.
+"""Experts of a block, each sharded over tp like any feed-forward; under expert parallelism, some on each rank.
 
 Shapes: S sequence, B batch, D hidden, k experts of a token; S/tp under sequence parallelism, else S.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nxtrain.common.dimensions import Mixture
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.regions import TensorParallel
 
 
@@ -34,9 +35,10 @@ class Experts(nn.Module):
         init, init_out: Initial values of the input and output projections.
         tp: Tensor parallel context.
         capacity_factor: Slots that an expert computes, relative to an even load; None: all.
+        expert_parallel: Ranks that divide the experts; None: this rank has all.
     """
 
-    def __init__(  # 7 arguments: as `LayerSet.experts`
+    def __init__(  # 8 arguments: as `LayerSet.experts`, with the ranks
         self,
         hidden_size: int,
         mixture: Mixture,
@@ -45,12 +47,17 @@ class Experts(nn.Module):
         tp: TensorParallel,
         *,
         capacity_factor: float | None = None,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
-        specs = mixture.specs(hidden_size, range(mixture.num_experts))
+        own = range(mixture.num_experts)
+        if expert_parallel is not None:
+            own = expert_parallel.own(mixture.num_experts)
+        specs = mixture.specs(hidden_size, own)
         self.gate_up_proj = _Matrices(specs["experts.gate_up_proj.weight"], init, tp)
         self.down_proj = _Matrices(specs["experts.down_proj.weight"], init_out, tp)
         self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
+        self._expert_parallel = expert_parallel
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D)."""
@@ -64,7 +71,7 @@ class Experts(nn.Module):
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
         matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
         if tp.comm.lazy:
-            out = static_dispatch(*tokens, *matrices, capacity)
+            out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
         else:
-            out = dispatch(*tokens, *matrices, tp.kernels, capacity)
+            out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)
         return tp.exit(out.unflatten(0, x.shape[:2]))

@@ -1,7 +1,8 @@
 """Parameters, gradients and optimizer state sharded over the data parallel ranks, by torch's `fully_shard`.
 
 A unit is a block, or adjacent small blocks. A unit's parameters are gathered before the unit runs and freed after it.
-The unit's gradients are reduced and scattered as soon as its backward pass is done, in every micro-batch.
+The unit's gradients are reduced and scattered as soon as its backward pass is done, in every micro-batch. Under
+expert parallelism the experts of a block are a unit of their own, over the ranks that hold the same experts.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, cast
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from nxtrain.common.family import CausalLM
-from nxtrain.common.sharding import Layout
+from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import units_of
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.precision import Precision
@@ -51,18 +52,21 @@ class Prefetch:
     forward: bool = True
     backward: Backward = "before"
 
-    def apply(self, units: Sequence[FSDPModule]) -> None:
+    def apply(self, units: Sequence[Sequence[FSDPModule]]) -> None:
         """Set what each unit gathers ahead.
 
         Args:
-            units: First module of each unit, in the order of the forward pass.
+            units: First module of each unit, with its experts that are units of their own, in the order of the forward
+                pass. The experts are gathered with the unit.
         """
-        for index, unit in enumerate(units):
+        for index, (unit, *experts) in enumerate(units):
             if self.forward:
-                unit.set_modules_to_forward_prefetch([*units[index + 1 : index + 1 + self.number]])
-            before = [*units[max(0, index - self.number) : index][::-1]]
+                unit.set_modules_to_forward_prefetch([*experts, *chain(*units[index + 1 : index + 1 + self.number])])
+            before = [*chain(*units[max(0, index - self.number) : index][::-1])]
+            for of_experts in experts:
+                of_experts.set_modules_to_backward_prefetch([of_experts])
             if self.backward == "before":
-                unit.set_modules_to_backward_prefetch(before)
+                unit.set_modules_to_backward_prefetch([*experts, *before])
                 continue
             unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
             if self.backward == "after" and before:
@@ -94,6 +98,7 @@ class Sharding:
         precision: Types of storage, computation and reduction.
         unit_params: Fewest parameters of a unit; adjacent blocks of a chunk with fewer share a unit.
         chunks: Number of blocks of each model chunk.
+        expert_mesh: The ranks that hold the same experts, as `mesh`; None: all ranks hold all experts.
     """
 
     mesh: DeviceMesh
@@ -103,6 +108,7 @@ class Sharding:
     precision: Precision
     unit_params: int
     chunks: Sequence[int]
+    expert_mesh: DeviceMesh | None = None
 
     def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
         """Allocate, fill and shard a model on the meta device, unit by unit, so that at most one unit is unsharded.
@@ -115,12 +121,16 @@ class Sharding:
         units: list[list[nn.Module]] = []
         for number in self.chunks:
             units += self._units(list(islice(blocks, number)))
+        gathered: list[list[FSDPModule]] = []
         for unit in units:
-            self._shard(unit, fill, self.keep_gathered)
-        self._shard([model], fill, keep_gathered=True)  # the backward pass begins with the last layers of the forward
+            experts = self._shard_experts(unit, fill)
+            self._shard(unit, fill, self.mesh, self.keep_gathered)
+            gathered.append([cast(FSDPModule, module) for module in (unit[0], *experts)])
+        # The backward pass begins with the last layers of the forward pass.
+        self._shard([model], fill, self.mesh, keep_gathered=True)
         for method in ("run", "loss", "logits"):
             register_fsdp_forward_method(model, method)
-        self.prefetch.apply([cast(FSDPModule, unit[0]) for unit in units])
+        self.prefetch.apply(gathered)
 
     def _units(self, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
         sizes = []
@@ -131,19 +141,49 @@ class Sharding:
             units.append([blocks[index] for index in indices])
         return units
 
-    def _shard(self, modules: list[nn.Module], fill: Callable[[nn.Module], None], keep_gathered: bool) -> None:
+    def _shard_experts(self, blocks: Sequence[nn.Module], fill: Callable[[nn.Module], None]) -> list[nn.Module]:
+        """Shard the experts of some blocks, each a unit of its own, and return them."""
+        if self.expert_mesh is None:
+            return []
+        experts: list[nn.Module] = []
+        for block in blocks:
+            experts += experts_of(block)
+        for module in experts:
+            self._shard([module], fill, self.expert_mesh, self.keep_gathered)
+            unit = cast(FSDPModule, module)
+            unit.set_gradient_divide_factor(self.mesh.size())
+            unit.set_force_sum_reduction_for_comms(True)  # torch has other divisors than its own in NCCL alone
+        return experts
+
+    def _shard(
+        self, modules: list[nn.Module], fill: Callable[[nn.Module], None], mesh: DeviceMesh, keep_gathered: bool
+    ) -> None:
         for module in modules:
             fill(module)
         dtypes = self.precision
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=self.mesh,
+            mesh=mesh,
             reshard_after_forward=not keep_gathered,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=dtypes.params, reduce_dtype=dtypes.reduce, cast_forward_inputs=False
             ),
             offload_policy=CPUOffloadPolicy(torch.accelerator.is_available()) if self.offload else OffloadPolicy(),
         )
+
+
+def experts_of(block: nn.Module) -> list[nn.Module]:
+    """Outermost modules of a block whose parameters all belong to experts."""
+    specs = ParamTable.of(block)
+    experts: list[nn.Module] = []
+    inside: list[str] = []
+    for name, module in block.named_modules():
+        prefix = f"{name}." if name else ""
+        own = [spec for parameter, spec in specs.items() if parameter.startswith(prefix)]
+        if own and all(spec.expert for spec in own) and not prefix.startswith(tuple(inside)):
+            experts.append(module)
+            inside.append(prefix)
+    return experts
 
 
 class FullySharded(DataParallel):

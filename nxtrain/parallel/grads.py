@@ -76,13 +76,13 @@ class SquareSum:
         mixed = {name for name in layout if layout.mixes_copies(name)}
         weights = []
         for name in layout:
-            spec = layout.table[name]
+            spec, holders = layout.table[name], layout.num_holders(name)
             if name in mixed:
-                weights.append(1.0)
+                weights.append(1.0 / holders)
             elif spec.tied_to:
                 weights.append(0.0)
             else:
-                weights.append(1.0 / spec.pieces(layout.mesh.tp)[0].copies)
+                weights.append(1.0 / (spec.pieces(layout.mesh.tp)[0].copies * holders))
         self._weights = put(torch.tensor(weights, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))

@@ -6,6 +6,7 @@ from nxtrain.common.dimensions import Mixture
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.embedding import VocabEmbedding
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.loss import VocabHead
@@ -19,13 +20,20 @@ class NativeLayers(LayerSet):
         parallel: Tensor parallel context of the layers.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
         token_losses: The head returns each token's loss in place of the sum.
+        expert_parallel: Ranks that divide the experts; None: each rank has all experts.
     """
 
     def __init__(
-        self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20, token_losses: bool = False
+        self,
+        parallel: TensorParallel,
+        *,
+        loss_chunk_bytes: int = 64 << 20,
+        token_losses: bool = False,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
         self._parallel, self._loss_chunk_bytes, self._token_losses = parallel, loss_chunk_bytes, token_losses
+        self._expert_parallel = expert_parallel
 
     def column(
         self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False
@@ -41,7 +49,15 @@ class NativeLayers(LayerSet):
     def experts(
         self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
     ) -> Experts:
-        return Experts(hidden_size, mixture, init, init_out, self._parallel, capacity_factor=capacity_factor)
+        return Experts(
+            hidden_size,
+            mixture,
+            init,
+            init_out,
+            self._parallel,
+            capacity_factor=capacity_factor,
+            expert_parallel=self._expert_parallel,
+        )
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
         return VocabHead(

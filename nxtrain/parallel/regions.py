@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.distributed.collectives import Collectives, RowCounts
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ShardSpec
@@ -64,6 +64,28 @@ class _ReduceSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None) -> Tensor:
+        ctx.comm, ctx.axis, ctx.back = comm, axis, None if rows is None else rows.back
+        return comm.all_to_all(x.contiguous(), axis, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.comm.all_to_all(grad.contiguous(), ctx.axis, ctx.back), None, None, None
+
+
+def all_to_all(x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None = None) -> Tensor:
+    """Exchange blocks of rows between all ranks of an axis; the gradients of the blocks go the way back.
+
+    Args:
+        x, rows: As for `Collectives.all_to_all`.
+    """
+    if axis.size == 1:
+        return x
+    return _AllToAll.apply(x, comm, axis, rows)  # type: ignore[no-any-return]
 
 
 def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:

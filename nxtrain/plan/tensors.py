@@ -135,9 +135,8 @@ class Rank:
     def of(job: Job, rank: int) -> Rank:
         """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
-        mesh = Mesh.build(
-            job.world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=job.shard_size
-        )
+        degrees = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "ep": parallel.ep}
+        mesh = Mesh.build(job.world, rank, **degrees, shard=job.shard_size)
         return Rank(job, mesh)
 
     @staticmethod
@@ -224,7 +223,7 @@ class Rank:
         local = spec.local_shape(self.mesh.tp)
         if parameter.is_packed:
             local = _packed_shape(spec, self.mesh.tp, job.params_size)
-        shard = self.mesh.shard
+        shard = self.mesh.experts.shard if spec.expert else self.mesh.dense.shard
         stored = local
         rows = Axis("whole", 0, ((0,),))
         if job.is_fully_sharded:

@@ -38,6 +38,7 @@ from nxtrain.optim.loss_scale import LossScale
 from nxtrain.optim.muon import Muon
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.loss import VocabHead
@@ -75,7 +76,15 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
     shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
     shard_size = shard.get(parallel.shard, 0)
     mesh = Mesh.build(
-        world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=shard_size, order=order
+        world,
+        rank,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=parallel.dp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        shard=shard_size,
+        order=order,
     )
     if "params" in parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
@@ -137,13 +146,14 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         return
     parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
     sharding = Sharding(
-        backend.device_mesh(mesh),
+        backend.device_mesh(mesh.dense),
         keep_gathered=parallel.shard == "grad_op",
         prefetch=Prefetch(parallel.prefetch, parallel.forward_prefetch, parallel.backward_prefetch),
         offload="params" in parallel.offload,
         precision=precision,
         unit_params=parallel.unit_params,
         chunks=[len(part.blocks) for part in parts_of(plan, mesh)],
+        expert_mesh=backend.device_mesh(mesh.experts) if mesh.ep_size > 1 else None,
     )
 
     def stored(parameter: nn.Parameter) -> torch.dtype:
@@ -170,7 +180,12 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         dtype,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
     )
-    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20, token_losses=run.finetune.compares)
+    native = NativeLayers(
+        parallel,
+        loss_chunk_bytes=run.train.loss_chunk_mib << 20,
+        token_losses=run.finetune.compares,
+        expert_parallel=ExpertParallel(mesh.ep, backend.collectives) if mesh.ep_size > 1 else None,
+    )
     context_parallel = context_parallel_of(plan, backend, mesh)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.common.mesh import Axis, Mesh
 from tests.support.models import random
 from tests.support.ranks import RankPool
@@ -20,6 +21,28 @@ TRANSPORTS = ["gloo", "shared_memory"]
 def held_by(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
     """Input of a rank: small integers, so that sums are exact in every type and order."""
     return random(*shape, seed=rank, scale=4.0).round().to(dtype)
+
+
+def number_of_rows(sender: int, receiver: int, axis: Axis) -> int:
+    """Rows that one position of an axis sends to another; some send none, also to themselves."""
+    return (5 * sender + 3 * receiver) % 4 if axis.size > 1 else 2
+
+
+def row_counts(axis: Axis) -> RowCounts:
+    """Rows of an all-to-all of blocks of different sizes."""
+    every = range(axis.size)
+    sent = tuple(number_of_rows(axis.rank, other, axis) for other in every)
+    return RowCounts(sent, tuple(number_of_rows(other, axis.rank, axis) for other in every))
+
+
+def block_of(rank: int, axis: Axis, sender: int, receiver: int, dtype: torch.dtype) -> Tensor:
+    """Block that a rank, at the position `sender`, sends to a position."""
+    return held_by(100 * rank + receiver, number_of_rows(sender, receiver, axis), 3, dtype=dtype)
+
+
+def blocks_of(rank: int, axis: Axis, dtype: torch.dtype) -> Tensor:
+    """All blocks that a rank sends, one after the other."""
+    return torch.cat([block_of(rank, axis, axis.rank, receiver, dtype) for receiver in range(axis.size)])
 
 
 def axes(world: int, rank: int) -> dict[str, Axis]:
@@ -40,6 +63,8 @@ def collect(backend: CpuBackend, transport: str, dtype: torch.dtype) -> dict[str
             "max": comm.all_reduce(vector.clone(), axis, "max"),
             "all_gather": comm.all_gather(matrix.clone(), axis),
             "reduce_scatter": comm.reduce_scatter(matrix.clone(), axis),
+            "all_to_all": comm.all_to_all(matrix.clone(), axis),
+            "rows": comm.all_to_all(blocks_of(backend.rank, axis, dtype), axis, row_counts(axis)),
             "started": waiting.wait(),
             "scattered": comm.start_reduce_scatter(matrix.clone(), axis, scale=0.5).wait(),
             "bucket_vector": bucket[0],
@@ -66,6 +91,10 @@ def test_collectives_combine_what_the_ranks_of_an_axis_hold(
                 "max": vectors.amax(0),
                 "all_gather": matrices.flatten(0, 1),
                 "reduce_scatter": matrices.sum(0).unflatten(0, (axis.size, 2))[axis.rank],
+                "all_to_all": matrices.unflatten(1, (axis.size, 2))[:, axis.rank].flatten(0, 1),
+                "rows": torch.cat(
+                    [block_of(member, axis, sender, axis.rank, dtype) for sender, member in enumerate(group)]
+                ),
                 "started": matrices.sum(0),
                 "scattered": matrices.sum(0).unflatten(0, (axis.size, 2))[axis.rank] * scale,
                 "bucket_vector": vectors.float().sum(0) * scale,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -46,22 +47,24 @@ def draw_pair(
         dp=math.lcm(saved.dp, loaded.dp),
         sequence_parallel=saved.sequence_parallel or loaded.sequence_parallel,
         cp=2 * math.lcm(saved.cp, loaded.cp) if max(saved.cp, loaded.cp) > 1 else 1,
+        ep=math.lcm(saved.ep, loaded.ep),
     )
+    own_family = family if both.ep > 1 else ""
     for _ in range(TRIES):
         number = rng.randrange(1 << 30)
         try:
             whole = draw("checkpoint", seed, number, both, bf16=bf16, family=family)
             if family in MIXTURES:
                 whole = replace(whole, overrides=(*whole.overrides, "model.config.router_aux_loss_coef=0.0"))
-            return _relaid(whole, index, saved, rng), _relaid(whole, index, loaded, rng)
+            return _relaid(whole, index, saved, rng, own_family), _relaid(whole, index, loaded, rng, own_family)
         except ConfigError:
             continue
     raise AssertionError(f"no run suits {saved} and {loaded}")
 
 
-def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random) -> Drawn:
+def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random, family: str) -> Drawn:
     """The same run under another layout, with options of its own."""
-    other = draw(whole.lane, whole.seed, rng.randrange(1 << 30), degrees)
+    other = draw(whole.lane, whole.seed, rng.randrange(1 << 30), degrees, family=family)
     shared = [line for line in whole.overrides if line.startswith(SHARED)]
     own = [line for line in other.overrides if not line.startswith((*SHARED, "train.micro_batch="))]
     own = [line for line in own if not line.startswith("parallel.pipeline_cuts=")]
@@ -165,6 +168,23 @@ def test_a_drawn_run_with_experts_goes_on_under_another_layout(
 ) -> None:
     family = MIXTURES[index % 2]
     goes_on(ranks, tmp_path, draw_pair(SEED, index, saved, loaded, bf16=index % 4 == 1, family=family))
+
+
+DIVIDED = covering_array(SEED, 8, lambda degrees: degrees.world <= 4 or degrees.ep == 3, ep=True)[:8]
+OF_DIVIDED = [*pairwise(DIVIDED), *zip(DIVIDED, FEW, strict=False), *zip(FEW, DIVIDED, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    one_in(7, OF_DIVIDED),
+    ids=[f"{saved}-to-{loaded}" for saved, loaded in OF_DIVIDED],
+)
+def test_divided_experts_go_on_under_another_division(
+    ranks: RankPool, tmp_path: Path, saved: Degrees, loaded: Degrees
+) -> None:
+    index = OF_DIVIDED.index((saved, loaded))
+    family = MIXTURES[index % 2]
+    goes_on(ranks, tmp_path, draw_pair(SEED, 100 + index, saved, loaded, bf16=index % 3 == 0, family=family))
 
 
 def goes_on(ranks: RankPool, tmp_path: Path, pair: tuple[Drawn, Drawn]) -> None:

@@ -22,6 +22,7 @@ from nxtrain.backends import cpu
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native.build import LibraryBuildError
+from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.common.errors import BackendError, LostPeerError
 from nxtrain.common.mesh import Axis, Mesh
 from tests.support.ranks import RankPool
@@ -43,7 +44,7 @@ def mutant_libraries(
 
 SLOT_BYTES = 1 << 20
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32)
-KINDS = ("sum", "max", "gather", "scatter", "bucket", "send")
+KINDS = ("sum", "max", "gather", "scatter", "bucket", "send", "all_to_all", "rows")
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,20 @@ def program(seed: int, world: int) -> list[Call]:
 
 def given(call: Call, index: int, rank: int, size: int) -> Tensor:
     """Input of a rank: integers that add up without rounding in every type."""
-    rows = call.rows * (size if call.kind == "scatter" else 1)
+    rows = call.rows * (size if call.kind in ("scatter", "all_to_all", "rows") else 1)
     generator = torch.Generator().manual_seed(1000 * index + rank)
     return torch.randint(-8, 9, (rows, call.width), generator=generator).to(call.dtype)
+
+
+def block_rows(call: Call, sender: int, size: int) -> list[int]:
+    """Rows of the blocks that a position of an axis sends: none, half or all of a share for each receiver."""
+    return [(sender + 2 * receiver) % 3 * call.rows // 2 for receiver in range(size)]
+
+
+def row_counts(call: Call, axis: Axis) -> RowCounts:
+    """Rows that this rank sends and receives."""
+    of_all = [block_rows(call, sender, axis.size) for sender in range(axis.size)]
+    return RowCounts(tuple(of_all[axis.rank]), tuple(rows[axis.rank] for rows in of_all))
 
 
 def start(comm: Any, call: Call, x: Tensor, axis: Axis) -> Any:
@@ -101,6 +113,11 @@ def start(comm: Any, call: Call, x: Tensor, axis: Axis) -> Any:
             return comm.start_all_gather(x, axis)
         case "scatter":
             return comm.start_reduce_scatter(x, axis)
+        case "all_to_all":
+            return comm.start_all_to_all(x, axis)
+        case "rows":
+            rows = row_counts(call, axis)
+            return comm.start_all_to_all(x[: sum(rows.sent)], axis, rows)
         case "bucket":
             return comm.start_all_reduce_bucket([x, x[:2]], axis, torch.float32, scale=0.5)
         case _:
@@ -127,6 +144,16 @@ def play(backend: CpuBackend, seed: int, library: str = "") -> list[list[Tensor]
     return [[*result] if isinstance(result, list) else [result] for _, result in sorted(found.items())]
 
 
+def rows_for(call: Call, inputs: Tensor, axis: Axis) -> Tensor:
+    """Rows that a rank receives, in the order of the senders."""
+    blocks = []
+    for sender, sent in enumerate(inputs):
+        rows = block_rows(call, sender, axis.size)
+        start = sum(rows[: axis.rank])
+        blocks.append(sent[start : start + rows[axis.rank]])
+    return torch.cat(blocks)
+
+
 def wanted(seed: int, world: int, rank: int) -> list[list[Tensor]]:
     """Results of a program, from the inputs of all ranks."""
     results = []
@@ -144,6 +171,10 @@ def wanted(seed: int, world: int, rank: int) -> list[list[Tensor]]:
                 results.append([inputs.flatten(0, 1)])
             case "scatter":
                 results.append([inputs.sum(0, dtype=call.dtype).unflatten(0, (axis.size, call.rows))[axis.rank]])
+            case "all_to_all":
+                results.append([inputs.unflatten(1, (axis.size, call.rows))[:, axis.rank].flatten(0, 1)])
+            case "rows":
+                results.append([rows_for(call, inputs, axis)])
             case "bucket":
                 total = inputs.float().sum(0) * 0.5
                 results.append([total, total[:2]])

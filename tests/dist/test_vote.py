@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.step import TrainState, train_step
@@ -207,3 +210,45 @@ def test_a_vote_costs_no_more_than_a_step_of_few_tokens(ranks: RankPool, update:
     print(found)
     assert max(found) <= 1.0
     assert max(found) > 0.0
+
+
+EXPERTS = "model.layers.1.block_sparse_moe.experts.down_proj.weight"
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
+OF_MIXTURE: dict[str, Any] = {
+    "shape": "gqa2",
+    "family": "mixtral",
+    "config": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 6},
+}
+
+
+@pytest.mark.parametrize("shard", ["none", "zero1"])
+def test_experts_are_compared_between_the_ranks_that_hold_the_same(ranks: RankPool, shard: str) -> None:
+    words = told(ranks, 2, EXPERTS, tp=1, dp=4, ep=2, shard=shard, **OF_MIXTURE)
+    kinds = ("param", "exp_avg", "exp_avg_sq", "master") if shard == "none" else ("param",)
+    for kind in kinds:
+        assert words.pop(kind) == [f"ranks 0 and 2 differ in {of_kind(kind, EXPERTS)}, and {NO_MAJORITY}"]
+    assert not any(words.values())
+    others = told(ranks, 2, ROUTER, tp=1, dp=4, ep=2, shard=shard, **OF_MIXTURE)
+    assert others["param"] == [f"rank 2 differs from ranks 0, 1 and 3 in {ROUTER}"]
+
+
+def test_shards_of_experts_are_compared_between_their_replicas(ranks: RankPool) -> None:
+    words = told(ranks, 3, EXPERTS, tp=1, dp=4, ep=2, shard="hybrid", shard_size=2, update="bf16_kahan", **OF_MIXTURE)
+    for kind in ("param", "exp_avg", "exp_avg_sq", "compensation"):
+        assert words[kind] == [f"ranks 1 and 3 differ in {of_kind(kind, EXPERTS)}, and {NO_MAJORITY}"]
+
+
+def false_alarms(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[str]:
+    """Findings of a vote that takes all data parallel ranks for holders of the same experts."""
+    with (
+        mock.patch.object(Layout, "axes_of", lambda self, name: self.mesh.dense),
+        mock.patch.object(Mesh, "experts", property(lambda self: self.dense)),
+    ):
+        state = start(backend, resolved, weights)
+        return said(ReplicaCheck(state), state)
+
+
+def test_other_experts_would_be_taken_for_corrupt_ones(ranks: RankPool) -> None:
+    resolved = layout(tp=1, dp=2, ep=2, micro=2, **OF_MIXTURE)
+    for words in ranks.run(2, false_alarms, resolved, weights_of(resolved)):
+        assert any("experts" in text for text in words)

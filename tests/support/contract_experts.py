@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.parallel.dispatch import Rows, _Collect, _Spread, block_rows, sorted_rows
+from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
+from nxtrain.parallel.regions import _AllToAll
 from tests.support.contract import WHOLE, Operand, Shape, Work
 from tests.support.contract_kernels import drawn_kernels
 
@@ -135,6 +138,32 @@ def expert_products(ranks: Ranks, rng: Random) -> Work:
         "down": Operand((hidden, num * width)),
     }
     return Work(f"ExpertProducts of {counts}, {type(kernels).__name__}", operands, call, exact)
+
+
+def all_to_all(ranks: Ranks, rng: Random) -> Work:
+    """Blocks for every rank, of which each rank gets its own from all."""
+    size, me = ranks.axis.size, ranks.axis.rank
+    shape = ranks.draw_shape(rng, rng.choice((1, 3)))
+    each = (shape[0] // size,) * size
+    rows = rng.choice((None, RowCounts(each, each)))
+
+    def exact(x: Tensor) -> Tensor:
+        blocks = x.chunk(size)
+        others = sum((block - block.detach() for block in blocks), torch.zeros_like(blocks[me]))
+        # The rank at this position gets a block from each rank. Its gradient goes back to that rank's own blocks.
+        received = [blocks[me].detach() + (others if source == me else 0.0) for source in range(size)]
+        return torch.cat(received)
+
+    label = f"_AllToAll on {shape} over {size}, {'even' if rows is None else 'counted'}"
+    return Work(label, {"x": Operand(shape)}, lambda x: _AllToAll.apply(x, ranks.comm, ranks.axis, rows), exact)
+
+
+def reorder(ranks: Ranks, rng: Random) -> Work:
+    """Rows in another order."""
+    num_rows = rng.randint(1, 7)
+    order = torch.tensor(rng.sample(range(num_rows), num_rows))
+    operands = {"x": Operand((num_rows, 3)), "order": integers(order), "inverse": integers(order.argsort())}
+    return Work(f"_Reorder of {num_rows}", operands, _Reorder.apply, lambda x, own, _: x[own], in_float64=True)
 
 
 def with_gradient_of(ranks: Ranks, rng: Random) -> Work:

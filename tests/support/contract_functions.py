@@ -19,7 +19,7 @@ from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttentio
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
-from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
@@ -29,16 +29,32 @@ from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.dispatch import _Collect, _Spread
+from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
-from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
+from nxtrain.parallel.regions import (
+    TensorParallel,
+    _AllToAll,
+    _GatherSequence,
+    _ReduceGradient,
+    _ReduceSum,
+    _ScatterSequence,
+)
 from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work
-from tests.support.contract_experts import block_products, collect, expert_products, spread, with_gradient_of
+from tests.support.contract_experts import (
+    all_to_all,
+    block_products,
+    collect,
+    expert_products,
+    reorder,
+    spread,
+    with_gradient_of,
+)
 from tests.support.contract_kernels import (
     EPS,
     drawn_kernels,
@@ -64,11 +80,14 @@ class Echo(Collectives):
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         return Done(torch.cat([x] * axis.size) if axis.size > 1 else x)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        blocks = x.chunk(axis.size) if rows is None else x.split(rows.sent)
+        return Done(torch.cat([blocks[axis.rank]] * axis.size))
+
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         return Done(x.chunk(axis.size)[axis.rank] * (axis.size * scale) if axis.size > 1 else x)
-
-    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        raise NotImplementedError
 
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
@@ -438,6 +457,8 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     ExpertProducts: expert_products,
     BlockProducts: block_products,
     _WithGradientOf: with_gradient_of,
+    _Reorder: reorder,
+    _AllToAll: all_to_all,
     _Leave: leave,
     _Sleep: sleep,
     _Backward: record_backward,

@@ -62,11 +62,14 @@ class Degrees:
     cp: int = 1
     cp_layout: str = "auto"
     cp_method: str = "auto"
+    ep: int = 1
 
     def __str__(self) -> str:
         kinds = [self.shard, self.schedule, "sp" if self.sequence_parallel else ""]
         if self.cp > 1:
             kinds += [f"cp{self.cp}", self.cp_layout, self.cp_method]
+        if self.ep > 1:
+            kinds.append(f"ep{self.ep}")
         degrees = f"tp{self.tp}-pp{self.pp}x{self.virtual_pp}-dp{self.dp}"
         return "-".join((degrees, *(kind for kind in kinds if kind not in ("none", "1f1b", ""))))
 
@@ -84,8 +87,10 @@ class Degrees:
     @property
     def factors(self) -> tuple[object, ...]:
         """Values that a covering array pairs."""
-        values = astuple(self)
-        return values if self.cp > 1 else values[:-3]
+        *dense, cp, cp_layout, cp_method, ep = astuple(self)
+        experts = (ep,) if ep > 1 else ()
+        context = (cp, cp_layout, cp_method) if cp > 1 else ()
+        return (*dense, *experts, *context)
 
 
 ONE = Degrees()
@@ -356,15 +361,17 @@ def _optim(rng: Random) -> dict[str, Any]:
 
 
 def covering_array(
-    seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False
+    seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False, ep: bool = False
 ) -> list[Degrees]:
     """Layouts in which every two values of two factors that can meet do so, and drawn ones up to a number.
 
     Args:
         cp: Layouts with context parallelism, in place of those without.
+        ep: Layouts with expert parallelism, in place of those without; with and without context parallelism.
     """
     rng = Random(f"layouts/{seed}")
-    layouts = [degrees for degrees in (context_layouts() if cp else all_layouts()) if fits(degrees)]
+    given = context_layouts() if cp else all_layouts()
+    layouts = [degrees for degrees in (expert_layouts() if ep else given) if fits(degrees)]
     rng.shuffle(layouts)
     pairs = {degrees: frozenset(combinations(enumerate(degrees.factors), 2)) for degrees in layouts}
     missing = set().union(*pairs.values())
@@ -421,6 +428,17 @@ def context_layouts() -> tuple[Degrees, ...]:
     ]
     layouts = (replace(degrees, **way) for degrees in all_layouts() for way in ways if degrees.world * way["cp"] <= 8)
     return tuple(layouts)
+
+
+@cache
+def expert_layouts() -> tuple[Degrees, ...]:
+    """Every layout of up to eight ranks with expert parallelism."""
+    return tuple(
+        replace(degrees, ep=ep)
+        for degrees in (*all_layouts(), *context_layouts())
+        for ep in (2, 3, 4, 6, 8)
+        if degrees.dp * degrees.cp % ep == 0
+    )
 
 
 def _is_layout(degrees: Degrees) -> bool:

@@ -75,7 +75,8 @@ def draw_experts(family: str, rng: Random, given: Mapping[str, Any]) -> dict[str
 
     A capacity is drawn so large that no token is left out: transformers has none.
     """
-    number = rng.choice((1, 2, 3, rng.randint(4, 9)))
+    ep = given.get("parallel.ep", 1)
+    number = -(-rng.choice((1, 2, 3, rng.randint(4, 9))) // ep) * ep
     shape: dict[str, Any] = {
         "num_experts_per_tok": rng.randint(1, number),
         "router_aux_loss_coef": rng.choice((0.0, 0.02, 0.5)),

@@ -218,9 +218,14 @@ def run_ours(
     backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor], data: Pairs | None = None
 ) -> Course:
     """Train our model on this rank, from whole weights; the course holds this rank's shards."""
-    state = start(backend, resolved, weights)
+    return course_of(start(backend, resolved, weights), resolved, data or _pairs(resolved, steps))
+
+
+def course_of(state: TrainState, resolved: Resolved, data: Pairs) -> Course:
+    """Train our model on this rank from its state."""
+    backend = state.backend
     losses, norms = [], []
-    for pair in data or _pairs(resolved, steps):
+    for pair in data:
         result = train_step(state, local_pair(state, pair, resolved.config.train.micro_batch), resolved.config.optim.lr)
         read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
         losses.append(read["loss"])
@@ -355,13 +360,14 @@ def layout(
     cp: int = 1,
     cp_layout: str = "auto",
     cp_method: str = "auto",
+    ep: int = 1,
     seq_len: int = 0,
     **model: Any,
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
     update = update or ("fp32" if params == "fp32" else "fp32_master")
     stages = {"pp": pp, "virtual_pp": virtual_pp, "schedule": schedule, "pipeline_cuts": tuple(cuts)}
-    context = {"cp": cp, "cp_layout": cp_layout, "cp_method": cp_method}
+    context = {"cp": cp, "cp_layout": cp_layout, "cp_method": cp_method, "ep": ep}
     sharding = {"shard": shard, "shard_size": shard_size}
     length = {"seq_len": seq_len} if seq_len else {}
     return plan(

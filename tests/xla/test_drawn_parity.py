@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
+from tests.support.drawn import SEED, Degrees, Drawn, covering_array, draw, is_for_xla
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
 from tests.support.lora import (
     DrawnAdapters,
@@ -54,6 +54,12 @@ for _index, _degrees in enumerate(EXPERTS):
     _family = MIXTURES[_index % 2]
     _drawn = draw("xla-experts", SEED, _index, _degrees, xla=True, family=_family)
     GROUPS.setdefault(f"experts on {_degrees.world} devices", []).append(_drawn)
+
+DIVIDED = covering_array(SEED, 5, lambda degrees: is_for_xla(degrees) and degrees.world in (2, 3), ep=True)[:3]
+DIVIDED += [Degrees(tp=2, dp=2, ep=2, sequence_parallel=True), Degrees(dp=4, ep=2, shard="zero1")]
+for _index, _degrees in enumerate(DIVIDED):
+    _drawn = draw("xla-ep", SEED, _index, _degrees, xla=True, family=MIXTURES[_index % 2])
+    GROUPS.setdefault(f"divided experts on {_degrees.world} devices", []).append(_drawn)
 
 GROUPS_OF_A_RUN = [
     *(group for group in GROUPS if "4 devices" not in group),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives, axes_of
-from nxtrain.common.distributed.collectives import Op, Pending, Result_co
+from nxtrain.common.distributed.collectives import Op, Pending, Result_co, RowCounts
 from nxtrain.common.distributed.failures import Peers, gone, late
 from nxtrain.common.mesh import Axis, Mesh
 
@@ -215,6 +215,19 @@ class _Shared(Generic[Result_co]):
         return self.result
 
 
+@dataclass(frozen=True)
+class _Several(Generic[Result_co]):
+    """Several operations in shared memory under way, with one result."""
+
+    parts: Sequence[Pending[Any]]
+    result: Result_co
+
+    def wait(self) -> Result_co:
+        for part in self.parts:
+            part.wait()
+        return self.result
+
+
 class SharedMemoryCollectives(C10dCollectives):
     """Collectives through shared memory for groups of ranks of one host, and through gloo for all others.
 
@@ -314,6 +327,24 @@ class SharedMemoryCollectives(C10dCollectives):
             return super().start_reduce_scatter(x, axis, scale)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
         return self._start(lane, SCATTER, x, out, out, scale)
+
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        lane = self._lane(axis) if axis.size > 1 else None
+        if lane is None:
+            return super().start_all_to_all(x, axis, rows)
+        if rows is None:
+            even = (x.shape[0] // axis.size,) * axis.size
+            rows = RowCounts(even, even)
+        out = x.new_empty(sum(rows.received), *x.shape[1:])
+        blocks, places = x.split(rows.sent), out.split(rows.received)
+        places[axis.rank].copy_(blocks[axis.rank])
+        parts: list[Pending[Any]] = []
+        # Each rank begins with its next neighbour, so that not all ranks send to the first rank at once.
+        for distance in range(1, axis.size):
+            to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+            parts.append(self._start(self._link_to(axis, to), SEND, blocks[to], None, None))
+            parts.append(self._start(self._link_to(axis, source), RECEIVE, None, places[source], places[source]))
+        return _Several(parts, out)
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
         lane = self._lane(axis, flat.dtype)

@@ -11,7 +11,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
-from nxtrain.common.mesh import Mesh
+from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 
 
@@ -56,9 +56,11 @@ class MeshCollectives(C10dCollectives):
     def _link(self, mesh: Mesh) -> None:
         """Make no groups of two ranks: the group of the pp axis carries all transfers."""
 
-    def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
+    def device_mesh(self, device: str, axes: StateAxes) -> DeviceMesh:
         assert self._root is not None, "a mesh is laid out before parameters are sharded"
-        return self._root[("shard",) if mesh.replica.size == 1 else ("replica", "shard")]
+        if axes.shard.name not in (self._root.mesh_dim_names or ()):
+            return super().device_mesh(device, axes)
+        return self._root[("shard",) if axes.replica.size == 1 else ("replica", "shard")]
 
     def forget(self) -> None:
         super().forget()

@@ -19,7 +19,7 @@ from nxtrain.backends.torch_kernels import PlainKernels, SavingProduct
 from nxtrain.backends.xla.environment import refuse_dead_variables, support
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
-from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.distributed.failures import FailureReporter
 from nxtrain.common.distributed.heartbeats import HeartbeatStore
 from nxtrain.common.errors import BackendError
@@ -77,18 +77,19 @@ class XlaCollectives(Collectives):
             out = self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        assert rows is None, "a graph cannot depend on numbers of rows"
+        if axis.size == 1:
+            return Done(x)
+        with self._apart(axis):
+            out = self._xm.all_to_all(x, 0, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        return Done(out)
+
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
         with self._apart(axis):
             out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
-        return Done(out)
-
-    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        if axis.size == 1:
-            return Done(x)
-        with self._apart(axis):
-            out = self._xm.all_to_all(x, 0, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
     def start_all_reduce_bucket(

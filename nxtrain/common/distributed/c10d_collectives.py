@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, Result_co
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, Result_co, RowCounts
 from nxtrain.common.distributed.failures import Peers, blaming, loss
-from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 
 
@@ -199,6 +199,17 @@ class C10dCollectives(Collectives):
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
         return _Async(_started(dist.all_gather_into_tensor(out, x, group, async_op=True)), out, axis)
 
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        group = self._ordered(axis)
+        if rows is None:
+            out = torch.empty_like(x)
+            return _Async(_started(dist.all_to_all_single(out, x, group=group, async_op=True)), out, axis)
+        out = x.new_empty(sum(rows.received), *x.shape[1:])
+        received, sent = list(rows.received), list(rows.sent)
+        return _Async(_started(dist.all_to_all_single(out, x, received, sent, group, async_op=True)), out, axis)
+
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
@@ -208,12 +219,6 @@ class C10dCollectives(Collectives):
             return _Traced(out, scale=scale)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
         return _Async(_started(dist.reduce_scatter_tensor(out, x, group=group, async_op=True)), out, axis, scale)
-
-    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        if axis.size == 1:
-            return Done(x)
-        out = torch.empty_like(x)
-        return _Async(_started(dist.all_to_all_single(out, x, group=self._ordered(axis), async_op=True)), out, axis)
 
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
@@ -297,14 +302,14 @@ class C10dCollectives(Collectives):
         group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
         return peer, Peers(self.words(peer), peer, self.limit), group
 
-    def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
-        """Device mesh of the ranks of dp x cp for torch's own sharding: (shard,) or (replica, shard)."""
-        if mesh.replica.size == 1:
-            return DeviceMesh.from_group(self.group(mesh.shard), device, mesh_dim_names=("shard",))
+    def device_mesh(self, device: str, axes: StateAxes) -> DeviceMesh:
+        """Device mesh of the ranks that hold the same parameters, for torch's own sharding; see `RankGroup`."""
+        if axes.replica.size == 1:
+            return DeviceMesh.from_group(self.group(axes.shard), device, mesh_dim_names=("shard",))
         return DeviceMesh.from_group(
-            [self.group(mesh.replica), self.group(mesh.shard)],
+            [self.group(axes.replica), self.group(axes.shard)],
             device,
-            torch.tensor(mesh.dp_cp.group_of(mesh.rank)).view(-1, mesh.shard.size),
+            torch.tensor(axes.copies.group_of(dist.get_rank())).view(-1, axes.shard.size),
             mesh_dim_names=("replica", "shard"),
         )
 
@@ -321,7 +326,8 @@ class C10dCollectives(Collectives):
 
 def axes_of(mesh: Mesh) -> list[Axis]:
     """Axes of a pipeline on which ranks communicate, in one order on all ranks."""
-    stage = [mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica, mesh.stage]
+    experts = [mesh.ep, mesh.experts.copies, mesh.experts.shard, mesh.experts.replica]
+    stage = [mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica, mesh.stage, *experts]
     return [axis for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all) if axis.size > 1]
 
 

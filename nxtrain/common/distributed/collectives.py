@@ -38,12 +38,31 @@ class Done(Generic[Result_co]):
 Op = Literal["sum", "max"]
 
 
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of the blocks of an all-to-all, for each rank of the axis in order.
+
+    Args:
+        sent: Rows that this rank sends to each rank.
+        received: Rows that this rank receives from each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def back(self) -> RowCounts:
+        """Rows of the all-to-all that returns the blocks."""
+        return RowCounts(self.received, self.sent)
+
+
 class Collectives(ABC):
     """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
 
-    Inputs are contiguous, and equal in shape and type on all ranks of a group. `all_reduce` may work in place: the
-    values of its input are undefined afterwards. All other inputs keep their values. On an axis of size 1 a result may
-    be the input itself. Every rank calls the same collectives in the same order.
+    Inputs are contiguous, and equal in shape and type on all ranks of a group. The rows of `all_to_all` may differ.
+    `all_reduce` may work in place: the values of its input are undefined afterwards. All other inputs keep their
+    values. On an axis of size 1 a result may be the input itself. Every rank calls the same collectives in the same
+    order.
 
     Attributes:
         lazy: Collectives are recorded when they are started, and run at the next step boundary.
@@ -62,6 +81,15 @@ class Collectives(ABC):
         """Concatenate every rank's `x` along dimension 0, in rank order: (n, ...) to (n * size, ...)."""
         return self.start_all_gather(x, axis).wait()
 
+    def all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Tensor:
+        """Send a block of `x` to each rank of the axis, and concatenate the blocks received, in rank order.
+
+        Args:
+            x: (n, ...), the blocks one after the other along dimension 0.
+            rows: Rows of each block; None: all blocks of all ranks have n / size rows.
+        """
+        return self.start_all_to_all(x, axis, rows).wait()
+
     def reduce_scatter(self, x: Tensor, axis: Axis) -> Tensor:
         """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
         return self.start_reduce_scatter(x, axis).wait()
@@ -75,15 +103,15 @@ class Collectives(ABC):
         """`all_gather` that other work may overlap."""
 
     @abstractmethod
-    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
-        """`reduce_scatter` that other work may overlap, times `scale`."""
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        """`all_to_all` that other work may overlap.
+
+        A lazy device has no blocks of different sizes, since its graphs would depend on them.
+        """
 
     @abstractmethod
-    def start_all_to_all(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        """Send each rank its slice of dimension 0, and concatenate the slices that come, in rank order.
-
-        Other work may overlap. The result has the shape of `x`, (n * size, ...).
-        """
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        """`reduce_scatter` that other work may overlap, times `scale`."""
 
     @abstractmethod
     def start_all_reduce_bucket(

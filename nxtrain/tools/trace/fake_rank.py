@@ -33,7 +33,7 @@ from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.kernels import Rows
-from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.config.check import Resolved, family_of, resolve_model
@@ -132,9 +132,9 @@ class FakeBackend(C10dBackend):
     def support() -> Support:
         return Support(True, "shapes need no device")
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+    def device_mesh(self, axes: StateAxes) -> DeviceMesh:
         with unset_fake_temporarily():  # it reads ranks from a tensor
-            return super().device_mesh(mesh)
+            return super().device_mesh(axes)
 
     def put(self, x: Tensor) -> Tensor:
         return x

@@ -104,7 +104,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
 
 def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
     """Constant that multiplies sums over the ranks of dp x cp; of several constants the wrong one."""
-    data_parallel = ("dp", "dpxcp", "cp", "shard", "replica")
+    data_parallel = ("dp", "dpxcp", "cp", "shard", "replica", "expert_copies", "expert_shard", "expert_replica")
     scales: set[float] = set()
     for collective in graph.collectives:
         if recording.axis_of(collective.op, collective.groups) in data_parallel:

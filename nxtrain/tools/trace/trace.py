@@ -186,6 +186,8 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     if pp.size > 1:
         pairs = [pp.pairs((pp.rank + 1) % pp.size), pp.pairs((pp.rank - 1) % pp.size)]
     data_parallel = [mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica]
+    if mesh.ep_size > 1:
+        data_parallel += [mesh.ep, mesh.experts.copies, mesh.experts.shard, mesh.experts.replica]
     axes = [mesh.tp, *data_parallel, pp, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
     return [axis for axis in axes if axis.size > 1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.sharding import ShardSpec
@@ -77,10 +78,14 @@ class InitialNorm(RunObserver):
 
 
 def closed_form(state: TrainState) -> ClosedForm:
-    """Closed form of the whole model, whose stages are on different ranks; every rank calls this."""
+    """Closed form of the whole model, whose stages and experts are on different ranks; every rank calls this."""
     mesh = state.mesh
-    stages = dict(state.ranks.gather((mesh.pp.rank, ClosedForm.of(state.table.values()))))
-    return sum((stages[stage] for stage in sorted(stages)), ClosedForm(0.0, 0.0))
+    stage, expert_rank = mesh.pp.rank, mesh.ep.rank
+    dense = [spec for spec in state.table.values() if not spec.expert]
+    experts = [spec for spec in state.table.values() if spec.expert]
+    mine = [((stage, -1), ClosedForm.of(dense)), ((stage, expert_rank), ClosedForm.of(experts))]
+    parts = dict(chain(*state.ranks.gather(mine)))
+    return sum((parts[part] for part in sorted(parts)), ClosedForm(0.0, 0.0))
 
 
 def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:

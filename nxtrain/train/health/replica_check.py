@@ -3,7 +3,8 @@
 The vote compares the bits of all parameters and of the optimizer's state wherever several ranks hold equal values:
 
 - Data parallel replicas. With shard=none they hold the whole state, with shard=zero1 the parameters, with shard=hybrid
-  the same shards as the other groups, and with grad_op and full nothing.
+  the same shards as the other groups, and with grad_op and full nothing. The replicas of experts are the ranks that
+  hold the same experts.
 - Tensor parallel ranks: norm weights, and the K/V heads that several ranks share, for every value of shard.
 - The first and the last pipeline stage: a tied embedding, for every value of shard.
 
@@ -67,11 +68,13 @@ class Holders:
         tied: True if the first and the last pipeline stage both hold the tensor.
         copies: Number of adjacent tensor parallel ranks that hold it.
         replicas: Number of data parallel replicas, or of replicas of a shard.
+        expert: The tensor belongs to experts, whose replicas are on other ranks than those of other tensors.
     """
 
     tied: bool
     copies: int
     replicas: int
+    expert: bool = False
 
     def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
         """Ranks of the holders, in the order of the checksums from `ReplicaCheck.gather`."""
@@ -96,9 +99,8 @@ class ReplicaCheck:
 
     def __init__(self, state: TrainState) -> None:
         self._state, self._mesh = state, state.mesh
-        whole = not isinstance(state.data_parallel, FullySharded)
-        self._replicas = self._mesh.dp_cp if whole else self._mesh.replica
-        held = sorted(self._held(whole=whole), key=lambda holders_and_part: holders_and_part[0])
+        self._is_whole = not isinstance(state.data_parallel, FullySharded)
+        held = sorted(self._held(), key=lambda holders_and_part: holders_and_part[0])
         self._tensors = {part.name: part.tensor for _, part in held}
         self.ballots: dict[Holders, list[str]] = {}
         for holders, part in held:
@@ -143,21 +145,33 @@ class ReplicaCheck:
         """Differing ranks and tensors, read from the device."""
         tensors: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
-            ranks = holders.ranks(self._mesh, self._replicas)
+            ranks = holders.ranks(self._mesh, self._replicas(expert=holders.expert))
             for name, column in zip(names, sums.cpu().T.tolist(), strict=True):
                 sides = minority(ranks, column)
                 if sides is not None:
                     tensors.setdefault(sides, []).append(name)
         return [Dissent(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
 
+    def _replicas(self, *, expert: bool) -> Axis:
+        """Axis of the ranks that hold equal parameters, or equal shards of them."""
+        axes = self._mesh.experts if expert else self._mesh.dense
+        return axes.copies if self._is_whole else axes.replica
+
     def _over_replicas(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Gather the replicas' checksums in one collective: from (1, P) of this rank to (R, P) for each ballot."""
-        of_replicas = [part for holders, part in zip(self.ballots, sums, strict=True) if holders.replicas > 1]
-        if not of_replicas:
-            return list(sums)
-        gathered = self._state.backend.collectives.all_gather(torch.cat(of_replicas, dim=1), self._replicas)
-        parts = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
-        return [next(parts) if holders.replicas > 1 else part for holders, part in zip(self.ballots, sums, strict=True)]
+        """Gather the replicas' checksums: from (1, P) of this rank to (R, P) for each ballot.
+
+        One collective serves all ballots, and another one those on experts.
+        """
+        gathered = dict(zip(self.ballots, sums, strict=True))
+        for expert in (False, True):
+            of_replicas = [holders for holders in self.ballots if holders.replicas > 1 and holders.expert == expert]
+            if not of_replicas:
+                continue
+            mine = torch.cat([gathered[holders] for holders in of_replicas], dim=1)
+            of_all = self._state.backend.collectives.all_gather(mine, self._replicas(expert=expert))
+            parts = of_all.split([gathered[holders].shape[1] for holders in of_replicas], dim=1)
+            gathered.update(zip(of_replicas, parts, strict=True))
+        return list(gathered.values())
 
     def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Append the checksums of tied tensors from the other end of the pipeline, in one exchange."""
@@ -172,22 +186,21 @@ class ReplicaCheck:
             for holders, part in zip(self.ballots, parts, strict=True)
         ]
 
-    def _held(self, *, whole: bool) -> Iterator[tuple[Holders, _Part]]:
-        """Parameters and optimizer state that other ranks hold too, whole or as shards."""
-        state, mesh = self._state, self._mesh
+    def _held(self) -> Iterator[tuple[Holders, _Part]]:
+        """Parameters and optimizer state that other ranks hold too, whole or as shards.
+
+        With shard=zero1 each data parallel rank holds its rows of the optimizer's state alone.
+        """
+        state = self._state
         shards = state.data_parallel.shards
-        if whole:
+        if self._is_whole:
             parameters = {name: parameter.detach() for name, parameter in state.model.named_parameters()}
-            layout = Layout(ParamTable.of(state.model), replace(mesh, shard_size=1))
-            yield from _parts("", parameters, layout, self._replicas.size)
+            yield from _parts("", parameters, Layout(ParamTable.of(state.model), replace(self._mesh, shard_size=1)))
         else:
-            yield from _parts("", shards, state.layout, self._replicas.size)
-        replicas = self._replicas.size
-        if mesh.replica.size != replicas:
-            replicas = 1  # with shard=zero1 each data parallel rank holds its rows of the optimizer's state alone
+            yield from _parts("", shards, state.layout)
         for kind, tensors in state.optimizer.state.items():
             others = {name: tensor for name, tensor in tensors.items() if tensor is not shards[name]}
-            yield from _parts(f"{kind} of ", others, state.layout, replicas)
+            yield from _parts(f"{kind} of ", others, state.layout)
 
 
 @dataclass(frozen=True)
@@ -205,17 +218,16 @@ class _Part:
     rows: Tensor | None = None
 
 
-def _parts(
-    prefix: str, tensors: Mapping[str, Tensor], layout: Layout, replicas: int
-) -> Iterator[tuple[Holders, _Part]]:
+def _parts(prefix: str, tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[Holders, _Part]]:
     """Parts of tensors that several ranks hold, with their holders; the same number on all ranks of a stage."""
     for name, tensor in tensors.items():
-        spec = layout.table[name]
+        spec, replicas = layout.table[name], layout.axes_of(name).replica.size
+        is_expert = spec.expert and layout.mesh.ep_size > 1
         numbers = sorted({piece.copies for piece in spec.pieces(layout.mesh.tp)})
         for copies in numbers:
-            holders = Holders(spec.is_tied, copies, replicas)
-            if holders == Holders(tied=False, copies=1, replicas=1):
+            if not spec.is_tied and copies == replicas == 1:
                 continue
+            holders = Holders(spec.is_tied, copies, replicas, is_expert)
             named = f"{prefix}{spec.tied_to or name}"
             if len(numbers) == 1:
                 yield holders, _Part(named, tensor)

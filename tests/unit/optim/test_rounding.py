@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,13 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.torch_kernels import PlainKernels
+from nxtrain.common.dimensions import Mixture
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import Kernels
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sharding import Layout, ParamTable
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.parallel.expert_parallel import ExpertParallel
 from tests.support.adamw import rounded
 
 KERNELS = {"CPU kernels": CpuKernels(), "CUDA kernels on CPU tensors": CudaKernels(), "plain kernels": PlainKernels()}
@@ -133,3 +140,60 @@ def test_the_hash_of_a_step_leaves_the_step_as_it_is() -> None:
         assert step_hash(step).equal(step_hash(torch.tensor(7.0)))
         assert step.item() == 7
         assert step._version == 0
+
+
+MIXTURE, WIDTH = Mixture(4, 2, 33), 64
+"""Experts of an odd width, so that the columns of a pair would lie in two experts."""
+
+
+def rounded_experts(kernels: Kernels, **degrees: int) -> dict[str, Tensor]:
+    """Numbers half way between two, rounded by every rank of a layout and put together by global name."""
+    found: dict[str, Tensor] = {}
+    world = degrees.get("tp", 1) * degrees.get("dp", 1)
+    for rank in range(world):
+        mesh = Mesh.build(world, rank, **degrees)  # type: ignore[arg-type]
+        specs = MIXTURE.specs(WIDTH, ExpertParallel(mesh.ep, C10dCollectives(1)).own(MIXTURE.num_experts))
+        layout = Layout(ParamTable(specs), mesh)
+        for name, spec in specs.items():
+            rows = -(-spec.local_shape(mesh.tp)[0] // layout.axes_of(name).shard.size)
+            x = torch.full((rows, spec.local_shape(mesh.tp)[1]), 1 + 2**-8)
+            (key,) = rounding_keys(Layout(ParamTable({name: spec}), mesh), {name: x}, "param", 3, torch.clone).values()
+            out = torch.empty(x.shape, dtype=BF16)
+            kernels.stochastic_round(x.clone(), out, key, step_hash(torch.ones(())))
+            for block in layout[name]:
+                shape, name_of = spec.global_shape(block.segment), spec.global_name(name, block.segment)
+                whole = found.setdefault(name_of, torch.full(shape, torch.nan))
+                (row, column), (num_rows, num_columns) = block.offsets, block.sizes
+                whole[row : row + num_rows, column : column + num_columns] = block.of(out).float()
+    return found
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 4, "shard": 4},
+        {"dp": 4, "ep": 2, "shard": 4},
+        {"tp": 2, "dp": 4, "ep": 2, "shard": 2},
+        {"tp": 3, "dp": 3, "shard": 3},
+        {"tp": 4},
+    ],
+    ids=str,
+)
+def test_the_bits_of_an_expert_do_not_depend_on_the_ranks_that_hold_it(
+    kernels: Kernels, degrees: dict[str, int]
+) -> None:
+    found, alone = rounded_experts(kernels, **degrees), rounded_experts(PlainKernels())
+    assert found.keys() == alone.keys()
+    assert len(alone) == 3 * MIXTURE.num_experts
+    assert [name for name, whole in alone.items() if not torch.equal(found[name], whole)] == []
+
+
+def test_experts_have_bits_of_their_own() -> None:
+    alone = [(whole > 1).float() for whole in rounded_experts(PlainKernels()).values()]
+    for index, one in enumerate(alone):
+        others = [other for other in alone[index + 1 :] if other.shape == one.shape]
+        for other in [*others, one.roll(1, 0), one.roll(1, 1)]:
+            agreement = (one == other).float().mean().item()
+            assert abs(agreement - 0.5) < 5 * 0.5 / math.sqrt(one.numel())

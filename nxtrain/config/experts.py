@@ -1,0 +1,48 @@
+"""Rules of models with experts: their keys, the division of the experts, and the features that they exclude."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nxtrain.common.dimensions import Mixture
+from nxtrain.common.errors import Problem
+from nxtrain.common.mesh import divisors, listed
+from nxtrain.config.schema import RunConfig
+
+
+def experts(config: RunConfig, mixture: Mixture | None) -> Iterator[Problem]:
+    """Problems of keys about experts, and of experts with other features."""
+    if mixture is None:
+        for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):
+            value = getattr(config.model, key)
+            if value != off:
+                reason = f"{value} is for models with experts, and this one has none"
+                yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
+    elif config.compile.torch_compile:
+        reason = "the host reads the number of rows of each expert, which a compiled block cannot"
+        yield Problem("compile.torch_compile", reason, hint="use false")
+    if config.parallel.ep > 1:
+        yield from _division(config, 0 if mixture is None else mixture.num_experts)
+
+
+def _division(config: RunConfig, num_experts: int) -> Iterator[Problem]:
+    """Problems of the division of a model's experts over ranks."""
+    parallel = config.parallel
+    ep = parallel.ep
+    if not num_experts:
+        reason = f"{ep} ranks are to divide experts, and the model has none"
+        yield Problem("parallel.ep", reason, hint="use parallel.ep=1, or a family with experts")
+    elif num_experts % ep:
+        reason = f"{ep} does not divide the model's {num_experts} experts"
+        yield Problem("parallel.ep", reason, hint=f"use one of {listed(divisors(num_experts))}")
+    copies = parallel.dp * parallel.cp
+    if copies % ep:
+        reason = f"{ep} does not divide dp x cp={copies}, the ranks that experts are divided between"
+        yield Problem("parallel.ep", reason, hint=f"use one of {listed(divisors(copies))}, or another parallel.dp")
+    if parallel.shard_size > 1 and parallel.shard_size % ep:
+        reason = f"ep={ep} does not divide the {parallel.shard_size} ranks that share state"
+        hint = f"use a multiple of {ep}, or parallel.ep among {listed(divisors(parallel.shard_size))}"
+        yield Problem("parallel.shard_size", reason, hint=hint)
+    if config.backend.layers == "nxd":
+        reason = f"ep={ep} divides experts of our own, and backend.layers=nxd has other layers"
+        yield Problem("backend.layers", reason, hint="use auto or native")

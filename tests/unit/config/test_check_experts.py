@@ -1,0 +1,73 @@
+"""Expert parallelism in a configuration: what divides what, and what goes together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nxtrain.common.dimensions import Mixture
+from nxtrain.config.experts import experts
+from nxtrain.config.schema import RunConfig
+
+
+def config(ep: int, **sections: dict[str, Any]) -> RunConfig:
+    """A configuration with expert parallelism."""
+    return RunConfig.model_validate({**sections, "parallel": {"ep": ep, **sections.get("parallel", {})}})
+
+
+def mixture(num_experts: int) -> Mixture | None:
+    """Experts of a model; None without any."""
+    return Mixture(num_experts, 1, 8) if num_experts else None
+
+
+@pytest.mark.parametrize(
+    ("given", "num_experts", "key", "reason", "hint"),
+    [
+        (config(2), 0, "parallel.ep", "the model has none", "use parallel.ep=1"),
+        (config(4), 6, "parallel.ep", "4 does not divide the model's 6 experts", "use one of 1, 2, 3, 6"),
+        (
+            config(4, parallel={"dp": 3, "cp": 2}),
+            8,
+            "parallel.ep",
+            "4 does not divide dp x cp=6",
+            "use one of 1, 2, 3, 6",
+        ),
+        (
+            config(4, parallel={"dp": 12, "shard": "hybrid", "shard_size": 6}),
+            8,
+            "parallel.shard_size",
+            "ep=4 does not divide the 6 ranks that share state",
+            "use a multiple of 4, or parallel.ep among 1, 2, 3, 6",
+        ),
+        (config(2, backend={"layers": "nxd"}), 4, "backend.layers", "ep=2 divides experts of our own", "use auto"),
+        (
+            config(2, compile={"torch_compile": True}),
+            4,
+            "compile.torch_compile",
+            "the host reads the number of rows of each expert",
+            "use false",
+        ),
+    ],
+)
+def test_what_experts_exclude_is_one_problem_with_a_way_out(
+    given: RunConfig, num_experts: int, key: str, reason: str, hint: str
+) -> None:
+    (problem,) = experts(given, mixture(num_experts))
+    assert problem.key == key
+    assert reason in problem.reason
+    assert hint in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "num_experts"),
+    [
+        (config(1), 0),
+        (config(2), 4),
+        (config(4, parallel={"dp": 2, "cp": 2}), 4),
+        (config(4, parallel={"dp": 16, "shard": "hybrid", "shard_size": 8}), 8),
+        (config(4, parallel={"dp": 16, "shard": "hybrid", "shard_size": 1}), 8),
+    ],
+)
+def test_degrees_that_fit_have_no_problem(given: RunConfig, num_experts: int) -> None:
+    assert not [*experts(given, mixture(num_experts))]
