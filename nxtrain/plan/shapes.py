@@ -111,14 +111,20 @@ class Stage:
         """The same stage of a model whose blocks are all those without experts."""
         return replace(self, dimensions=self.dimensions.dense, ep=1, num_dense=0)
 
-    def block_specs(self, tp: int) -> dict[str, ShardSpec]:
-        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them."""
+    def block_specs(self, tp: int, ep_rank: int = 0) -> dict[str, ShardSpec]:
+        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them.
+
+        Args:
+            tp: Ranks that share each layer.
+            ep_rank: Position of the rank among those that share the experts.
+        """
         dimensions = self.dimensions
         specs = block_specs(dimensions, tp, fused_qkv=self.fused_qkv, fused_gate_up=self.fused_gate_up)
         mixture = dimensions.mixture
         if mixture is None or self.ep == 1:
             return specs
-        own = mixture.specs(dimensions.hidden_size, range(mixture.num_experts // self.ep))
+        share = mixture.num_experts // self.ep
+        own = mixture.specs(dimensions.hidden_size, range(ep_rank * share, (ep_rank + 1) * share))
         return specs | {f"{mixture.module}.{name}": spec for name, spec in own.items()}
 
     def rest_specs(self) -> dict[str, ShardSpec]:

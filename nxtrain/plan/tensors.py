@@ -20,6 +20,7 @@ from nxtrain.plan.adapters import adapted_layers
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import state_size
 from nxtrain.plan.moments import accumulated_size
+from nxtrain.plan.shapes import Stage
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,13 @@ class Unit:
     entries: int
 
 
-def block_parameters(job: Job, stage: int) -> Iterator[Parameter]:
+def block_parameters(job: Job, kind: Stage, ep_rank: int = 0) -> Iterator[Parameter]:
     """Parameters of each block of a stage, by names inside the block; adapters follow what they adapt."""
-    kind, tp = job.stage(stage), job.config.parallel.tp
+    tp = job.config.parallel.tp
     adapters: dict[str, dict[str, ShardSpec]] = {}
     if job.adapters is not None:
         adapters = {layer.path: layer.specs() for layer in adapted_layers(kind, tp, job.adapters)}
-    specs = kind.block_specs(tp)
+    specs = kind.block_specs(tp, ep_rank)
     for name, spec in specs.items():
         is_packed = job.method == "qlora" and is_matrix(spec)
         yield Parameter(name, spec, job.adapters is None, is_packed)
@@ -135,8 +136,8 @@ class Rank:
     def of(job: Job, rank: int) -> Rank:
         """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
-        degrees = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "ep": parallel.ep}
-        mesh = Mesh.build(job.world, rank, **degrees, shard=job.shard_size)
+        tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+        mesh = Mesh.build(job.world, rank, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=job.shard_size)
         return Rank(job, mesh)
 
     @staticmethod
@@ -156,8 +157,20 @@ class Rank:
 
     @cached_property
     def block(self) -> tuple[Held, ...]:
-        """Parameters of each block, by names inside the block."""
-        return tuple(self._hold(parameter) for parameter in block_parameters(self.job, self.stage))
+        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them."""
+        return self._hold_block(self.job.stage(self.stage))
+
+    @cached_property
+    def dense_block(self) -> tuple[Held, ...]:
+        """Parameters of each block without experts, in a model whose other blocks have experts."""
+        return self._hold_block(self.job.stage(self.stage).dense)
+
+    def block_at(self, index: int) -> tuple[Held, ...]:
+        """Parameters of a block, by its index in the whole model."""
+        return self.dense_block if index in self.job.dimensions.dense_layers else self.block
+
+    def _hold_block(self, kind: Stage) -> tuple[Held, ...]:
+        return tuple(self._hold(parameter) for parameter in block_parameters(self.job, kind, self.mesh.ep.rank))
 
     @cached_property
     def others(self) -> tuple[Held, ...]:
@@ -173,7 +186,7 @@ class Rank:
                 yield held
         for chunk in self.blocks:
             for index in chunk:
-                for held in self.block:
+                for held in self.block_at(index):
                     name = f"model.layers.{index}.{held.parameter.name}"
                     yield replace(held, parameter=replace(held.parameter, name=name))
         for held in self.others:
@@ -183,11 +196,14 @@ class Rank:
     @cached_property
     def bytes(self) -> RankBytes:
         """Bytes of the training state."""
-        num_blocks = sum(len(chunk) for chunk in self.blocks)
+        kind = self.job.stage(self.stage)
         params = frozen = 0
         trained = updated = with_one_mean = 0
         has_muon = self.job.config.optim.name == "muon"
-        counted = [(num_blocks, held) for held in self.block] + [(1, held) for held in self.others]
+        counted = [(kind.num_blocks - kind.num_dense, held) for held in self.block]
+        if kind.num_dense:
+            counted += [(kind.num_dense, held) for held in self.dense_block]
+        counted += [(1, held) for held in self.others]
         for count, held in counted:
             if held.parameter.is_trained:
                 params += count * held.num_bytes
@@ -208,11 +224,12 @@ class Rank:
         """Units in the order of the forward pass, the parameters outside the blocks last; none if all are whole."""
         if not self.job.is_fully_sharded:
             return ()
-        size = sum(math.prod(held.local_shape) for held in self.block)
         units = []
         for chunk in self.blocks:
-            for unit in units_of([size] * len(chunk), self.job.config.parallel.unit_params):
-                units.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), size * len(unit)))
+            sizes = [sum(math.prod(held.local_shape) for held in self.block_at(index)) for index in chunk]
+            for unit in units_of(sizes, self.job.config.parallel.unit_params):
+                entries = sum(sizes[index] for index in unit)
+                units.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), entries))
         if self.others:
             names = tuple(held.parameter.name.removesuffix(".weight") for held in self.others)
             units.append(Unit(names, sum(math.prod(held.local_shape) for held in self.others)))
