@@ -181,6 +181,18 @@ RUNS: dict[str, Tables] = {
         "precision": MASTER,
         "train": {**FEW, "global_batch": 4},
     },
+    "divided experts": {
+        "model": EXPERTS,
+        "parallel": {"dp": 2, "ep": 2},
+        "precision": MASTER,
+        "train": {**FEW, "global_batch": 4},
+    },
+    "divided experts, zero1": {
+        "model": EXPERTS,
+        "parallel": {"dp": 4, "ep": 2, "shard": "zero1"},
+        "precision": MASTER,
+        "train": {**FEW, "global_batch": 8},
+    },
     "experts in half of the blocks": {
         "model": {
             "family": "qwen3_moe",
