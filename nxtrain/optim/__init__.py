@@ -1,1 +1,1 @@
-"""AdamW, its update rules, and the learning rate."""
+"""AdamW and Muon, their update rules, and the learning rate."""

@@ -185,8 +185,8 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
     if meta.step and set(meta.kinds) != set(fresh.kinds):
         there = ", ".join(sorted({*meta.kinds} - {MODEL}))
         here = ", ".join(sorted({*fresh.kinds} - {MODEL}))
-        update = plan.config.precision.update
-        differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
+        keys = f"optim.name={plan.config.optim.name} with precision.update={plan.config.precision.update}"
+        differences.append(f"its optimizer kept {there}, and {keys} keeps {here} here")
     differences = [difference for difference in differences if difference]
     drift = {"tokenizer": _other_tokenizer(meta, fresh, trained=trained)}
     if meta.step:

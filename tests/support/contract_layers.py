@@ -283,6 +283,8 @@ def hold_collectives(backend: Backend, seed: int) -> None:
             watch.check("all_gather")
             comm.start_reduce_scatter(made.x, axis, scale=0.5).wait()
             watch.check("reduce_scatter")
+            comm.start_all_to_all(made.x, axis).wait()
+            watch.check("all_to_all")
             (total,) = comm.start_all_reduce_bucket([made.x], axis, torch.float32, scale=0.5).wait()
             if axis.size > 1:
                 total.zero_()  # it is the caller's

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp": {"tp": 2, "dp": 1, "sequence_parallel": True},
     "dp2": {"tp": 1, "dp": 2},
     "full": {"tp": 1, "dp": 2, "shard": "full"},
+    "muon": {"tp": 1, "dp": 2, "shard": "zero1"},
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "alone": {"params": "fp32", "update": "fp32"},
@@ -38,6 +39,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "dp2": {"params": "bf16", "update": "fp32_master", "reduce": "bf16"},
     # The first steps overflow; every second step without overflow doubles the scale, so that later ones do too.
     "full": {"params": "fp16", "update": "fp32_master", "loss_scale": 2.0**22, "loss_scale_every": 2},
+    "muon": {"params": "bf16", "update": "bf16_stochastic", "state": "bf16"},
 }
 
 
@@ -54,7 +56,7 @@ class Runs:
             steps=steps,
             parallel=LAYOUTS[layout],
             precision=PRECISIONS[layout],
-            optim={"decay_steps": STEPS, "warmup_steps": 2},
+            optim={"decay_steps": STEPS, "warmup_steps": 2, "name": "muon" if layout == "muon" else "adamw"},
             checkpoint={"every": STEPS, **checkpoint},
         )
 
@@ -108,6 +110,17 @@ def test_a_seed_draws_other_weights_and_another_order(runs: Runs) -> None:
     config = resolved.config.model_copy(update={"run": resolved.config.run.model_copy(update={"seed": 1})})
     other = runs.run(Resolved(config, resolved.family, resolved.model))
     assert course(other)[0]["param_norm"] != course(straight)[0]["param_norm"]
+
+
+def test_another_optimizer_is_refused_with_the_way_out(runs: Runs) -> None:
+    resolved = runs.plan("optimizer", "dp2", 2)
+    runs.run(resolved)
+    there, here = "kept exp_avg, exp_avg_sq, master", "optim.name=muon with precision.update=fp32_master"
+    other = changed(runs.plan("optimizer", "dp2", STEPS), optim={"name": "muon"})
+    with pytest.raises(
+        AssertionError, match=f"{there}, and {here} keeps .*momentum_buffer here.*checkpoint.resume=never"
+    ):
+        runs.run(other)
 
 
 def test_another_batch_is_refused_unless_allowed_and_then_goes_on_where_the_data_stood(runs: Runs) -> None:

@@ -99,6 +99,7 @@ def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None
     assert comm.all_reduce(x, ALONE, "max") is x
     assert comm.all_gather(x, ALONE) is x
     assert comm.reduce_scatter(x, ALONE) is x
+    assert comm.start_all_to_all(x, ALONE).wait() is x
     assert comm.start_all_reduce_bucket([x], ALONE, x.dtype, scale=0.5).wait()[0] is x
     comm.barrier()
     assert torch.equal(x, before)
