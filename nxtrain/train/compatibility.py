@@ -214,7 +214,12 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
     types = config.precision.model_dump(mode="json", exclude={"type"})
     precision = {f"precision.{key}": value for key, value in types.items()}
-    return {**optim, **precision, "finetune.dropout": config.finetune.dropout, "torch": torch.__version__}
+    tuning = config.finetune
+    given: dict[str, Any] = {"finetune.dropout": tuning.dropout, "torch": torch.__version__}
+    if tuning.compares:
+        keys = ("objective", "beta", "label_smoothing", "orpo_lambda")
+        given |= {f"finetune.{key}": getattr(tuning, key) for key in keys}
+    return {**optim, **precision, **given}
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
