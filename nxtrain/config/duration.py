@@ -56,7 +56,8 @@ def _epochs(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
             f"{config.train.epochs:g} epochs and train.steps={config.train.steps} ({steps}) are two lengths of a run"
         )
         yield Problem("train.epochs", reason, hint="give one of them; train.epochs=0 leaves the steps")
-    if config.data.source == "arrow" or config.data.mixture:
+    is_packed_later = config.data.source == "arrow" and not config.finetune.compares  # rows of pairs are counted
+    if is_packed_later or config.data.mixture:
         what = "data.mixture" if config.data.mixture else "data.source=arrow"
         reason = f"the rows of {what} have no end: they are packed, or drawn by shares, while the run goes on"
         hint = "give train.steps; tokens of the corpus / (train.global_batch * train.seq_len) is one epoch"

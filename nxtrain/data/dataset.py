@@ -155,6 +155,8 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
     Returns:
         The rows, and the file that holds them.
     """
+    if config.source == "arrow":
+        raise DataError("a start packs the rows")
     if config.source != "tokens":
         try:
             receipt = Prepared.model_validate_json(read_bytes(_receipt(config, seq_len, vocab_size, workdir)))

@@ -253,13 +253,12 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         del optim[f"optim.{key}"]
     types = config.precision.model_dump(mode="json", exclude={"type"})
     precision = {f"precision.{key}": value for key, value in types.items()}
-    return {
-        **optim,
-        **precision,
-        "finetune.dropout": config.finetune.dropout,
-        "train.z_loss": config.train.z_loss,
-        "torch": torch.__version__,
-    }
+    tuning = config.finetune
+    given: dict[str, Any] = {"finetune.dropout": tuning.dropout, "train.z_loss": config.train.z_loss}
+    if tuning.compares:
+        keys = ("objective", "beta", "label_smoothing", "orpo_lambda")
+        given |= {f"finetune.{key}": getattr(tuning, key) for key in keys}
+    return {**optim, **precision, **given, "torch": torch.__version__}
 
 
 def _schedule_settings(config: RunConfig) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class Preferences:
     def __init__(self, config: FinetuneConfig, cp: Axis, comm: Collectives, put: Callable[[Tensor], Tensor]) -> None:
         self._config, self._cp, self._comm = config, cp, comm
         self._answers = put(torch.arange(2 * config.pairs_per_row))
-        # Each pair counts on one of the ranks that share its row. Data of one dimension, so that graphs of all ranks
-        # are equal: torch-xla makes constants of the numbers 0 and 1.
+        # Each pair counts on one of the ranks that share its row. Data of one dimension, so that all ranks have one
+        # graph: torch-xla makes constants of the numbers 0 and 1.
         self._share = put(torch.tensor([float(cp.rank == 0)])) if cp.size > 1 else None
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
     loader = Loader(samples, share, seed=0, shuffle=False, doc_mask=True, past_end="pad")
     documents: list[NDArray[np.int64]] = []
     values: list[LogProbs] = []
-    with Progress("computing the reference", loader.steps_per_epoch, on_terminals_only=mesh.rank > 0) as progress:
+    shown = Progress("computing the reference", loader.steps_per_epoch) if context.is_leader else nullcontext()
+    with shown as progress:
         for step in range(loader.steps_per_epoch):
             context.enter(0, "evaluation")
             batch = loader.batch(step)
@@ -89,7 +91,8 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
                 log_probs = torch.stack([x.cpu() for x in found]).numpy()
                 documents.append(answers[is_there])
                 values.append(log_probs[is_there])
-            progress.show(step + 1)
+            if progress is not None:
+                progress.show(step + 1)
     whole = np.full(samples.num_documents, np.nan, np.float32)
     # Equal on the ranks of tp and cp, of which one speaks; pairs longer than a row stay NaN, and no row has them.
     speaks = mesh.tp.rank == mesh.cp.rank == 0 and bool(values)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +17,21 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.common.vocab import END_BIT, PROMPT_BIT
+from nxtrain.config.check import Resolved
 from nxtrain.data import loader
-from nxtrain.train import preferences, step
+from nxtrain.data.arrow.pairs import PairSamples
+from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.train import preferences, reference, step
+from nxtrain.train.context import RunContext
 from nxtrain.train.preferences import Pairs, Preferences
+from nxtrain.train.reference import LogProbs
 from nxtrain.train.step import eval_step, train_step
+from tests.support.conversations import VOCABULARY
+from tests.support.corpora import write_tokenizer
 from tests.support.drawn import SEED, Degrees, covering_array
 from tests.support.drawn_runs import error_of, failures
+from tests.support.models import changed, weights_of
 from tests.support.pairs import (
     DrawnPairs,
     PairCourse,
@@ -31,7 +43,7 @@ from tests.support.pairs import (
     share_of,
     wanted_of_pairs,
 )
-from tests.support.parity import start
+from tests.support.parity import layout, start
 from tests.support.ranks import RankPool
 
 _SMALL = [degrees for degrees in covering_array(SEED, 64) if degrees.world <= 4]
@@ -204,3 +216,54 @@ def test_an_evaluation_of_pairs_is_the_loss_of_the_step(ranks: RankPool, degrees
     run = draw_pairs("evaluation", SEED, index, degrees)
     for evaluated, trained in ranks.run(degrees.world, losses_of_a_step, run):
         assert evaluated == pytest.approx(trained, rel=1e-6)
+
+
+# --- stored references ---------------------------------------------------------------------------------------------
+
+
+def stored_reference(backend: Backend, resolved: Resolved, weights: dict[str, Tensor], corpus: Path) -> LogProbs:
+    """Log-probabilities of all answers of a corpus, as a rank computes and gathers them."""
+    context = RunContext.open(backend, resolved)
+    train, config = resolved.config.train, resolved.config.finetune
+    samples = PairSamples(
+        PreparedCorpus(corpus),
+        seq_len=train.seq_len,
+        vocab_size=resolved.model.vocab_size,
+        pairs_per_row=config.pairs_per_row,
+    )
+    return reference._compute(context, start(backend, resolved, weights), samples)
+
+
+STORED: dict[str, dict[str, Any]] = {
+    "pp2-dp2": {"pp": 2, "dp": 2},
+    "tp2-cp2-sp": {"tp": 2, "cp": 2, "sp": True},
+    "dp3-full": {"dp": 3, "shard": "full"},
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_ranks_compute_the_reference_that_one_computes(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    """Rows that the global batch does not divide, and pairs that no row holds."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCABULARY)
+    rng, lines = Random(3), []
+    for number in range(11):
+        words = 60 if number == 5 else rng.randint(0, 9)
+        answers = {side: f" {side} {number}" + " snow" * words for side in ("chosen", "rejected")}
+        lines.append(json.dumps({"prompt": "and" * rng.randint(0, 3), **answers}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text("".join(lines), encoding="utf-8")
+    request = PreparationRequest([tmp_path / "pairs.jsonl"], tmp_path / "out.arrow", tokenizer=tokenizer, pairs=True)
+    prepare_corpus(request, Watcher())
+    found = []
+    alone_and_shared: list[dict[str, Any]] = [{}, STORED[name]]
+    for degrees in alone_and_shared:
+        sizes: dict[str, Any] = {"tp": 1, "micro": 1, "batch": 6, "seq_len": 60, **degrees}
+        plan = layout("gqa2", **sizes, config={"vocab_size": VOCABULARY})
+        plan = changed(plan, finetune={"objective": "dpo", "pairs_per_row": 2}, data={"doc_mask": True})
+        world = plan.config.parallel.ranks_per_replica * plan.config.parallel.dp
+        weights = weights_of(plan)
+        found.append(ranks.run(max(1, world), stored_reference, plan, weights, tmp_path / "out.arrow"))
+    (alone,), of_ranks = found
+    is_there = np.isfinite(alone)
+    assert 10 < is_there.sum() < len(alone) == 22
+    for each in of_ranks:
+        np.testing.assert_allclose(each, alone, rtol=5e-7)  # some ulp of a sum of twenty numbers

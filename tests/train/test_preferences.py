@@ -119,9 +119,12 @@ def test_ranks_share_the_reference_and_go_on_from_one_rank(folder: Folder) -> No
     file.unlink()
 
 
-def test_orpo_lowers_its_loss_without_a_reference(folder: Folder) -> None:
-    folder.train("orpo", "finetune.objective=orpo")
+def test_orpo_lowers_its_loss_without_a_reference_in_passes_over_the_rows(folder: Folder) -> None:
+    given = [line for line in folder.given("orpo", "finetune.objective=orpo") if not line.startswith("train.steps")]
+    code, _, said = in_process("train", folder.path / "run.toml", *given, "train.epochs=1")
     losses = folder.losses("orpo")
+    assert code == 0 and f"rows: train.steps={len(losses)}" in " ".join(said.split()), said
+    assert sum(record["pairs"] for record in folder.records("orpo")) >= 64
     assert losses[-1] < losses[0] - 0.1
     assert not folder.references
 

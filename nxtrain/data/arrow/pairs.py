@@ -57,6 +57,8 @@ class PairSamples(Samples):
         self._corpus, self._vocab_size = corpus, vocab_size
         self._documents = Documents(corpus, None, vocab_size)
         self._reference: NDArray[np.float32] | None = None
+        if len(corpus) % 2:
+            raise DataError(f"{corpus.path} has {len(corpus):,} answers, and a pair has two; prepare it again")
         lengths = np.concatenate([*corpus.lengths()]).reshape(-1, 2).sum(axis=1)
         taken = np.arange(len(lengths))
         if held_out:

@@ -393,3 +393,23 @@ def test_stages_of_a_batch_ramp_that_cannot_be(tmp_path: Path, stage: str, reaso
         resolve_config(load(tmp_path / "run.toml", [f"train.batch_ramp=[{stage}]"]), 2)
     (found,) = refused.value.problems
     assert found.key == "train.batch_ramp" and reason in found.reason
+
+
+def test_pairs_need_whole_answers_of_one_corpus_and_dpo_the_first_weights(tmp_path: Path, hf: Path) -> None:
+    weights = (f"model.hf={hf}", "model.init=hf")
+    rows = ("data.source=arrow", "data.path=pairs.arrow", "data.packing=best_fit", "data.doc_mask=true")
+    dpo = (*weights, *rows, "finetune.objective=dpo")
+    assert checked(tmp_path, *dpo, "train.epochs=2").config.finetune.stores_reference
+    assert not checked(tmp_path, *dpo, "finetune.method=lora").config.finetune.stores_reference
+    assert checked(tmp_path, *dpo, "finetune.method=lora", "finetune.adapter=a").config.finetune.stores_reference
+    assert not checked(tmp_path, *rows, "finetune.objective=orpo").config.finetune.stores_reference
+    assert "compares with the weights from which" in only(tmp_path, *rows, "finetune.objective=dpo").reason
+    assert "do not see each other" in only(tmp_path, *dpo, "data.doc_mask=false").reason
+    assert "do not see each other" in only(tmp_path, *dpo, "data.packing=concat").reason
+    several = (*weights, rows[0], *rows[2:], "finetune.objective=dpo", 'data.mixture=["a", "b"]')
+    assert "data.mixture has several" in only(tmp_path, *several).reason
+    for override, reason in (
+        ("precision.params=fp16", "the loss scale of params=fp16 does not cover"),
+        ("backend.layers=nxd", "takes the loss of each token"),
+    ):
+        assert any(reason in problem.reason for problem in problems(tmp_path, *dpo, override))
