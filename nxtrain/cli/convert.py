@@ -105,6 +105,23 @@ def nxtrain_to_hf(
         typer.echo(line)
 
 
+@convert.command(epilog="Example: nxtrain convert average runs/demo averaged --last 3")
+def average(
+    src: Annotated[
+        list[str],
+        typer.Argument(metavar="SRC...", help="Checkpoints, or run folders with several.", show_default=False),
+    ],
+    dst: Target,
+    last: Annotated[int, integer(0, MAX_SIZE, help="Newest checkpoints of each run folder; 0: all.")] = 0,
+) -> None:
+    """Read several checkpoints, write the mean of their weights as a checkpoint at step 0."""
+    from nxtrain.checkpoint.convert.average import average, sources_of
+
+    sources = sources_of(src, last)
+    average(sources, dst)
+    typer.echo(f"{dst} holds the mean weights of {', '.join(source.name for source in sources)}")
+
+
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")
 def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     """Read a checkpoint of a run with finetune.method=lora, write its adapter in PEFT's format."""

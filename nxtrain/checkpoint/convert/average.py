@@ -1,0 +1,127 @@
+"""Average of the weights of several checkpoints, streamed: memory holds one tensor of one checkpoint and its sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, GENERATION_CONFIG, refuse_to_overwrite
+from nxtrain.checkpoint.convert.hf_folder import CONFIG
+from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import LazyTensors, Staged
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+
+_EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
+"""Fields of the metadata in which averaged checkpoints must not differ."""
+
+
+def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
+    """Checkpoints to average: each address is one, or a run folder, whose checkpoints are all taken.
+
+    Args:
+        addresses: Run folders, `checkpoints` folders and checkpoints; `s3://` addresses name one checkpoint each.
+        last: Number of newest checkpoints of a folder; 0: all.
+    """
+    found: list[Location] = []
+    for address in addresses:
+        folder = Path(address)
+        if not directory.is_checkpoint(folder):
+            for inner in (folder, folder / CHECKPOINTS_DIR):
+                steps = sorted(directory.list_checkpoints(inner), key=directory.step_of) if inner.is_dir() else []
+                found += steps[-last:]
+            if folder.is_dir():
+                continue
+        found.append(locate_checkpoint(address))
+    if len(found) < 2:  # noqa: PLR2004 - the fewest that have a mean
+        raise ConfigError(
+            f"{', '.join(addresses)} name {len(found)} checkpoint, and an average is of two or more; "
+            "name steps, such as RUN/checkpoints/step-00000100, or a run folder with several"
+        )
+    return found
+
+
+def average(sources: Sequence[Location], dst: Path) -> None:
+    """Write the mean of weights as a checkpoint at step 0, computed in float32 and rounded once to their type.
+
+    Args:
+        sources: The checkpoints, of one model and one tokenizer.
+        dst: Folder to make.
+
+    Raises:
+        CheckpointError: The checkpoints are of different models, or cannot be read or written.
+
+    Source: Izmailov et al. 2018 (arXiv:1803.05407), section 3.
+    """
+    opened = [open_checkpoint(source) for source in sources]
+    first, _ = opened[0]
+    for source, (meta, _) in zip(sources, opened, strict=True):
+        differing = [field for field in _EQUAL if getattr(meta, field) != getattr(first, field)]
+        if differing:
+            raise CheckpointError(
+                f"{source} and {sources[0]} differ in {', '.join(differing)}; "
+                "an average is of checkpoints of one model, such as steps of one run"
+            )
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
+
+    def read(chunk: TensorShard) -> Tensor:
+        total = torch.zeros(chunk.block.sizes, dtype=torch.float32)
+        part = torch.empty(chunk.block.sizes, dtype=chunk.dtype)
+        for source, (_, manifest) in zip(sources, opened, strict=True):
+            read_shards(source, manifest, {chunk: part})
+            total += part.float()
+        return (total / len(sources)).to(chunk.dtype)
+
+    weights = LazyTensors(whole_weights(opened[0][1]), read)
+    alone = StorageScope(Ranks(Mesh(1, 0)))
+    with _tokenizer(sources[-1]) as tokenizer:
+        written = write(dst, Staged(weights), _meta_of(opened[-1][0]), alone, tokenizer)
+    read_back(dst, written, alone)
+
+
+def _meta_of(last: Meta) -> Meta:
+    """Metadata of weights alone, with the model, the tokenizer and the special tokens of a checkpoint."""
+    ids = {key: last.settings[key] for key in (CONFIG, GENERATION_CONFIG) if key in last.settings}
+    return Meta(
+        step=0,
+        samples=0,
+        tokens=0,
+        seed=last.seed,
+        family=last.family,
+        config=last.config,
+        adapter=last.adapter,
+        base=last.base,
+        base_fingerprint=last.base_fingerprint,
+        dtype=last.dtype,
+        settings=ids,
+        tokenizer_fingerprint=last.tokenizer_fingerprint,
+        end_of_text=last.end_of_text,
+        mesh={"pp": 1, "dp": 1, "tp": 1},
+        kinds=(MODEL,),
+    )
+
+
+@contextmanager
+def _tokenizer(source: Location) -> Iterator[Path | None]:
+    """File of a checkpoint's tokenizer on this machine, if the checkpoint has one."""
+    file = source / directory.TOKENIZER
+    if not file.is_file():
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        local = Path(folder) / directory.TOKENIZER
+        local.write_bytes(content_of(file))
+        yield local

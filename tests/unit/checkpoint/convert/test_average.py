@@ -1,0 +1,96 @@
+"""Means of checkpoints, next to numpy's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.convert.average import average, sources_of
+from nxtrain.checkpoint.convert.hf import dtype_name
+from nxtrain.checkpoint.directory import TOKENIZER
+from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
+from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.save import write
+from nxtrain.checkpoint.shards import MODEL, TensorShard
+from nxtrain.checkpoint.staging import Staged
+from nxtrain.common.distributed.agreement import Ranks, StorageScope
+from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.mesh import Mesh
+from tests.unit.test_cli import main
+
+SHAPES = {"model.embed_tokens.weight": (33, 8), "model.norm.weight": (8,), "lm_head.weight": (33, 8)}
+
+
+def saved(run: Path, step: int, dtype: torch.dtype = torch.float32, **fields: Any) -> dict[str, Tensor]:
+    """Write a checkpoint of random weights and of optimizer state into a run folder; return the weights."""
+    generator = torch.Generator().manual_seed(step)
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    tensors = {TensorShard.whole(name, tuple(x.shape), dtype): x for name, x in weights.items()}
+    meta = Meta(
+        step=step, samples=8 * step, tokens=64 * step, seed=3, family="llama", config={"a": 1}, dtype=dtype_name(dtype)
+    )
+    tokenizer = run / "given.json"
+    run.mkdir(exist_ok=True)
+    tokenizer.write_text("{}")
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    write(folder, Staged(tensors), meta.model_copy(update=fields), StorageScope(Ranks(Mesh(1, 0))), tokenizer)
+    return weights
+
+
+def loaded(checkpoint: Path) -> dict[str, Tensor]:
+    _, manifest = open_checkpoint(checkpoint)
+    targets = {shard: torch.empty(shard.shape, dtype=shard.dtype) for shard in whole_weights(manifest)}
+    read_shards(checkpoint, manifest, targets)
+    return {shard.name: tensor for shard, tensor in targets.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", [2, 3, 7])
+def test_means_are_those_of_numpy_bit_for_bit(tmp_path: Path, dtype: torch.dtype, number: int) -> None:
+    given = [saved(tmp_path / "run", step, dtype) for step in range(1, number + 1)]
+    average(sources_of([str(tmp_path / "run")]), tmp_path / "mean")
+    found = loaded(tmp_path / "mean")
+    assert found.keys() == SHAPES.keys()
+    for name, tensor in found.items():
+        mean = np.stack([weights[name].float().numpy() for weights in given]).mean(axis=0, dtype=np.float32)
+        assert torch.equal(tensor, torch.from_numpy(mean).to(dtype)), name
+    meta = read_meta(tmp_path / "mean")
+    assert (meta.step, meta.samples, meta.kinds, meta.dtype) == (0, 0, (MODEL,), dtype_name(dtype))
+    assert (tmp_path / "mean" / TOKENIZER).read_text() == "{}"
+
+
+def test_steps_and_the_last_of_a_run_are_chosen(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 10):
+        saved(run, step)
+    steps = [str(run / "checkpoints" / f"step-{step:08d}") for step in (1, 10)]
+    assert [source.name for source in sources_of(steps)] == ["step-00000001", "step-00000010"]
+    assert [source.name for source in sources_of([str(run)], 2)] == ["step-00000002", "step-00000010"]
+    with pytest.raises(ConfigError, match="1 checkpoint, and an average is of two or more"):
+        sources_of(steps[:1])
+    with pytest.raises(CheckpointError):
+        sources_of([str(tmp_path / "absent"), steps[0]])
+
+
+@pytest.mark.parametrize(("field", "value"), [("config", {"a": 2}), ("tokenizer_fingerprint", "x")])
+def test_checkpoints_of_different_models_are_refused(tmp_path: Path, field: str, value: Any) -> None:
+    saved(tmp_path / "run", 1)
+    saved(tmp_path / "run", 2, **{field: value})
+    with pytest.raises(CheckpointError, match=rf"step-00000002 and .*step-00000001 differ in {field}"):
+        average(sources_of([str(tmp_path / "run")]), tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_the_command_says_which_steps_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path / "run", step)
+    assert main(monkeypatch, "convert", "average", str(tmp_path / "run"), str(tmp_path / "mean"), "--last", "2") == 0
+    assert "step-00000002, step-00000003" in capsys.readouterr().out
+    assert main(monkeypatch, "convert", "average", str(tmp_path / "absent"), str(tmp_path / "other")) != 0
