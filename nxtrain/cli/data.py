@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from nxtrain.cli.options import AsJson, integer
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.hub import SCHEME as HUB
+from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.paths import local
 from nxtrain.common.io.s3 import SCHEME
 from nxtrain.common.process.document import write_document
@@ -41,6 +43,24 @@ def _location(text: str) -> Location:
     return _path(text)
 
 
+def _source(text: str) -> Any:
+    """Path, address of S3, or address of a data set of the Hub."""
+    if not text.startswith(HUB):
+        return _place(text)
+    from nxtrain.data.arrow.hub_files import HubAddress
+
+    return HubAddress.parse(text)
+
+
+def _tokenizer(text: str) -> Path:
+    """Path of this machine, or folder of the tokenizer of a model of the Hub, whose files are fetched."""
+    if model_named(text) is None:
+        return _path(text)
+    from nxtrain.config.model_folder import tokenizer_folder
+
+    return tokenizer_folder(text)
+
+
 def _output(text: str) -> Path:
     """Path of this machine: an address is refused, since an unfinished output grows and is cut."""
     if text.startswith(SCHEME):
@@ -68,7 +88,12 @@ def _num_bytes(text: str | int) -> int:
 
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Folder with tokenizer.json, or the file.", show_default=False, parser=_path),
+    typer.Option(
+        metavar="DIR",
+        help="Folder with tokenizer.json, the file, or ORG/NAME of a model of the Hub.",
+        show_default=False,
+        parser=_tokenizer,
+    ),
 ]
 Field = Annotated[str, typer.Option(metavar="NAME", help="Field or column that holds the documents.")]
 Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a document, not the file.")]
@@ -79,7 +104,13 @@ Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a fo
 @data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
 def prepare(
     src: Annotated[
-        list[Path], typer.Argument(metavar="SRC", help="Files and folders.", show_default=False, parser=_location)
+        list[Path],
+        typer.Argument(
+            metavar="SRC",
+            help="Files and folders; also s3://BUCKET/PREFIX, and hf://ORG/NAME/PATTERN@REVISION.",
+            show_default=False,
+            parser=_source,
+        ),
     ],
     *,
     out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_output)],

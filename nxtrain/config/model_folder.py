@@ -60,7 +60,7 @@ def with_commit(config: RunConfig) -> RunConfig:
         with _of_key(config.model.hf):
             pinned = name.pinned()
     elif name.revision:
-        _say(
+        _print_line(
             f"model.hf={name}: the run goes on with the commit that {config.run.dir / CONFIG_FILE} records, "
             f"{pinned.revision}; for another, name its 40 digits"
         )
@@ -116,12 +116,30 @@ def whole_folder(text: str, key: str = KEY) -> Path:
         if weights and all((folder / file).is_file() for file in (SHAPE, TOKENIZER, *weights)):
             return folder
         folder, sizes = _shape_folder(name), name.sizes()
-        name.fetch({file: sizes[file] for file in (*COMPANIONS, INDEX) if file in sizes}, _say)
+        name.fetch({file: sizes[file] for file in (*COMPANIONS, INDEX) if file in sizes}, _print_line)
         weights = _weights_of(folder) or [WEIGHTS]
         absent = [file for file in weights if file not in sizes]
         if absent and not is_offline():
             raise _without_weights(name, absent[0], sizes)
-        return name.fetch({file: sizes.get(file, 0) for file in weights}, _say)
+        return name.fetch({file: sizes.get(file, 0) for file in weights}, _print_line)
+
+
+def tokenizer_folder(text: str) -> Path:
+    """Folder with the tokenizer of a model, which is a folder of this machine or a repository of the Hub.
+
+    Raises:
+        ConfigError: There is no such repository, or it has no `tokenizer.json`.
+        StorageError: The Hub cannot be reached.
+    """
+    name = model_named(text)
+    if name is None:
+        return Path(text)
+    with _of_key(text, ""):
+        name = name.pinned()
+        sizes = name.sizes()
+        if TOKENIZER not in sizes:
+            raise ConfigError([Problem("", f"{name} has no {TOKENIZER}, but {_shown(sizes)}")])
+        return name.fetch({file: sizes[file] for file in COMPANIONS if file in sizes}, _print_line)
 
 
 def _recorded(config: RunConfig, name: HubName) -> HubName | None:
@@ -144,7 +162,7 @@ def _shape_folder(name: HubName) -> Path:
         if sizes and SHAPE not in sizes:
             hint = "take a repository in the format of transformers, with config.json and *.safetensors"
             raise ConfigError([Problem("", f"{name} has no {SHAPE}, but {_shown(sizes)}", hint=hint)])
-    return name.fetch({SHAPE: 0}, _say)
+    return name.fetch({SHAPE: 0}, _print_line)
 
 
 def _weights_of(folder: Path) -> list[str]:
@@ -195,5 +213,5 @@ def _not_here(text: str) -> str:
     return f"no folder {text} is here, and "
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     standard_error(quiet=not Placement.read().speaks_for_node).print(line, markup=False)

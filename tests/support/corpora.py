@@ -22,6 +22,7 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY
+from nxtrain.data.arrow.hub_files import HubAddress
 from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, batch_of
@@ -176,7 +177,9 @@ def write_corpus(folder: Path, name: str, texts: Sequence[str], row_group_size: 
     return path
 
 
-def prepare(*sources: Location, out: Path, watcher: Watcher | None = None, **options: Any) -> PreparationOutcome:
+def prepare(
+    *sources: Location | HubAddress, out: Path, watcher: Watcher | None = None, **options: Any
+) -> PreparationOutcome:
     return prepare_corpus(PreparationRequest(sources, out, **options), watcher or Watcher())
 
 

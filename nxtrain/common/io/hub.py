@@ -47,7 +47,7 @@ _BUSY = (408, 429)
 _SHOWN = 3
 """Most files that a message names."""
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 """Function that prints a line for the user."""
 
 
@@ -119,12 +119,12 @@ class HubName:
             about = self._ask(files_metadata=True)
         return {file.rfilename: file.size or 0 for file in about.siblings or ()}
 
-    def fetch(self, files: Mapping[str, int], say: Say | None = None) -> Path:
+    def fetch(self, files: Mapping[str, int], print_line: PrintLine | None = None) -> Path:
         """Fetch files of a commit that the cache lacks.
 
         Args:
             files: Bytes of each file by path; 0 if unknown.
-            say: Prints a line before files come over the network.
+            print_line: Prints a line before files come over the network.
 
         Returns:
             Folder of the commit in the cache.
@@ -144,7 +144,7 @@ class HubName:
         with self._explained(), self._alone():
             absent = self._absent(files)  # another process may have fetched them in the meantime
             if absent:
-                self._download(absent, say)
+                self._download(absent, print_line)
         absent = self._absent(files)
         if absent:
             raise StorageError(f"{self} came without {_listed(absent)}; start again, or look at {self.page}")
@@ -202,7 +202,7 @@ class HubName:
     def _absent(self, files: Mapping[str, int]) -> dict[str, int]:
         return {file: num_bytes for file, num_bytes in files.items() if not (self.folder / file).is_file()}
 
-    def _download(self, files: Mapping[str, int], say: Say | None) -> None:
+    def _download(self, files: Mapping[str, int], print_line: PrintLine | None) -> None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -219,11 +219,11 @@ class HubName:
                 f"{self} needs {size(needed)}, and the disk of {self._cached} has {size(free)} free; free some, or "
                 "name a folder on another disk with HF_HOME"
             )
-        if say is not None:
+        if print_line is not None:
             amount = ""
             if needed:
                 amount = f", {size(needed)},"
-            say(f"fetches {_listed(files)} of {self}{amount} into {self.folder}")
+            print_line(f"fetches {_listed(files)} of {self}{amount} into {self.folder}")
         snapshot_download(
             self.repository,
             repo_type=self.kind,

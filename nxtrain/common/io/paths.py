@@ -45,7 +45,7 @@ def local(path: str) -> str:
         if scheme == "s3":
             fetch = "aws s3 sync ADDRESS FOLDER"
         elif scheme == "hf":
-            fetch = "hf download"
+            fetch = "hf download, or make a corpus of it: nxtrain data prepare"
         raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
     return at_home(path)
 

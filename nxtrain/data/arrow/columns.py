@@ -20,6 +20,7 @@ FORMAT_VERSION = 1
 FORMAT_KEY = b"nxtrain.format"
 SOURCES_KEY = b"nxtrain.sources"
 SETTINGS_KEY = b"nxtrain.settings"
+ORIGIN_KEY = b"nxtrain.origin"
 TOKENIZER_KEY = b"nxtrain.tokenizer"
 END_KEY = b"nxtrain.end_of_text"
 END_ID_KEY = b"nxtrain.end_id"

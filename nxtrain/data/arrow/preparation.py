@@ -25,6 +25,7 @@ from nxtrain.data.arrow.columns import (
     END_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
+    ORIGIN_KEY,
     PAIRS_KEY,
     PROMPT,
     SETTINGS_KEY,
@@ -37,11 +38,21 @@ from nxtrain.data.arrow.columns import (
     schema_of,
     text_array,
 )
+from nxtrain.data.arrow.hub_files import HubAddress, HubFiles
 from nxtrain.data.arrow.preferences import FIELDS, PairWriter
 from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, ReadProgress, SourceRow, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
-from nxtrain.data.arrow.work import Counts, Outputs, Position, PreparationWork, read_summary, refuse, shard_name
+from nxtrain.data.arrow.work import (
+    Counts,
+    Outputs,
+    Position,
+    PreparationWork,
+    read_summary,
+    recorded_origin,
+    refuse,
+    shard_name,
+)
 from nxtrain.data.storage import open_file
 
 BATCH_BYTES = 8 << 20
@@ -72,7 +83,7 @@ class PreparationRequest:
     """Arguments of a preparation.
 
     Args:
-        sources: Files and folders, objects and prefixes of S3.
+        sources: Files and folders, objects and prefixes of S3, addresses of the Hub or their files.
         out: File to write, or folder of shards; its name ends in `.arrow`.
         lines: Each line of a text file is a document.
         only: Pattern that the names of a folder's files must match; empty: all.
@@ -86,7 +97,7 @@ class PreparationRequest:
         sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
     """
 
-    sources: Sequence[Location]
+    sources: Sequence[Location | HubAddress | HubFiles]
     out: Path
     field: str = "text"
     lines: bool = False
@@ -110,6 +121,9 @@ class Watcher:
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
         """Advance after a written batch; `num_bytes` of the sources are read."""
+
+    def print_line(self, line: str) -> None:
+        """Print a line before the work begins."""
 
     def bad(self, text: str) -> None:
         """Report a skipped row."""
@@ -144,7 +158,15 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
     _check(request)
     if request.restart:
         Outputs(request.out).clear()
-    return prepare_sources(request, find_sources(request.sources, request.only, request.mixed), watcher)
+    recorded = recorded_origin(Outputs(request.out))
+    found: list[Location | HubFiles] = []
+    for source in request.sources:
+        if isinstance(source, HubAddress):
+            found.append(source.fetch(request.only, recorded, watcher.print_line))
+        else:
+            found.append(source)
+    request = replace(request, sources=found)
+    return prepare_sources(request, find_sources(found, request.only, request.mixed), watcher)
 
 
 def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watcher: Watcher) -> PreparationOutcome:
@@ -182,6 +204,10 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
         extra, settings["sections"] = CONTINUES, True
     origin, settings_text = fingerprint(sources), json.dumps(settings, sort_keys=True)
     identity = {"sources": origin, "settings": settings_text}
+    addresses = [f"{source.address}" for source in request.sources if isinstance(source, HubFiles)]
+    if addresses:
+        identity["origin"] = json.dumps(addresses)
+        metadata[ORIGIN_KEY] = identity["origin"].encode()
     if outputs.out.exists():
         _compare_finished(outputs, identity)
         return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=False)
@@ -383,8 +409,8 @@ def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
         metadata = {}
     if FORMAT_KEY not in metadata:
         raise DataError(f"{outputs.out} is no prepared corpus; choose another --out, or delete it with --restart")
-    keys = {"sources": SOURCES_KEY, "settings": SETTINGS_KEY}
-    written = {name: metadata.get(key, b"").decode(errors="replace") for name, key in keys.items()}
+    keys = {"sources": SOURCES_KEY, "settings": SETTINGS_KEY, "origin": ORIGIN_KEY}
+    written = {name: metadata.get(keys[name], b"").decode(errors="replace") for name in identity}
     if written != identity:
         refuse(f"{outputs.out} is finished, and", written, identity)
     outputs.clear_work()

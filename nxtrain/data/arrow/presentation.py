@@ -47,6 +47,10 @@ class ConsoleWatcher(Watcher):
             label += f", {num_skipped:,} rows skipped"
         self._progress.show(num_bytes, label)
 
+    def print_line(self, line: str) -> None:
+        """Print a line before the work begins."""
+        self._console.print(line, markup=False)
+
     def bad(self, text: str) -> None:
         """Print a skipped row."""
         self._console.print(f"skipped: {text}", markup=False)

@@ -17,6 +17,7 @@ import pyarrow as pa
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import Location, S3Store, content_of
 from nxtrain.common.io.s3 import split
+from nxtrain.data.arrow.hub_files import HubFiles
 from nxtrain.data.arrow.ipc import MAGIC
 from nxtrain.data.corpora import walk
 from nxtrain.data.storage import open_file, open_stream, read_exactly, unreadable
@@ -80,19 +81,24 @@ class Source:
 
 
 def find_sources(
-    arguments: Sequence[Location], only: str = "", mixed: bool = False, any_text: bool = False
+    arguments: Sequence[Location | HubFiles], only: str = "", mixed: bool = False, any_text: bool = False
 ) -> list[Source]:
     """Find and recognise a corpus's files, in the order of the arguments, and sorted by path inside of a folder.
 
     Args:
-        arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
+        arguments: Files and folders, objects and prefixes of S3, files of the Hub. Hidden files of a folder are not
+            read.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
         mixed: A folder may hold text next to other formats.
         any_text: A file of an unknown format counts as text, whose reader skips or refuses other content.
     """
     sources: list[Source] = []
-    for argument in arguments:
-        names = _listed(argument)
+    for given in arguments:
+        if isinstance(given, HubFiles):
+            argument: Location = given.folder
+            names: list[PurePosixPath] | None = [PurePosixPath(file) for file in given.files]
+        else:
+            argument, names = given, _listed(given)
         if names is None:
             sources.append(_recognise(argument, argument.name, any_text))
             continue

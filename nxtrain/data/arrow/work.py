@@ -305,6 +305,16 @@ class PreparationWork:
         self._file.close()
 
 
+def recorded_origin(outputs: Outputs) -> list[str]:
+    """Addresses of the Hub with their commits, which a finished or unfinished preparation records."""
+    begun: dict[str, Any] = {}
+    with suppress(OSError):
+        for line in read(outputs.work / _JOURNAL)[:1]:
+            begun = line.get("identity") or {}
+    text = read_summary(outputs.summary).get("origin") or begun.get("origin") or "[]"
+    return [str(address) for address in json.loads(text)]
+
+
 def _cut(path: Path, size: int) -> BinaryIO:
     """Cut a file after its first bytes, and open the file for appending."""
     file = path.open("ab")
@@ -322,6 +332,7 @@ def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> 
     names = {
         "sources": "the source files",
         "versions": "the times of the source files",
+        "origin": "the commits of the Hub",
         "settings": "the settings",
         "checksums": "the checksums of the two releases of nxtrain",
     }
