@@ -135,10 +135,8 @@ class Rank:
     def of(job: Job, rank: int) -> Rank:
         """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
-        mesh = Mesh.build(
-            job.world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, cp=parallel.cp, shard=job.shard_size
-        )
-        return Rank(job, mesh)
+        tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+        return Rank(job, Mesh.build(job.world, rank, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=job.shard_size))
 
     @staticmethod
     def first_of(job: Job, stage: int) -> Rank:
@@ -216,11 +214,11 @@ class Rank:
         return tuple(units)
 
     def _hold(self, parameter: Parameter) -> Held:
-        job, spec = self.job, parameter.spec
+        job, spec = self.job, parameter.spec.of_rank(self.mesh.ep)
         local = spec.local_shape(self.mesh.tp)
         if parameter.is_packed:
             local = _packed_shape(spec, self.mesh.tp, job.params_size)
-        shard = self.mesh.shard
+        shard = self.mesh.experts.shard if spec.expert else self.mesh.shard
         stored = local
         rows = Axis("whole", 0, ((0,),))
         if job.is_fully_sharded:
