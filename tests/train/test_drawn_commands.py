@@ -11,7 +11,6 @@ from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
 from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
-from tests.support.models import MIXTURES
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""
@@ -37,7 +36,7 @@ EXPERTS = covering_array(SEED + 2, 64, lambda degrees: degrees.world == 2)[:4]
 
 @pytest.mark.parametrize("index", range(len(EXPERTS)), ids=lambda index: f"{index}-{EXPERTS[index]}")
 def test_a_drawn_command_with_experts_does_too(tmp_path: Path, index: int) -> None:
-    run = draw("command-experts", SEED, index, EXPERTS[index], family=MIXTURES[index % 2])
+    run = draw("command-mixtures", SEED, index, EXPERTS[index])
     check(tmp_path, run, launches=index == 0)
 
 

@@ -17,7 +17,6 @@ from tests.support.lora import (
     with_dropout,
     with_keys,
 )
-from tests.support.models import MIXTURES
 from tests.support.parity import Course
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
@@ -51,8 +50,7 @@ EXPERTS = [
     *covering_array(SEED + 1, 3, lambda degrees: is_for_xla(degrees) and degrees.world == 2, cp=True)[:3],
 ]
 for _index, _degrees in enumerate(EXPERTS):
-    _family = MIXTURES[_index % 2]
-    _drawn = draw("xla-experts", SEED, _index, _degrees, xla=True, family=_family)
+    _drawn = draw("xla-mixtures", SEED, _index, _degrees, xla=True)
     GROUPS.setdefault(f"experts on {_degrees.world} devices", []).append(_drawn)
 
 GROUPS_OF_A_RUN = [
