@@ -130,6 +130,7 @@ class CausalDecoder(nn.Module):
         parts = context.parts or (self._whole,)
         self.model = DecoderBody(config, context, parts)
         self._router_losses = context.router_losses
+        self.routing: Tensor | None = None
         self._num_experts = 0 if config.mixture is None else config.mixture.num_experts
         if any(part.last for part in parts):
             self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
@@ -175,7 +176,8 @@ class CausalDecoder(nn.Module):
         if routing is None or self._router_losses is None:
             return loss
         scale = None if self.lm_head.scale is None else self.lm_head.scale()
-        return self._router_losses.add_to(loss, routing, targets, scale)
+        loss, self.routing = self._router_losses.add_to(loss, routing, targets, scale)
+        return loss
 
     def _tie(self) -> None:
         """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""

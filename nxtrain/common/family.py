@@ -93,6 +93,15 @@ class CausalLM(Protocol):
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
+    @property
+    def routing(self) -> Tensor | None:
+        """Measures of the routers in the last loss of a training step, (2 + E,) float32; None without experts.
+
+        Load balancing loss, z-loss and share of the tokens of each expert, times the targets that count. Each rank of
+        dp x cp has its part of a sum.
+        """
+        ...
+
     def run(
         self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
     ) -> Sequence[Tensor]:

@@ -64,7 +64,9 @@ class RouterLosses(ABC):
     """Losses of the routers of a model with experts."""
 
     @abstractmethod
-    def add_to(self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    def add_to(
+        self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Add the gradient of the routers' losses to that of a loss, whose value stays.
 
         Args:
@@ -72,6 +74,9 @@ class RouterLosses(ABC):
             routing: (2E + 2,) float32, statistics of the routing over all layers.
             targets: (S, B) integers; `IGNORE_INDEX` does not count.
             scale: Factor of the gradients, () float32; None: 1.
+
+        Returns:
+            The loss, and in training the measures of `CausalLM.routing`.
         """
 
 

@@ -65,15 +65,28 @@ class BatchRouterLosses(RouterLosses):
     axis: Axis
     num_same: int = 1
 
-    def add_to(self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
-        if not torch.is_grad_enabled() or not (self.aux_coef or self.z_coef):
-            return loss
+    def add_to(
+        self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return loss, None
         counted = (targets != IGNORE_INDEX).sum(dtype=torch.float32).unsqueeze(0)
         sums = sum_over(torch.cat([routing, counted]), self.comm, self.axis)
-        balance, squares = balance_loss(sums[:-1])
+        losses = torch.stack(balance_loss(sums[:-1]))
+        num_targets = sums[-1].detach() / self.num_same
+        measured = self._measured(sums[:-1].detach(), losses.detach()) * num_targets
+        if not (self.aux_coef or self.z_coef):
+            return loss, measured
         # The update divides by the tokens of the global batch. So the factor makes a mean over them.
-        other = (self.aux_coef * balance + self.z_coef * squares) * (sums[-1] / self.num_same)
+        other = (self.aux_coef * losses[0] + self.z_coef * losses[1]) * num_targets
         if scale is not None:
             other = other * scale
         added: Tensor = _WithGradientOf.apply(loss, other)
-        return added
+        return added, measured
+
+    def _measured(self, routing: Tensor, losses: Tensor) -> Tensor:
+        """Losses, and share of the slots of each expert, as this rank's part of a sum over the ranks of dp x cp."""
+        num_experts = (routing.shape[0] - 2) // 2
+        slots = routing[:num_experts]
+        num_copies = self.axis.size // self.num_same
+        return torch.cat([losses, slots / slots.sum()]) / num_copies

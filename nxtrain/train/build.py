@@ -301,7 +301,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         apart=("params" in offload) != ("optimizer" in offload),
     )
     kernels, put = _storage(backend, on_host="params" in offload)
-    context_parallel = context_parallel_of(plan, backend, mesh)
+    context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -312,7 +312,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
-        sums=backend.put(torch.zeros(2)),
+        sums=backend.put(torch.zeros(2 if mixture is None else 4 + mixture.num_experts)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
         positions=None if context_parallel is None else context_parallel.positions,

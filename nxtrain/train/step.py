@@ -43,7 +43,8 @@ class TrainState:
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
-        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with E experts
+            (4 + E,), the measures of the routers as well.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
@@ -158,11 +159,13 @@ class StepResult:
         loss: Mean over the tokens of the global batch.
         grad_norm: Norm of the whole gradient before clipping.
         num_tokens: Number of targets that counted.
+        routing: (2 + E,) load balancing loss, z-loss, and share of the tokens of each expert; None without experts.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
+    routing: Tensor | None = None
 
 
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
@@ -181,7 +184,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """
     _accumulate(state, batch)
     state.section("reduce")
-    loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
+    sums = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch)
+    loss, num_tokens, *routing = sums.unbind()
     state.sums.zero_()
     per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
@@ -190,14 +194,17 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.history.note(loss, norm)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    return StepResult(loss, norm, num_tokens)
+    return StepResult(loss, norm, num_tokens, sums[2:] / num_tokens if routing else None)
 
 
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
 
     def found(loss: Tensor, targets: Tensor) -> None:
-        state.sums.add_(_sums(loss, targets))
+        sums = _sums(loss, targets)
+        if state.lm.routing is not None:
+            sums = torch.cat([sums, state.lm.routing])
+        state.sums.add_(sums)
 
     if state.pipeline is not None:
         state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
@@ -241,7 +248,7 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
         here: list[Tensor] = []
         state.pipeline.evaluate(batch.micro_batches, lambda loss, targets: here.append(_sums(loss, targets)))
         for index in range(len(batch.inputs)):
-            sums.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
+            sums.append(_over_batch(state, here[index] if here else state.sums.new_zeros(2)))
             state.backend.step_boundary()
         return sums
     for inputs, targets, *documents in batch.micro_batches:

@@ -24,6 +24,9 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
+ROUTERS = ("aux_loss", "router_z_loss", "expert_load_min", "expert_load_max")
+"""Keys of a record about the routers: their losses, and the least and the greatest load, relative to an even one."""
+
 
 class SavesCheckpoints(Protocol):
     """Writer of checkpoints of the train state."""
@@ -94,6 +97,7 @@ class Trainer:
                     throughput = self.meter.read()
                     with self.meter.paused():
                         val_loss = self.evaluate(step) if evaluates else None
+                        routers = {key: read.pop(key) for key in ROUTERS if key in read}
                         record = StepRecord(
                             step=step,
                             targets=int(read.pop("targets")),
@@ -102,7 +106,7 @@ class Trainer:
                             val_loss=val_loss,
                             verdict=verdict,
                             **read,
-                            measured={**self.observers.measure(step), **self.train.progress(step)},
+                            measured={**routers, **self.observers.measure(step), **self.train.progress(step)},
                         )
                         for sink in self.sinks:
                             sink.log(record.line())
@@ -139,7 +143,7 @@ class Trainer:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
         numbers = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
-        numbers |= self.guard.values()
+        numbers |= self.guard.values() | _of_routers(result)
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
 
@@ -185,6 +189,15 @@ def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     result = train_step(state, batch, lr)
     state.backend.step_boundary()
     return result
+
+
+def _of_routers(result: StepResult) -> dict[str, Tensor]:
+    """Measures of the routers as () float32 tensors by key; none without experts."""
+    if result.routing is None:
+        return {}
+    losses, shares = result.routing[:2], result.routing[2:]
+    loads = shares * shares.shape[0]
+    return dict(zip(ROUTERS, (*losses, loads.amin(), loads.amax()), strict=True))
 
 
 def _total(backend: Backend, values: Sequence[Tensor]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
@@ -15,10 +16,10 @@ from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.grads import Gradients
-from nxtrain.train.step import TrainState
+from nxtrain.train.step import TrainState, train_step
 from tests.support.drawn import SEED, covering_array, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
-from tests.support.models import MIXTURES, weights_of
+from tests.support.models import MIXTURES, hf_model, weights_of
 from tests.support.parity import (
     Gradient,
     batches,
@@ -37,7 +38,7 @@ LAYOUTS = [*covering_array(SEED + 1, 64), *covering_array(SEED + 1, 48, cp=True)
 
 @pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_with_experts_equals_transformers(ranks: RankPool, index: int) -> None:
-    run = draw("mixtures", SEED, index, LAYOUTS[index], family=MIXTURES[index % 2])
+    run = draw("mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)
@@ -97,6 +98,31 @@ def lost_router(state: TrainState) -> None:
     held = state.data_parallel
     specs = {name: replace(spec, partial_gradient=False) for name, spec in state.table.items() if "gate.weight" in name}
     held.layout = Layout(ParamTable({**state.table, **specs}), state.mesh)
+
+
+def measured(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Tensor:
+    """Measures of the routers in a step."""
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    found = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3).routing
+    assert found is not None
+    return found.clone()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("degrees", [{}, {"dp": 2}, {"cp": 2}, {"tp": 2, "sp": True}, {"tp": 2}, {"pp": 2}])
+def test_a_step_measures_the_losses_of_transformers_and_the_load_of_each_expert(
+    ranks: RankPool, family: str, degrees: dict[str, Any]
+) -> None:
+    resolved = mixture(family, **degrees)
+    (batch,) = batches(resolved, 1)
+    theirs = hf_model(resolved)(input_ids=batch[:, :-1], output_router_logits=True)
+    logits = torch.cat(theirs.router_logits)
+    chosen = logits.softmax(-1).topk(2, dim=-1).indices.flatten()
+    shares = torch.bincount(chosen, minlength=5) / len(chosen)
+    want = torch.cat([torch.stack([theirs.aux_loss, logits.logsumexp(-1).square().mean()]), shares])
+    for found in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved)):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
 
 
 Change = Callable[[TrainState], None]

@@ -9,9 +9,8 @@ import pytest
 
 from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw
+from tests.support.drawn import CONFIG, ROOT, SEED, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
-from tests.support.models import MIXTURES
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""
@@ -20,7 +19,6 @@ NAME = str(CONFIG.relative_to(ROOT))
 
 LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
 CONTEXT = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, cp=True)[:6]
-EXPERTS = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, ep=True)[:6]
 
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
@@ -33,10 +31,18 @@ def test_a_drawn_command_with_context_parallelism_does_too(tmp_path: Path, index
     check(tmp_path, draw("command-cp", SEED, index, CONTEXT[index]), launches=index == 0)
 
 
+EXPERTS = covering_array(SEED + 2, 64, lambda degrees: degrees.world == 2)[:4]
+DIVIDED = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, ep=True)[:6]
+
+
 @pytest.mark.parametrize("index", range(len(EXPERTS)), ids=lambda index: f"{index}-{EXPERTS[index]}")
+def test_a_drawn_command_with_experts_does_too(tmp_path: Path, index: int) -> None:
+    check(tmp_path, draw("command-mixtures", SEED, index, EXPERTS[index]), launches=index == 0)
+
+
+@pytest.mark.parametrize("index", one_in(2, range(len(DIVIDED))), ids=lambda index: f"{index}-{DIVIDED[index]}")
 def test_a_drawn_command_with_divided_experts_does_too(tmp_path: Path, index: int) -> None:
-    run = draw("command-ep", SEED, index, EXPERTS[index], family=MIXTURES[index % 2])
-    check(tmp_path, run, launches=index == 0)
+    check(tmp_path, draw("command-ep-mixtures", SEED, index, DIVIDED[index]), launches=index == 0)
 
 
 def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:
