@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
-LANES = ("process", "bf16", "gloo", "cp", "fp16", "native", "xla", "command")
+LANES = (
+    "process",
+    "bf16",
+    "gloo",
+    "cp",
+    "mixtures",
+    "process-mixtures",
+    "ep-mixtures",
+    "fp16",
+    "native",
+    "xla",
+    "command",
+)
 
 if TYPE_CHECKING:
     from tests.support.drawn import Drawn

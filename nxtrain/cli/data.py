@@ -46,7 +46,7 @@ def _location(text: str) -> Location:
 def _source(text: str) -> Any:
     """Path, address of S3, or address of a data set of the Hub."""
     if not text.startswith(HUB):
-        return _place(text)
+        return _location(text)
     from nxtrain.data.arrow.hub_files import HubAddress
 
     return HubAddress.parse(text)

@@ -185,6 +185,15 @@ class ShardSpec:
         assert self.dim == 0, self
         return ShardSpec(self.shape[:1], dim=0, segments=self.segments, decay=False, init=Init("zeros"))
 
+    def of_rank(self, ep: Axis) -> ShardSpec:
+        """Sharding of the experts that this rank of an expert parallel axis holds, of a parameter with all experts."""
+        if not self.expert or ep.size == 1:
+            return self
+        share = len(self.segments) // ep.size
+        own = self.segments[ep.rank * share : (ep.rank + 1) * share]
+        dim, size = self.dim or 0, sum(segment.size for segment in own)
+        return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]), segments=own)
+
     def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
         """Slices that this rank of `axis` holds, in local order; a segment that does not divide is padded."""
         pieces, local_start = [], 0

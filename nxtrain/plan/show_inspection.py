@@ -46,7 +46,10 @@ def _model_lines(found: Inspection) -> Iterator[str]:
     inner = f"MLP {dimensions.intermediate_size:,}"
     if dimensions.mixture is not None:
         mixture = dimensions.mixture
-        inner = f"{mixture.num_experts} experts of {mixture.expert_size:,}, {mixture.experts_per_token} for each token"
+        inner = (
+            f"{mixture.num_experts} experts of {mixture.expert_size:,}, {mixture.experts_per_token} for each token, "
+            f"which passes through {dimensions.num_active_params:,} parameters"
+        )
     yield (
         f"{dimensions.num_layers} blocks of {params['block']:,}: width {dimensions.hidden_size:,}, "
         f"{dimensions.num_heads} heads of {dimensions.head_size}, {dimensions.num_kv_heads} K/V heads, "

@@ -236,7 +236,7 @@ class Rank:
         return tuple(units)
 
     def _hold(self, parameter: Parameter) -> Held:
-        job, spec = self.job, parameter.spec
+        job, spec = self.job, parameter.spec.of_rank(self.mesh.ep)
         local = spec.local_shape(self.mesh.tp)
         if parameter.is_packed:
             local = _packed_shape(spec, self.mesh.tp, job.params_size)

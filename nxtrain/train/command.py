@@ -119,7 +119,10 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
 def _announce(context: RunContext) -> None:
     """Print the backend, the mesh, and notes of the backend and its layers."""
     backend, mesh = context.backend, context.mesh
-    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, {_context(context)}dp {mesh.dp_size}{_sharding(context)}"
+    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, {_context(context)}dp {mesh.dp_size}"
+    if mesh.ep_size > 1:
+        degrees += f", experts divided by {mesh.ep_size}"
+    degrees += _sharding(context)
     context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {degrees}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)

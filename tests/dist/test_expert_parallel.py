@@ -22,7 +22,6 @@ from nxtrain.config.check import Resolved
 from tests.support.drawn import SEED, covering_array, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.experts import Experts, expert_reference, expert_weights, with_experts
-from tests.support.models import MIXTURES
 from tests.support.parity import Course, batches, check_course, course_of, layout, run_ours, start
 from tests.support.ranks import RankPool
 
@@ -76,7 +75,7 @@ LAYOUTS = covering_array(SEED, 48, ep=True)
 
 @pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
-    run = draw("ep", SEED, index, LAYOUTS[index], family=MIXTURES[index % 2])
+    run = draw("ep-mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)

@@ -154,3 +154,29 @@ def test_fewer_ranks_and_then_as_many_as_before(started_by: ForkServerContext, t
     assert found[:alike] == expected[:alike]
     for a, b in zip(found, expected, strict=True):
         assert abs(a["loss"] - b["loss"]) <= 1e-6 * b["loss"], (a, b)
+
+
+def test_experts_divided_otherwise_at_each_start(started_by: ForkServerContext, tmp_path: Path) -> None:
+    """Four ranks with all experts, with two, with two whose state is sharded, and with one."""
+    shape = ("num_local_experts=4", "num_experts_per_tok=2", "intermediate_size=9", "router_aux_loss_coef=0.1")
+    overrides = ("model.family=mixtral", *(f"model.config.{line}" for line in shape), "parallel.dp=4", WAITS)
+    configure(tmp_path / "golden")
+    configure(tmp_path / "divided")
+    whole = supervise(started_by, tmp_path / "golden", overrides=overrides, world=4)
+    history = History(tmp_path / "divided")
+    ways = [
+        (1, "none", "kill@0:5:fwd"),
+        (2, "none", "kill@1:8:bwd"),
+        (2, "zero1", "kill@2:11:opt"),
+        (4, "none", "sleep@0:1:fwd:0.01"),
+    ]
+    for ep, shard, fault in ways:
+        how = (*overrides, f"parallel.ep={ep}", f"parallel.shard={shard}")
+        history.starts.append(start(started_by, history.folder, [PACE, fault], overrides=how, world=4))
+    assert [found.code != 0 for found in history.starts] == [True, True, True, False], history.said
+    assert history.resumed == [3, 6, 9], "each start goes on from a checkpoint of another division"
+    found, expected = course(history.run), Golden.of(whole).course
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-6 * b["loss"], (a, b)
+        assert abs(a["grad_norm"] - b["grad_norm"]) <= 1e-5 * b["grad_norm"], (a, b)

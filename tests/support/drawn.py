@@ -151,7 +151,9 @@ def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
 def draw(
     lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False, family: str = ""
 ) -> Drawn:
-    """One run of a layout."""
+    """One run of a layout; of a lane of mixtures, one with experts."""
+    if lane.endswith("mixtures"):
+        family = MIXTURES[index % len(MIXTURES)]
     family = family or FAMILIES[(seed + index) % len(FAMILIES)]
     for attempt in range(TRIES):
         rng = Random(f"{lane}/{seed}/{index}/{attempt}")

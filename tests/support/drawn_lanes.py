@@ -57,6 +57,8 @@ class Lanes:
         self._layouts: dict[str, Sequence[Degrees]] = {
             "gloo": covering_array(seed, LAYOUTS),
             "cp": covering_array(seed, LAYOUTS, cp=True),
+            "mixtures": [*covering_array(seed + 1, LAYOUTS), *covering_array(seed + 1, 48, cp=True)],
+            "ep-mixtures": covering_array(seed, 48, ep=True),
             "fp16": covering_array(seed, LAYOUTS),
             "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
             "xla": covering_array(seed, 12, is_for_xla),
@@ -100,9 +102,9 @@ class Lanes:
 
     def _courses(self, drawn: Drawn) -> list[Course]:
         weights, world = first_weights(drawn), drawn.degrees.world
-        if drawn.lane == "process":
+        if drawn.lane in ("process", "process-mixtures"):
             return [ours(self._backend, drawn, weights)]
-        if drawn.lane in ("gloo", "cp"):
+        if drawn.lane in ("gloo", "cp", "mixtures", "ep-mixtures"):
             return self._ranks.run(world, ours, drawn, weights)
         if drawn.lane == "native":
             return self._native.run(world, ours, drawn, weights)

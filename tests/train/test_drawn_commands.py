@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import ROOT, commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, SEED, Drawn, covering_array, draw
+from tests.support.drawn import CONFIG, SEED, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)
@@ -29,6 +29,20 @@ def test_a_drawn_command_trains_as_transformers_does(tmp_path: Path, index: int)
 @pytest.mark.parametrize("index", range(len(CONTEXT)), ids=lambda index: f"{index}-{CONTEXT[index]}")
 def test_a_drawn_command_with_context_parallelism_does_too(tmp_path: Path, index: int) -> None:
     check(tmp_path, draw("command-cp", SEED, index, CONTEXT[index]), launches=index == 0)
+
+
+EXPERTS = covering_array(SEED + 2, 64, lambda degrees: degrees.world == 2)[:4]
+DIVIDED = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, ep=True)[:6]
+
+
+@pytest.mark.parametrize("index", range(len(EXPERTS)), ids=lambda index: f"{index}-{EXPERTS[index]}")
+def test_a_drawn_command_with_experts_does_too(tmp_path: Path, index: int) -> None:
+    check(tmp_path, draw("command-mixtures", SEED, index, EXPERTS[index]), launches=index == 0)
+
+
+@pytest.mark.parametrize("index", one_in(2, range(len(DIVIDED))), ids=lambda index: f"{index}-{DIVIDED[index]}")
+def test_a_drawn_command_with_divided_experts_does_too(tmp_path: Path, index: int) -> None:
+    check(tmp_path, draw("command-ep-mixtures", SEED, index, DIVIDED[index]), launches=index == 0)
 
 
 def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:

@@ -13,7 +13,7 @@ from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_fp16 import WORSE, Distance, distances, root_mean_square
 from tests.support.drawn_runs import error_of, failures, ours, wanted
 from tests.support.drawn_runs import first_weights as weights_of
-from tests.support.models import MIXTURES, SCALING_TYPES
+from tests.support.models import SCALING_TYPES
 
 BATCHES, EACH = 8, 25
 NUM_BF16 = 40
@@ -37,10 +37,10 @@ def test_drawn_runs_equal_transformers_in_float32(backend: Backend, batch: int) 
     assert not failures(errors), failures(errors)
 
 
-@pytest.mark.parametrize("batch", one_in(2, range(4)))
+@pytest.mark.parametrize("batch", one_in(4, range(8)))
 def test_drawn_runs_of_mixtures_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
-    indices = range(batch * EACH, (batch + 1) * EACH)
-    runs = [draw("mixtures", SEED, index, family=MIXTURES[index % 2]) for index in indices]
+    indices = range(batch * 12, (batch + 1) * 12)
+    runs = [draw("process-mixtures", SEED, index) for index in indices]
     errors = []
     for run in runs:
         weights = weights_of(run)

@@ -17,7 +17,6 @@ from tests.support.lora import (
     with_dropout,
     with_keys,
 )
-from tests.support.models import MIXTURES
 from tests.support.parity import Course
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
@@ -51,14 +50,13 @@ EXPERTS = [
     *covering_array(SEED + 1, 3, lambda degrees: is_for_xla(degrees) and degrees.world == 2, cp=True)[:3],
 ]
 for _index, _degrees in enumerate(EXPERTS):
-    _family = MIXTURES[_index % 2]
-    _drawn = draw("xla-experts", SEED, _index, _degrees, xla=True, family=_family)
+    _drawn = draw("xla-mixtures", SEED, _index, _degrees, xla=True)
     GROUPS.setdefault(f"experts on {_degrees.world} devices", []).append(_drawn)
 
 DIVIDED = covering_array(SEED, 5, lambda degrees: is_for_xla(degrees) and degrees.world in (2, 3), ep=True)[:3]
 DIVIDED += [Degrees(tp=2, dp=2, ep=2, sequence_parallel=True), Degrees(dp=4, ep=2, shard="zero1")]
 for _index, _degrees in enumerate(DIVIDED):
-    _drawn = draw("xla-ep", SEED, _index, _degrees, xla=True, family=MIXTURES[_index % 2])
+    _drawn = draw("xla-ep-mixtures", SEED, _index, _degrees, xla=True)
     GROUPS.setdefault(f"divided experts on {_degrees.world} devices", []).append(_drawn)
 
 GROUPS_OF_A_RUN = [

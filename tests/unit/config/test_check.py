@@ -308,6 +308,12 @@ def test_mistakes_in_model_config_have_full_keys_and_nearest_names(tmp_path: Pat
     assert {problem.origin for problem in found.values()} == {"override"}
 
 
+def test_experts_are_not_compiled(tmp_path: Path) -> None:
+    found = only(tmp_path, "model.family=mixtral", "model.preset=tiny", "compile.torch_compile=true")
+    assert (found.key, found.hint) == ("compile.torch_compile", "use false")
+    assert "the host reads the number of rows of each expert" in found.reason
+
+
 def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
     model = checked(hf, f"model.hf={hf}", "model.init=hf", "model.config.num_hidden_layers=1").model.model_dump()
     assert {name: model[name] for name in ("vocab_size", "num_hidden_layers", "tie_word_embeddings")} == {
