@@ -51,6 +51,10 @@ class DecoderFamily(ModelFamily):
     def dimensions(self, config: ModelConfig) -> Dimensions:
         """Dimensions of the model."""
         decoder = cast(DecoderConfig, config)
+        windows = [decoder.window_of(layer) for layer in range(decoder.num_hidden_layers)]
+        full_layers = 0
+        if windows[-1] is not None:
+            full_layers = windows.count(None)
         return Dimensions(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
@@ -62,7 +66,8 @@ class DecoderFamily(ModelFamily):
             tied=decoder.tie_word_embeddings,
             qkv_bias=decoder.qkv_bias,
             head_norms=decoder.head_norms,
-            window=decoder.window_of(decoder.num_hidden_layers - 1),
+            window=windows[-1],
+            full_layers=full_layers,
             mixture=decoder.mixture,
             dense_layers=decoder.dense_layers,
         )

@@ -5,8 +5,10 @@ Importable without torch. Trainium's kernels have choices of their own, in `back
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, cast
 
 from nxtrain.backends.limits import LONGEST_SCORES, MIN_FLEX_HEAD, block_rows
 from nxtrain.common.dimensions import Dimensions
@@ -40,6 +42,7 @@ class AttentionShape:
         cp: Ranks that share the positions of a sequence.
         cp_method: `parallel.cp_method`.
         window: Most keys that a query sees, its own among them; None: no limit.
+        full_layers: First layers, whose queries see all keys before them in spite of the window.
     """
 
     micro_batch: int
@@ -52,6 +55,7 @@ class AttentionShape:
     cp: int = 1
     cp_method: Literal["auto"] | ContextMethod = "auto"
     window: int | None = None
+    full_layers: int = 0
 
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> AttentionShape:
@@ -67,12 +71,18 @@ class AttentionShape:
             cp=config.parallel.cp,
             cp_method=config.parallel.cp_method,
             window=dimensions.window,
+            full_layers=dimensions.full_layers,
         )
 
     @property
     def has_window(self) -> bool:
         """True if some query does not see all keys before it, documents apart."""
         return self.window is not None and self.window < self.seq_len
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if some layers have a window, and others none."""
+        return self.has_window and self.full_layers > 0
 
     @property
     def limits(self) -> list[str]:
@@ -137,20 +147,44 @@ class AttentionChoice:
         kind: The implementation.
         reason: Reason of the choice.
         lnc: Physical cores that share the work of a flash kernel on Trainium.
+        has_full_flash: The layers without a window use a flash kernel, unlike those that the choice is for.
     """
 
     kind: AttentionKind
     reason: str
     lnc: int = 1
+    has_full_flash: bool = False
 
     @property
     def is_flash(self) -> bool:
-        """True for a flash kernel."""
-        return self.kind == "flash"
+        """True if some layer uses a flash kernel."""
+        return self.kind == "flash" or self.has_full_flash
 
     def __str__(self) -> str:
         """Line for people."""
         return f"{self.kind} attention: {self.reason}"
+
+
+Choose = Callable[[AttentionShape], AttentionChoice | None]
+"""Choice for layers that are all alike."""
+
+
+def choose_mixed(choose: Choose, shape: AttentionShape) -> AttentionChoice | None:
+    """Choice for the layers with a window, with a sentence about the layers without one.
+
+    Args:
+        choose: The choice for either kind.
+        shape: Shape of the attention, of which some layers have a window.
+    """
+    with_window, full = choose(replace(shape, full_layers=0)), choose(replace(shape, full_layers=0, window=None))
+    assert with_window is not None, "attention in windows has no choice without a name"
+    kind = "torch's causal" if full is None else full.kind
+    reason = f"{with_window.reason}. The first {shape.full_layers:,} layers have no window: {kind} attention"
+    if full is None:
+        return replace(with_window, reason=reason)
+    if full.kind != with_window.kind:
+        reason = f"{reason}, {full.reason}"
+    return replace(with_window, reason=reason, lnc=full.lnc, has_full_flash=full.is_flash)
 
 
 def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
@@ -164,6 +198,8 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     Raises:
         ConfigError: A flash kernel is wanted.
     """
+    if shape.is_mixed:
+        return choose_mixed(partial(choose_torch, backend, wanted), shape)
     if wanted == "flash":
         reason = f"flash is a kernel of backend.name=neuron and neuron-native; {backend} has torch's attention only"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
@@ -201,8 +237,11 @@ def choose_by(
         kernel: Name of the kernel in sentences.
 
     Raises:
-        ConfigError: The kernel is wanted and cannot run.
+        ConfigError: The kernel is wanted and cannot run in every layer.
     """
+    if shape.is_mixed:
+        own = partial(choose_by, backend, wanted, obstacles=obstacles, flash=flash, kernel=kernel)
+        return cast(AttentionChoice, choose_mixed(own, shape))
     if shape.limits:
         obstacles = [f"{'; '.join(shape.limits)}, and {kernel} takes no mask", *obstacles]
     if wanted == "flash" and obstacles:

@@ -75,6 +75,7 @@ class Dimensions:
         qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
         head_norms: Every head of the queries and keys is normalized.
         window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
+        full_layers: First layers, whose queries see all tokens before them in spite of the window.
         mixture: Experts of the blocks; None: every block has one feed-forward.
         dense_layers: Blocks without experts, in a model whose other blocks have experts.
     """
@@ -93,6 +94,7 @@ class Dimensions:
     qkv_bias: bool = False
     head_norms: bool = False
     window: int | None = None
+    full_layers: int = 0
     mixture: Mixture | None = None
     dense_layers: tuple[int, ...] = ()
 
@@ -139,26 +141,52 @@ class Dimensions:
         num_sparse = self.num_layers - len(self.dense_layers)
         return self.num_params - num_sparse * idle * 3 * self.hidden_size * self.mixture.expert_size
 
+    def windows(self, layers: range) -> list[tuple[int | None, int]]:
+        """Windows of some layers, None for all tokens before a query, and the number of layers with each."""
+        num_full = len(layers)
+        if self.window is not None:
+            num_full = max(0, min(layers.stop, self.full_layers) - layers.start)
+        kinds = [(None, num_full), (self.window, len(layers) - num_full)]
+        return [(window, number) for window, number in kinds if number]
+
+    def attention_flops(self, seq_len: int, window: int | None = None) -> int:
+        """Operations of the two products of causal attention per token and layer, forward.
+
+        A query sees half of the sequence on average. Within a window of W tokens, a query sees W - W^2 / 2S.
+        """
+        seen = seq_len
+        if window is not None and window < seq_len:
+            seen = (2 * window * seq_len - window**2) // seq_len
+        return 2 * self.num_heads * self.head_size * seen
+
     def layer_costs(self, seq_len: int) -> LayerCosts:
         """Operations of the forward pass of each layer per token; an embedding lookup costs nothing.
 
         In a model with experts, the block is one that has them. A forward pass has two operations for each entry of a
-        matrix. The two products of causal attention see half of the sequence on average. Biases and norms count as
+        matrix. Attention counts as the mean of all blocks, some of which may have windows. Biases and norms count as
         nothing.
 
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
-        attention = self.num_heads * self.head_size * seq_len
-        return LayerCosts(0, 2 * (self.block_matmul_params + attention), 2 * self.vocab_size * self.hidden_size)
+        block = 2 * self.block_matmul_params + self._all_attention_flops(seq_len) // self.num_layers
+        return LayerCosts(0, block, 2 * self.vocab_size * self.hidden_size)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Operations of forward and backward for one token, causal attention counted once.
 
         The backward pass has twice as many operations as the forward pass.
         """
-        forward, dense = self.layer_costs(seq_len), self.dense.layer_costs(seq_len)
         num_dense = len(self.dense_layers)
-        return 3 * ((self.num_layers - num_dense) * forward.block + num_dense * dense.block + forward.head)
+        matrices = (self.num_layers - num_dense) * self.block_matmul_params + self.vocab_size * self.hidden_size
+        if num_dense:
+            matrices += num_dense * self.dense.block_matmul_params
+        return 3 * (2 * matrices + self._all_attention_flops(seq_len))
+
+    def _all_attention_flops(self, seq_len: int) -> int:
+        total = 0
+        for window, number in self.windows(range(self.num_layers)):
+            total += number * self.attention_flops(seq_len, window)
+        return total
 
 
 def _num_entries(specs: Mapping[str, ShardSpec]) -> int:

@@ -61,11 +61,17 @@ class SequenceCut:
         """Positions of a rank, one by one."""
         return _listed(self, rank)
 
-    def pairs(self, rank: int) -> int:
-        """Pairs of a query of a rank and a key that the query sees under causal attention."""
+    def pairs(self, rank: int, window: int | None = None) -> int:
+        """Pairs of a query of a rank and a key that the query sees: all before, or at most a window of them."""
+        limit = self.seq_len
+        if window is not None:
+            limit = min(window, limit)
         pairs = 0
         for positions in self.positions(rank):
-            pairs += len(positions) * (positions[0] + positions[-1] + 2) // 2
+            growing = range(positions.start, min(positions.stop, limit), positions.step)
+            if growing:
+                pairs += len(growing) * (growing[0] + growing[-1] + 2) // 2
+            pairs += (len(positions) - len(growing)) * limit
         return pairs
 
 

@@ -328,8 +328,8 @@ def forward_working_bytes(job: Job) -> int:
     """Largest tensors of a block's forward pass if nothing is kept, the stream and its norm included.
 
     In the feed-forward: gate, up, and the product. In attention: queries, keys and values as projected and as rotated,
-    the output, and what the kernel works with. Fused layers with adapters have their result four times: of the matrix,
-    of each adapter, of these together, and the sum. Others have it thrice.
+    the output, and what the kernel works with. Layers with adapters have their result thrice: of the matrix, of the
+    adapters, and the sum; fused ones, of each adapter and of these together before the sum.
     """
     train, size, tokens = job.config.train, job.params_size, job.micro_tokens
     queries, keys = job.query_width, job.key_width
@@ -353,7 +353,7 @@ def forward_working_bytes(job: Job) -> int:
     parts = 3 if job.dimensions.gated else 2
     if _adapted(job, MLP_IN):
         is_stack = job.config.model.fused_gate_up and job.dimensions.gated
-        parts = 8 if is_stack else 4
+        parts = 6 if is_stack else 4
     mlp = parts * _product_bytes(job)
     if job.dimensions.mixture is not None:
         mlp = expert_forward_bytes(job)
@@ -371,6 +371,9 @@ def _blocks_work_bytes(job: Job, scores: int) -> int:
     queries, keys = job.query_width * job.micro_tokens, job.key_width * job.micro_tokens
     heads = train.micro_batch * job.local_heads
     rows = min(block_rows(heads, train.seq_len), train.seq_len)
+    num_keys = train.seq_len
+    if job.block_window is not None:
+        num_keys = min(num_keys, job.block_window + rows - 1)
     entry = scores * FLOAT
     if size < FLOAT:
         entry += size
@@ -378,7 +381,7 @@ def _blocks_work_bytes(job: Job, scores: int) -> int:
     if train.micro_batch > 1:  # of one sequence the copies are views
         copies = (scores * queries + 2 * keys) * size
     # Results of blocks are put together, and then laid out as the input; the scores are free by then.
-    return copies + queries * FLOAT + max(2 * queries * FLOAT, heads * rows * train.seq_len * entry)
+    return copies + queries * FLOAT + max(2 * queries * FLOAT, heads * rows * num_keys * entry)
 
 
 def _is_long(job: Job) -> bool:

@@ -95,34 +95,35 @@ def _block_bytes(job: Job, num_scores: int) -> int:
     return rows * num_keys * (heads * scores + batch * MASK_BYTES)
 
 
-def work_share(job: Job, *, skips: bool) -> float:
-    """Work of the rank with most of attention, over the mean of all ranks in causal attention.
+def work_share(job: Job, window: int | None = None, *, skips: bool) -> float:
+    """Work of the rank with most of a layer's attention, over the mean of all ranks in causal attention.
 
     Args:
         job: The run.
+        window: Tokens that a query of the layer sees; None: all before.
         skips: Attention leaves out the keys after its queries, as eager devices do; graphs of all ranks meet all keys.
     """
-    return _most_pairs(job, skips=skips) * job.config.parallel.cp / _all_pairs(job)
+    return _most_pairs(job, window, skips=skips) * job.config.parallel.cp / _all_pairs(job, window)
 
 
-def moved_scores(job: Job) -> int:
-    """Bytes of scores that a block's attention writes and reads once forward, on the rank with most of them."""
-    pairs = _most_pairs(job, skips=not job.is_lazy)
+def moved_scores(job: Job, window: int | None = None) -> int:
+    """Bytes of scores that a layer's attention writes and reads once forward, on the rank with most of them."""
+    pairs = _most_pairs(job, window, skips=not job.is_lazy)
     return job.config.train.micro_batch * job.local_heads * pairs * 2 * FLOAT
 
 
-def _most_pairs(job: Job, *, skips: bool) -> int:
+def _most_pairs(job: Job, window: int | None, *, skips: bool) -> int:
     """Most pairs of a query and a key that a rank computes."""
     parallel, seq_len = job.config.parallel, job.config.train.seq_len
     if not skips:
         return job.local_len * seq_len
     cut = SequenceCut.of(seq_len, parallel.cp, parallel.cp_layout)
-    return max(cut.pairs(0), cut.pairs(parallel.cp - 1))
+    return max(cut.pairs(0, window), cut.pairs(parallel.cp - 1, window))
 
 
-def _all_pairs(job: Job) -> float:
+def _all_pairs(job: Job, window: int | None) -> int:
     """Pairs of a query and a key that it sees, in a whole sequence."""
-    return job.config.train.seq_len * (job.config.train.seq_len + 1) / 2
+    return SequenceCut(job.config.train.seq_len, 1, "contiguous").pairs(0, window)
 
 
 def context_bytes(job: Job, num_blocks: int) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Literal
 
@@ -27,6 +27,9 @@ grouped: A fused kernel that repeats no heads: torch's, FlexAttention's or NKI's
 blocked: A sum for each query, in `backends/ranged_attention.py`.
 scores: All scores of elementary operations.
 """
+
+_BY_KEPT_BYTES: tuple[Attention, ...] = ("fused", "grouped", "blocked", "probabilities", "scores")
+"""Implementations in the order of what they keep."""
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""
@@ -174,12 +177,35 @@ class Job:
 
     @cached_property
     def attention(self) -> Attention:
-        """Implementation of attention on this backend, by the tensors that it keeps."""
-        train, shape = self.config.train, self.attention_shape
+        """Implementation of attention on this backend, by the tensors that it keeps; of two, that which keeps more."""
+        if self.attention_shape.is_mixed:
+            return max(self.windowed_attention, self.full_attention, key=_BY_KEPT_BYTES.index)
+        return self.windowed_attention
+
+    @cached_property
+    def windowed_attention(self) -> Attention:
+        """Implementation in layers with a window; in all layers of a model without windows."""
+        return self._attention_of(replace(self.attention_shape, full_layers=0))
+
+    @cached_property
+    def full_attention(self) -> Attention:
+        """Implementation in layers without a window."""
+        return self._attention_of(replace(self.attention_shape, full_layers=0, window=None))
+
+    @cached_property
+    def block_window(self) -> int | None:
+        """Most tokens that a query sees in layers whose attention goes block by block; None: all before it."""
+        if self.attention_shape.is_mixed and self.full_attention == "blocked":
+            return None
+        return self.attention_shape.window
+
+    def _attention_of(self, shape: AttentionShape) -> Attention:
+        """Attention of layers that are all alike."""
+        train = self.config.train
         if self.config.parallel.cp > 1:
             return "blocked"
         if self.backend in ("neuron", "neuron-native"):
-            return self._attention_on_trainium()
+            return self._attention_on_trainium(shape)
         chosen = choose_torch(self.backend, self.config.backend.attention, shape)
         if chosen is not None and chosen.kind == "blocked":
             return "blocked"
@@ -188,8 +214,8 @@ class Job:
             return "probabilities" if is_short else "fused"
         return "scores" if self.backend == "xla" else "grouped"
 
-    def _attention_on_trainium(self) -> Attention:
-        seq_len, shape = self.config.train.seq_len, self.attention_shape
+    def _attention_on_trainium(self, shape: AttentionShape) -> Attention:
+        seq_len = self.config.train.seq_len
         if shape.limits:
             return "blocked"
         if not self.is_lazy:

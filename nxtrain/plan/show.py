@@ -128,7 +128,7 @@ def _attention_cost(job: Job) -> str:
         return f"{limits}. {cost}" if limits else cost
     if job.backend == "cpu":
         return f"{limits}: a call for each document, planned as one for the row"
-    return f"{limits}: torch's FlexAttention, planned as causal attention of the row"
+    return f"{limits}: torch's FlexAttention, planned without documents"
 
 
 def show_found(found: Found, note: str, top: int) -> None:

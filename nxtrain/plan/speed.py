@@ -222,20 +222,22 @@ class Rates:
 
 def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
     """Seconds of every part for a micro-batch."""
-    costs: dict[tuple[int, bool], PartTime] = {}
+    costs: dict[tuple[object, bool], PartTime] = {}
     found = []
     for chunk in range(job.config.parallel.virtual_pp):
         for parts in job.parts:
-            num_blocks, last = len(parts[chunk].blocks), parts[chunk].last
-            if (num_blocks, last) not in costs:
-                costs[num_blocks, last] = _part(job, num_blocks, last, links, rates, code)
-            found.append(costs[num_blocks, last])
+            blocks, last = parts[chunk].blocks, parts[chunk].last
+            kind = tuple(job.dimensions.windows(blocks)), last
+            if kind not in costs:
+                costs[kind] = _part(job, blocks, last, links, rates, code)
+            found.append(costs[kind])
     return found
 
 
-def _part(job: Job, num_blocks: int, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:
+def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:
     """Seconds of a part for a micro-batch."""
-    forward, backward = passes(job, num_blocks, has_head=has_head, fused_context=code.fused_context)
+    num_blocks = len(blocks)
+    forward, backward = passes(job, blocks, has_head=has_head, fused_context=code.fused_context)
     restore_s = restored_bytes(job, num_blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
     tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, code.tp_overlap, rates.products)
     sent_forward, sent_backward = context_bytes(job, num_blocks)

@@ -28,28 +28,23 @@ class Work(NamedTuple):
     moved: float
 
 
-def passes(job: Job, num_blocks: int, *, has_head: bool, fused_context: bool = False) -> tuple[Work, Work]:
+def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = False) -> tuple[Work, Work]:
     """Work of a part's forward and backward pass for a micro-batch, recomputation included.
 
     Args:
         job: The run.
-        num_blocks: Blocks of the part.
+        blocks: Blocks of the part.
         has_head: The part ends with the loss.
         fused_context: A fused kernel computes attention between context parallel ranks, as in other libraries.
     """
-    per_token, tokens = job.dimensions.layer_costs(job.config.train.seq_len), job.micro_tokens
-    remat = job.config.train.remat
-    attention: float = num_blocks * attention_flops(job)
-    matrices = num_blocks * (per_token.block - attention_flops(job))
+    tokens, num_blocks, remat = job.micro_tokens, len(blocks), job.config.train.remat
+    attention, scores = _attention(job, blocks, fused_context=fused_context)
+    matrices = num_blocks * 2 * job.dimensions.block_matmul_params
     adapters = num_blocks * 2 * adapter_params(job)
-    moved = num_blocks * _moved_bytes(job)
-    if job.config.parallel.cp > 1:
-        attention *= work_share(job, skips=fused_context or not job.is_lazy)
-        if not fused_context:
-            moved += num_blocks * moved_scores(job)
+    moved = num_blocks * _moved_bytes(job) + scores
     head = logits = 0
     if has_head:
-        head = per_token.head
+        head = 2 * job.dimensions.vocab_size * job.dimensions.hidden_size
         # The loss moves logits in the type of the model and in float32, and their gradient.
         logits = job.micro_tokens * job.vocab_rows * (3 * job.params_size + 3 * SIZES["fp32"])
     forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved + logits)
@@ -81,9 +76,17 @@ def _moved_bytes(job: Job) -> int:
     return (stream + job.micro_tokens * per_token) * job.params_size
 
 
-def attention_flops(job: Job) -> int:
-    """Operations of causal attention forward, per token and block."""
-    return 2 * job.dimensions.num_heads * job.dimensions.head_size * job.config.train.seq_len
+def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, int]:
+    """Operations per token of the attention of some blocks forward, and bytes of the scores that they move."""
+    flops, moved = 0.0, 0
+    for window, number in job.dimensions.windows(blocks):
+        one: float = job.dimensions.attention_flops(job.config.train.seq_len, window)
+        if job.config.parallel.cp > 1:
+            one *= work_share(job, window, skips=fused_context or not job.is_lazy)
+            if not fused_context:
+                moved += number * moved_scores(job, window)
+        flops += number * one
+    return flops, moved
 
 
 def adapter_params(job: Job) -> int:
@@ -106,7 +109,9 @@ def model_flops_per_token(job: Job) -> int:
     whole = job.dimensions.flops_per_token(seq_len)
     if job.adapters is None:
         return whole
-    return 2 * whole // 3 + num_layers * (attention_flops(job) + 6 * adapter_params(job))
+    matrices = num_layers * job.dimensions.block_matmul_params + job.dimensions.vocab_size * job.dimensions.hidden_size
+    attention = whole // 3 - 2 * matrices
+    return 2 * whole // 3 + attention + num_layers * 6 * adapter_params(job)
 
 
 def restored_bytes(job: Job, num_blocks: int) -> float:

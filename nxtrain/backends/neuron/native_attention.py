@@ -6,6 +6,8 @@ compute a shape that does not fit. For one shape on trn2.3xlarge, that user meas
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
 from nxtrain.common.errors import ConfigError, Problem
 
@@ -30,7 +32,10 @@ def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> 
     obstacles = _obstacles(shape)
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
-    if wanted == "plain" and not obstacles and not shape.limits:
+    without_window = shape
+    if shape.is_mixed:
+        without_window = replace(shape, window=None)
+    if wanted == "plain" and not obstacles and not without_window.limits:
         reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])

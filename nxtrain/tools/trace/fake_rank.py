@@ -74,10 +74,14 @@ TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devic
 
 
 class _Kernels(FusedKernels):
-    """torch's kernels without reads of values, with the attention of another device."""
+    """torch's kernels without reads of values, with the attention of another device.
 
-    def __init__(self, attention: Attention) -> None:
-        self._attention = attention
+    Args:
+        attention, windowed: Attention of layers without a window, and with one.
+    """
+
+    def __init__(self, attention: Attention, windowed: Attention) -> None:
+        self._attention, self._windowed = attention, windowed
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
@@ -93,7 +97,8 @@ class _Kernels(FusedKernels):
         return sdpa(q, k, v, grouped=self._attention == "grouped")
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        if window is not None or self._attention == "blocked":
+        kind = self._attention if window is None else self._windowed
+        if kind == "blocked":
             return super().document_attention(q, k, v, starts, window)
         # Neither calls for each document nor FlexAttention need more than one for the row.
         return self.attention(q, k, v)
@@ -118,12 +123,14 @@ class FakeBackend(C10dBackend):
 
     name = "fake"
 
-    def __init__(self, world: int, rank: int, ranks_per_node: int, attention: Attention) -> None:
+    def __init__(
+        self, world: int, rank: int, ranks_per_node: int, attention: Attention, windowed: Attention = "blocked"
+    ) -> None:
         self.device = torch.device("cpu")
         self.world, self.rank = world, rank
         self.local_world, self.local_rank = min(world, ranks_per_node), rank % ranks_per_node
         self.collectives = _Collectives(world)
-        self.kernels = self.host_kernels = _Kernels(attention)
+        self.kernels = self.host_kernels = _Kernels(attention, windowed)
         if world > 1:
             with without_greetings():
                 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -170,21 +177,32 @@ def trace_job(job: Job, stage: int) -> Traced:
     resolved = Resolved(config.model_copy(update=changes), family, resolve_model(config))
     cut = SequenceCut.of(config.train.seq_len, parallel.cp, parallel.cp_layout)
     rank = stage * (job.world // parallel.pp) + cut.rank_of_last * parallel.tp
-    return trace_rank(resolved, job.world, rank, job.machine.devices, job.attention)
+    kinds = job.full_attention, job.windowed_attention
+    return trace_rank(resolved, job.world, rank, job.machine.devices, *kinds)
 
 
-def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, attention: Attention) -> Traced:
+def trace_rank(
+    resolved: Resolved,
+    world: int,
+    rank: int,
+    ranks_per_node: int,
+    attention: Attention,
+    windowed: Attention = "blocked",
+) -> Traced:
     """Memory of a training step of one rank; the configuration has all degrees, and as many micro-batches as run."""
-    with fake_backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+    kinds = attention, windowed
+    with fake_backend(world, rank, ranks_per_node, *kinds) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)
         return step_memory(resolved, backend, mesh)
 
 
 @contextmanager
-def fake_backend(world: int, rank: int, ranks_per_node: int, attention: Attention) -> Iterator[FakeBackend]:
+def fake_backend(
+    world: int, rank: int, ranks_per_node: int, attention: Attention, windowed: Attention = "blocked"
+) -> Iterator[FakeBackend]:
     """Backend of a rank of a pretended world, closed in the end; arguments as of `trace_rank`."""
-    backend = FakeBackend(world, rank, ranks_per_node, attention)
+    backend = FakeBackend(world, rank, ranks_per_node, attention, windowed)
     try:
         yield backend
     finally:

@@ -105,7 +105,8 @@ def trace_step(resolved: Resolved, job: Job) -> list[str]:
     compile_ = job.config.compile.model_copy(update={"torch_compile": False})
     plan = Resolved(job.config.model_copy(update={"train": one, "compile": compile_}), resolved.family, resolved.model)
     devices = job.machine.devices
-    with fake_backend(job.world, 0, devices, job.attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+    kinds = job.full_attention, job.windowed_attention
+    with fake_backend(job.world, 0, devices, *kinds) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(plan, job.world, 0, devices)
         backend.lay_out(mesh)
         state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)

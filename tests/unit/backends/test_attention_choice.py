@@ -236,6 +236,33 @@ def test_a_window_is_no_work_of_flash_kernels(recorder: Recorder) -> None:
         assert backend.attention is None or backend.attention.is_flash or name == "neuron-native"
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_layers_without_a_window_take_the_attention_of_a_model_without_windows(name: str, recorder: Recorder) -> None:
+    """The announced sentence names both kinds, and both run."""
+    is_compiled = name == "cpu compiled"
+    mixed = AttentionShape(1, 4096, 4, 128, "bf16", window=1024, full_layers=3, compiled=is_compiled)
+    full, backend = opened(name), opened(name)
+    full.choose_attention("auto", replace(mixed, window=None))
+    backend.choose_attention("auto", mixed)
+    assert backend.attention is not None
+    assert backend.attention.kind == ("flex" if name == "cuda" else "blocked")
+    kind = "torch's causal" if full.attention is None else full.attention.kind
+    assert f"The first 3 layers have no window: {kind} attention" in backend.attention.reason
+    assert backend.attention.is_flash == (full.attention is not None and full.attention.is_flash)
+    if full.attention is not None:
+        assert backend.attention.lnc == full.attention.lnc
+    q, kv = torch.randn(SHORT, 2, 4, 8), torch.randn(SHORT, 2, 2, 8)
+    ran = []
+    for kernels in (full.kernels, backend.kernels):
+        recorder.kinds.clear()
+        CausalAttention(kernels)(q, kv, kv)
+        ran.append(set(recorder.kinds))
+    assert ran[0] == ran[1]
+    recorder.kinds.clear()
+    CausalAttention(backend.kernels, window=3)(q, kv, kv)
+    assert recorder.kinds == {backend.attention.kind}
+
+
 def test_where_flex_attention_fails_blocks_replace_it(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "failure", lambda *_: "RuntimeError: no compiler")
     shape = AttentionShape(1, 4096, 4, 128, "bf16", documents=True)

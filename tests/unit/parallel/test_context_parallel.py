@@ -58,6 +58,14 @@ def test_zigzag_and_stripes_balance_the_work_and_pieces_do_not(size: int) -> Non
     assert imbalance("contiguous") > 1
 
 
+@given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 7), st.integers(1, 80))
+def test_pairs_of_a_window_are_those_counted_one_by_one(layout: CutLayout, size: int, pieces: int, window: int) -> None:
+    cut = SequenceCut(2 * size * pieces, size, layout)
+    for rank in range(size):
+        assert cut.pairs(rank, window) == sum(min(position + 1, window) for position in cut.listed(rank))
+        assert cut.pairs(rank) == sum(position + 1 for position in cut.listed(rank))
+
+
 def test_auto_takes_stripes_for_lengths_without_pairs_of_pieces() -> None:
     assert [SequenceCut.of(length, 2, "auto").layout for length in (8, 10)] == ["zigzag", "striped"]
 

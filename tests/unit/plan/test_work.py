@@ -34,7 +34,7 @@ def job(**changes: Any) -> Job:
 @pytest.mark.parametrize("tp", [1, 8])
 def test_work_of_a_block_is_that_of_its_tensors(tp: int) -> None:
     """Of each tensor between products, one read and one write; two norms, two sums, the rotation and the gate."""
-    forward, backward = passes(job(tp=tp), 1, has_head=False)
+    forward, backward = passes(job(tp=tp), range(1), has_head=False)
     stream, rotated, gated = (2 * 2 + 2 * 3) * HIDDEN, 2 * (HEADS + KV_HEADS) * WIDTH, 3 * INNER
     moved = 2 * TOKENS * (stream + rotated + gated) / tp
     attention = 2 * HEADS * WIDTH * TOKENS * TOKENS
@@ -43,13 +43,13 @@ def test_work_of_a_block_is_that_of_its_tensors(tp: int) -> None:
 
 
 def test_norms_of_the_whole_sequence_are_on_every_rank_without_sequence_parallelism() -> None:
-    cut, whole = (passes(job(tp=8, sequence_parallel=each), 1, has_head=False)[0] for each in (True, False))
+    cut, whole = (passes(job(tp=8, sequence_parallel=each), range(1), has_head=False)[0] for each in (True, False))
     assert whole.moved - cut.moved == 2 * TOKENS * 10 * HIDDEN * 7 / 8
 
 
 def test_recomputation_repeats_a_part_of_the_forward_pass() -> None:
-    forward, none = passes(job(), 2, has_head=True)
-    selective, full = (passes(job(remat=remat), 2, has_head=True)[1] for remat in ("selective", "full"))
+    forward, none = passes(job(), range(2), has_head=True)
+    selective, full = (passes(job(remat=remat), range(2), has_head=True)[1] for remat in ("selective", "full"))
     head = 2 * TOKENS * VOCABULARY * HIDDEN
     logits = TOKENS * VOCABULARY * (3 * 2 + 3 * 4)
     assert selective == Work(none.products, none.attention + forward.attention, none.moved)
@@ -60,7 +60,7 @@ def test_recomputation_repeats_a_part_of_the_forward_pass() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_time_of_a_step_is_that_of_its_work(compiled: bool) -> None:
     one, speed = job(compiled=compiled), SPEEDS["hopper"]
-    work = [sum(each) for each in zip(*passes(one, 32, has_head=True), strict=True)]
+    work = [sum(each) for each in zip(*passes(one, range(32), has_head=True), strict=True)]
     repeats = COMPILED_PASSES if compiled else EAGER_PASSES
     seconds = (
         work[0] / (989e12 * speed.products)
