@@ -13,8 +13,9 @@ from nxtrain.launch.debug import agent_settings, debug_variables, open_debug_fol
 from nxtrain.launch.environment import QUIET_PROFILER
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
+from tests.support import TINY
 from tests.unit.launch.conftest import Program
-from tests.unit.launch.test_neuron import ON_TRN2, TINY
+from tests.unit.launch.test_neuron import ON_TRN2
 
 ON = "recovery.debug=dist"
 PAIR = ("train.micro_batch=8", "parallel.dp=2")
