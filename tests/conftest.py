@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.support.built_commands  # noqa: F401
+import tests.support.processes  # noqa: F401  # the commands of nxtrain are kept once built
 
 SKIPS_FILE = "NXTRAIN_TEST_SKIPS"
 """Variable with the file to which each lane appends what it skipped; `scripts/test.sh` prints it at its end."""

@@ -17,6 +17,13 @@ Chart = Annotated[
     Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
 ]
 
+Rounds = Annotated[int, integer(help="Times that each side runs, in turns.")]
+Steps = Annotated[int, integer(help="Steps in each round.")]
+Threads = Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")]
+SeqLen = Annotated[int, integer(help="Tokens per sequence.")]
+Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")]
+Preset = Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")]
+
 
 def _names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
@@ -31,13 +38,13 @@ def bench_train(
             "transformers_compiled, torchtitan; by default all that are installed."
         ),
     ] = "",
-    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
-    steps: Annotated[int, integer(help="Steps in each round.")] = 2,
+    threads: Threads = 0,
+    rounds: Rounds = 3,
+    steps: Steps = 2,
     batch: Annotated[int, integer(help="Sequences per step.")] = 4,
-    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
-    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
-    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    seq_len: SeqLen = 512,
+    precision: Precision = "bf16",
+    preset: Preset = "",
     backend: Annotated[str, typer.Option(help="Device, as in backend.name.")] = "cpu",
     stock_allocator: Annotated[
         bool, typer.Option("--stock-allocator", help="Give peers glibc's default settings, not nxtrain's.")
@@ -68,11 +75,11 @@ def bench_train(
 def bench_scaling(
     layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
     rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 3,
-    steps: Annotated[int, integer(help="Steps in each round.")] = 1,
+    steps: Steps = 1,
     batch: Annotated[int, integer(help="Sequences per step and rank.")] = 4,
-    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
-    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
-    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    seq_len: SeqLen = 512,
+    precision: Precision = "bf16",
+    preset: Preset = "",
     chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,16 +90,7 @@ def bench_scaling(
     from nxtrain.tools.bench.scaling import bench_scaling
     from nxtrain.tools.bench.train import workload
 
-    work = workload(
-        steps=steps,
-        batch=batch,
-        seq_len=seq_len,
-        precision=precision,
-        preset=preset,
-        threads=1,
-        backend="cpu",
-        stock=False,
-    )
+    work = workload(steps=steps, batch=batch, seq_len=seq_len, precision=precision, preset=preset)
     bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json, chart=chart)
 
 
@@ -116,8 +114,8 @@ def bench_data(
     mib: Annotated[int, integer(help="MiB of token ids, two bytes each.")] = 64,
     text_mib: Annotated[int, integer(1, 10, help="MiB of text to tokenize and pack, at most 10.")] = 4,
     file_mib: Annotated[int, integer(help="MiB of the sparse corpus to open.")] = 10240,
-    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 1024,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
+    seq_len: SeqLen = 1024,
+    rounds: Rounds = 3,
     as_json: AsJson = False,
 ) -> None:
     """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows.
@@ -134,8 +132,8 @@ def bench_data(
 def bench_xla(
     layers: Annotated[int, integer(help="Blocks of the model.")] = 8,
     micro_batches: Annotated[int, integer(help="Micro-batches per step.")] = 2,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
-    steps: Annotated[int, integer(help="Steps in each round.")] = 5,
+    rounds: Rounds = 5,
+    steps: Steps = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure what PyTorch/XLA costs the host: milliseconds per step, beside transformers, and seconds to trace a rank.
@@ -152,7 +150,7 @@ def bench_optim(
     name: Annotated[Literal["adamw", "muon"], typer.Option(help="Optimizer, as optim.name.")] = "adamw",
     layers: Annotated[int, integer(help="Blocks of the model whose parameters are updated.")] = 2,
     rounds: Annotated[int, integer(help="Times that each rule runs, in turns.")] = 7,
-    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
+    threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
     """Update parameters under every rule of precision.update, and compare with torch's AdamW or Muon."""
@@ -164,8 +162,8 @@ def bench_optim(
 @bench.command("attention", epilog="Example: nxtrain bench attention --longest 16384 --rounds 3")
 def bench_attention(
     longest: Annotated[int, integer(2048, 1 << 20, help="Tokens of the longest row, from 1024.")] = 32768,
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
-    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
+    rounds: Rounds = 3,
+    threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
     """Measure time and memory of attention inside of documents by the length of a row, beside a mask of all scores."""
@@ -210,7 +208,7 @@ def bench_checkpoint(
     folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.", parser=local_path)] = Path(
         "."
     ),
-    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 3,
+    rounds: Rounds = 3,
     check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.cli.options import ConfigPath, Overrides, integer
+from nxtrain.cli.options import ConfigPath, FirstNode, Overrides, integer
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.paths import local_path
 from nxtrain.config.bounds import MAX_RANKS
@@ -31,9 +31,7 @@ def launch(
     nproc: Annotated[
         int | None, integer(1, MAX_RANKS, help="Ranks per machine; by default tp x cp x pp x dp / nodes.")
     ] = None,
-    first_node: Annotated[
-        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
-    ] = "",
+    first_node: FirstNode = "",
     min_nodes: Annotated[
         int | None, integer(1, MAX_RANKS, help="Go on with so few machines if others are lost; by default with all.")
     ] = None,

@@ -17,7 +17,7 @@ from nxtrain.cli import doctor, inference, inspection, launch, plan, report
 from nxtrain.cli.bench import bench
 from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
-from nxtrain.cli.options import AsJson, ConfigPath, Overrides, integer, number
+from nxtrain.cli.options import AsJson, ConfigPath, FirstNode, Overrides, integer, number
 from nxtrain.common.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.common.io.paths import local_path
 from nxtrain.common.process import garbage
@@ -206,9 +206,7 @@ def compile_(
         int | None,
         integer(1, MAX_RANKS, help="Ranks per machine, as in the run; by default tp x cp x pp x dp / nodes."),
     ] = None,
-    first_node: Annotated[
-        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
-    ] = "",
+    first_node: FirstNode = "",
     workers: Annotated[int | None, integer(help="Graphs at a time; by default one per 64 GiB of memory.")] = None,
     retries: Annotated[int, integer(0, MAX_SIZE, help="Times that what failed is tried again, on one machine.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,

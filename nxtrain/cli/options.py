@@ -17,6 +17,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values that win over the file's; the value is TOML or a bare word."),
 ]
+FirstNode = Annotated[
+    str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
+]
 
 
 def _reserve(wanted: bool) -> bool:

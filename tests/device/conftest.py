@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,3 +37,18 @@ def two_gpus() -> Iterator[RankPool]:
     pool = RankPool("cuda")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes whose torch-xla calls gloo."""
+    with closing(RankPool()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def example() -> Path:
+    """The example's model of NeuronX Distributed, which no package contains."""
+    if "NXD_EXAMPLE" not in os.environ:
+        pytest.skip("NXD_EXAMPLE does not name modeling_llama_nxd.py of NeuronX Distributed's examples")
+    return Path(os.environ["NXD_EXAMPLE"])

@@ -7,9 +7,7 @@ the same update on one rank, by the names of its parameters.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -56,20 +54,6 @@ CASES: dict[str, tuple[Case, str]] = {
     "pp2-zero1": (Case(pp=2, accumulation=2, zero1=True), "trn1"),
     "pp2-tied": (Case(pp=2, accumulation=2, tied=True), "trn1"),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes whose torch-xla calls gloo."""
-    with closing(RankPool()) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def example() -> Path:
-    if "NXD_EXAMPLE" not in os.environ:
-        pytest.skip("NXD_EXAMPLE does not name modeling_llama_nxd.py of NeuronX Distributed's examples")
-    return Path(os.environ["NXD_EXAMPLE"])
 
 
 def plan_of(case: Case) -> Resolved:

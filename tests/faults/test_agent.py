@@ -28,8 +28,9 @@ from tests.support import forked_python
 from tests.support.command_ranks import until, write_config
 from tests.support.commands import OUTPUT, command
 from tests.support.commands import start as start_command
+from tests.support.processes import is_alive
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
-from tests.support.runs import course
+from tests.support.runs import course, saved_steps
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -111,13 +112,6 @@ def launched(folder: Path, *overrides: str, **how: Any) -> Iterator[Launched]:
             os.kill(pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_ctrl_c_once_stops_saves_and_ends_with_75(tmp_path: Path) -> None:
     """It reaches the whole process group, but of the ranks only through the agent."""
     write_config(tmp_path, every=1000)
@@ -174,7 +168,7 @@ def test_the_same_command_goes_on_after_the_agent_and_all_ranks_were_killed(tmp_
     with launched(tmp_path) as run:
         assert run.code(60) == 0, run.said()
         said = run.said()
-    saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR))
+    saved = tuple(saved_steps(tmp_path / "run"))
     done = Start({0: 0}, {0: said}, began_after=None, reached=saved[-1], saved=saved)
     assert_recovered(History(tmp_path, [done]), golden, restarts=0)
 

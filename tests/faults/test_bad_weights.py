@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.checkpoint import directory
 from nxtrain.common.errors import DivergedError
-from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import trainer
-from tests.support.commands import train, write_config
-from tests.support.runs import course
+from tests.support.commands import trained, write_config
+from tests.support.runs import course, saved_steps
 
 STEP = 9
 """After which a weight is NaN; the next look is after step 12, whose checkpoint is due."""
@@ -43,24 +41,18 @@ def poison(at: int) -> None:
 def test_a_run_whose_weights_are_nan_ends_and_keeps_its_checkpoints(tmp_path: Path, policy: str) -> None:
     write_config(tmp_path, steps=40)
     options = (f"recovery.non_finite={policy}", "metrics.log_every=4", "checkpoint.async=false")
-    code, output = train(tmp_path, *options, first=poison_once)
-    assert code == DivergedError.exit_code, output
+    output = trained(tmp_path, *options, first=poison_once, code=DivergedError.exit_code)
     assert "error: step 12: param_norm=nan" in output
     assert "steps 10, 11, 12" in output
-    assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)] == [
-        4,
-        8,
-    ]
+    assert saved_steps(tmp_path / "run") == [4, 8]
 
 
 def test_a_rollback_mends_the_weights(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
     """The reference is the run without a fault."""
     write_config(tmp_path, steps=12)
     options = ("recovery.non_finite=rollback", "checkpoint.async=false")
-    code, output = train(tmp_path, *options, "metrics.log_every=4", first=poison_once)
-    assert code == 1, output
-    code, output = train(tmp_path, *options)
-    assert code == 0, output
+    trained(tmp_path, *options, "metrics.log_every=4", first=poison_once, code=1)
+    output = trained(tmp_path, *options)
     assert "continues after step 8\n" in output
     assert course(tmp_path / "run")[-4:] == straight[-4:]
     noted = (tmp_path / "run/logs/non_finite.jsonl").read_text(encoding="utf-8").splitlines()

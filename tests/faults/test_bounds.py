@@ -16,7 +16,7 @@ from nxtrain.common.errors import HangError
 from nxtrain.common.process import deadlines
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import command
-from tests.support.commands import ended, start_rank, train, write_config
+from tests.support.commands import ended, start_rank, trained, write_config
 from tests.support.ports import free_port
 
 LIMIT_S = 1.0
@@ -66,8 +66,7 @@ def bounded_close(wait: Callable[[], None]) -> None:
 @pytest.mark.parametrize("first", [never_open, never_open_with_the_lock])
 def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, output = train(tmp_path, first=first)
-    assert code == HangError.exit_code, output
+    output = trained(tmp_path, first=first, code=HangError.exit_code)
     if first is never_open:
         assert "error: rank 0: its devices were not open, and the others not met, within 1 seconds" in output
         assert "in _sleep" in output
@@ -76,8 +75,7 @@ def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: Callable[[
 @pytest.mark.parametrize("first", [never_close, never_close_with_the_lock])
 def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, output = train(tmp_path, first=first)
-    assert code == 0, output
+    output = trained(tmp_path, first=first)
     assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) is not None
     if first is never_close:
         assert "warning: rank 0: its devices were not closed within 1 seconds" in output
@@ -86,8 +84,7 @@ def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: Cal
 
 def test_a_run_that_fails_and_does_not_close_tells_why(tmp_path: Path) -> None:
     write_config(tmp_path, steps=4)
-    code, output = train(tmp_path, armed="raise@0:2:fwd", first=never_close)
-    assert code == 1, output
+    output = trained(tmp_path, armed="raise@0:2:fwd", first=never_close, code=1)
     assert "and it ends without that; injected failure" in output
 
 

@@ -175,14 +175,12 @@ def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight:
     before = [path.name for path in directory.list_checkpoints(checkpoints)]
     assert before == ["step-00000004", "step-00000008"]
     for _ in range(2):  # an agent starts again at once
-        code, output = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
-        assert code == CheckpointError.exit_code, output
+        output = commands.trained(tmp_path, first=partial(_fail_reads, 10**6), code=CheckpointError.exit_code)
         assert "it is the storage that fails" in output
         assert "Traceback" not in output
         assert not directory.quarantined(checkpoints)
         assert [path.name for path in directory.list_checkpoints(checkpoints)] == before
-    code, output = commands.train(tmp_path, first=partial(_fail_reads, 2))
-    assert code == 0, output
+    output = commands.trained(tmp_path, first=partial(_fail_reads, 2))
     assert "Input/output error; it is read again" in output
     assert "continues after step 8" in output
     assert course(tmp_path / "run") == straight
@@ -194,8 +192,7 @@ def test_one_that_alone_cannot_be_read_is_left_for_the_one_before(
     """Bad sectors: they are no reason to wait for somebody."""
     commands.write_config(tmp_path)
     assert commands.train(tmp_path, armed="kill@0:12:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
-    code, output = commands.train(tmp_path, first=partial(_fail_reads, 10**6, "step-00000008"))
-    assert code == 0, output
+    output = commands.trained(tmp_path, first=partial(_fail_reads, 10**6, "step-00000008"))
     assert "continues after step 4" in output
     assert "put aside as abandoned, since no part of it any more: step-00000008" in output
     assert course(tmp_path / "run") == straight
@@ -204,8 +201,7 @@ def test_one_that_alone_cannot_be_read_is_left_for_the_one_before(
 def test_the_only_one_is_never_a_reason_to_start_from_scratch(tmp_path: Path) -> None:
     commands.write_config(tmp_path)
     assert commands.train(tmp_path, armed="kill@0:7:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
-    code, output = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
-    assert code == CheckpointError.exit_code, output
+    output = commands.trained(tmp_path, first=partial(_fail_reads, 10**6), code=CheckpointError.exit_code)
     assert "step-00000004 of" in output
     assert "cannot be read, and there is none before it" in output
     assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) == tmp_path / "run" / CHECKPOINTS_DIR / "step-00000004"

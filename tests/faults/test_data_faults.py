@@ -23,7 +23,7 @@ from nxtrain.common.errors import DataError, StorageError
 from nxtrain.data import dataset
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.launch.exit_codes import FINAL
-from tests.support.commands import at_batch, command, train, write_config
+from tests.support.commands import at_batch, command, train, trained, write_config
 from tests.support.run_folders import SPECIAL_KINDS, put
 from tests.support.runs import course
 
@@ -43,12 +43,10 @@ def test_a_run_whose_reader_fails_goes_on_at_the_next_start(
 ) -> None:
     write_config(tmp_path, steps=STEPS)
     armed = f"{kind}@0:7:data"
-    code, output = train(tmp_path, armed=armed)
-    assert code == ends_with, output
+    output = trained(tmp_path, armed=armed, code=ends_with)
     assert says in output
     assert len(course(tmp_path / "run")) <= 6
-    code, output = train(tmp_path, armed=armed)
-    assert code == 0, output
+    trained(tmp_path, armed=armed)
     assert course(tmp_path / "run") == straight
 
 
@@ -74,8 +72,7 @@ def test_storage_that_fails_under_a_reader_is_tried_again_by_the_launcher(
     assert f"{tmp_path}/rows.npy, row " in output
     assert "cannot be read: Input/output error. Start again when the storage is back" in output
     assert "Traceback" not in output
-    code, output = train(tmp_path)
-    assert code == 0, output
+    trained(tmp_path)
     assert course(tmp_path / "run") == straight
 
 
@@ -116,8 +113,9 @@ def test_a_token_file_that_changes_under_a_run_ends_it_with_the_place(
     rows = tmp_path / "rows.npy"
     before = rows.read_bytes()
     # A checkpoint that is still being written when the run ends would let the next start begin anew.
-    code, output = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, partial(change, rows)))
-    assert code == DataError.exit_code, output
+    output = trained(
+        tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, partial(change, rows)), code=DataError.exit_code
+    )
     assert says in output
     assert "Traceback" not in output
     done = course(tmp_path / "run")
@@ -126,8 +124,7 @@ def test_a_token_file_that_changes_under_a_run_ends_it_with_the_place(
     code, output = train(tmp_path)
     assert code != 0, "the file is still not what it was"
     rows.write_bytes(before)
-    code, output = train(tmp_path)
-    assert code == 0, output
+    trained(tmp_path)
     assert course(tmp_path / "run") == straight
 
 
@@ -136,8 +133,7 @@ def test_a_token_file_that_vanishes_or_is_replaced_under_its_name_is_read_on_as_
     tmp_path: Path, straight: list[dict[str, Any]], change: Callable[[Path], object]
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, first=partial(at_batch, 7, partial(change, tmp_path / "rows.npy")))
-    assert code == 0, output
+    trained(tmp_path, first=partial(at_batch, 7, partial(change, tmp_path / "rows.npy")))
     assert course(tmp_path / "run") == straight
     code, output = train(tmp_path, "train.steps=14", "optim.decay_steps=12")
     assert code == (DataError.exit_code if change is Path.unlink else 4), output
@@ -160,8 +156,7 @@ def test_a_token_file_that_changes_between_its_check_and_its_use_is_refused(
     tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, first=partial(_after_the_check, change, tmp_path / "rows.npy"))
-    assert code == DataError.exit_code, output
+    output = trained(tmp_path, first=partial(_after_the_check, change, tmp_path / "rows.npy"), code=DataError.exit_code)
     assert str(tmp_path / "rows.npy") in output
     assert "Traceback" not in output
 
@@ -208,8 +203,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused_with_the_file(
     overrides = write_text(tmp_path)
     file = tmp_path / f"text/{number:02}.txt"
     first = partial(_before, "preparation", "source_rows", partial(change, file))
-    code, output = train(tmp_path, *overrides, first=first)
-    assert code == DataError.exit_code, output
+    output = trained(tmp_path, *overrides, first=first, code=DataError.exit_code)
     assert str(file) in output
     assert "Traceback" not in output
     assert not [*(tmp_path / "run/data").glob("*-*"), *(tmp_path / "run/data").glob(".*")]
@@ -247,8 +241,7 @@ def prepared(folder: Path) -> dict[str, bytes]:
 
 def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_path: Path) -> None:
     overrides = write_text(tmp_path)
-    code, output = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
-    assert code == 0, output
+    trained(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
     data = tmp_path / "run/data"
     for function, call in (
         ("prepare_sources", "fdatasync"),
@@ -261,8 +254,7 @@ def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_
         assert code == -signal.SIGKILL, output
         assert [*data.glob(".*"), *data.glob("*.partial")], "the test kills too late"
         assert not [*data.glob("train-*.arrow")]
-    code, output = train(tmp_path, *overrides)
-    assert code == 0, output
+    trained(tmp_path, *overrides)
     assert course(tmp_path / "run") == course(tmp_path / "straight")
     (tmp_path / "again").mkdir()
     (tmp_path / "straight").rename(tmp_path / "again/run")
@@ -278,8 +270,7 @@ def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path, name: s
     before, done = prepared(tmp_path), course(tmp_path / "run")
     (file,) = (tmp_path / "run/data").glob(name)
     _truncate(file)
-    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == 0, output
+    trained(tmp_path, *overrides, "checkpoint.resume=never")
     assert prepared(tmp_path) == before
     assert course(tmp_path / "run") == done
 
@@ -294,15 +285,13 @@ def test_a_bit_of_a_prepared_file_that_has_changed_is_not_trained_on(tmp_path: P
     content = bytearray(file.read_bytes())
     content[content.index(PreparedCorpus(file).values(0, 32))] ^= 1
     file.write_bytes(content)
-    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == DataError.exit_code, output
+    output = trained(tmp_path, *overrides, "checkpoint.resume=never", code=DataError.exit_code)
     output = "".join(output.split())
     assert f"{file}isdamaged:bytes0to" in output
     assert "deleteit,andthenextstartwritesitagain" in output
     assert "Traceback" not in output
     file.unlink()
-    code, output = train(tmp_path, *overrides, "checkpoint.resume=never")
-    assert code == 0, output
+    trained(tmp_path, *overrides, "checkpoint.resume=never")
     assert prepared(tmp_path) == before
     assert course(tmp_path / "run") == done
 
@@ -311,8 +300,7 @@ def test_a_folder_that_cannot_be_entered_ends_the_start(tmp_path: Path) -> None:
     overrides = write_text(tmp_path)
     (tmp_path / "text/more").mkdir()
     (tmp_path / "text/more/a.txt").write_text("words " * 50, encoding="utf-8")
-    code, output = train(tmp_path, *overrides, first=partial(_shut, tmp_path / "text/more"))
-    assert code == DataError.exit_code, output
+    output = trained(tmp_path, *overrides, first=partial(_shut, tmp_path / "text/more"), code=DataError.exit_code)
     output = " ".join(output.split())
     assert "1 of its folders and files cannot be read" in output
     assert "text/more: Permission denied" in output
@@ -336,11 +324,9 @@ def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
     tmp_path: Path, straight: list[dict[str, Any]], kind: str
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path)
-    assert code == 0, output
+    trained(tmp_path)
     put(tmp_path / "run/checkpoints/step-00000012/rank-00000.safetensors", kind)
-    code, output = train(tmp_path)
-    assert code == 0, output
+    output = trained(tmp_path)
     output = " ".join(output.split())
     assert f"it is {kind}, not a regular file; the checkpoint is put aside as step-00000012.corrupt" in output
     assert course(tmp_path / "run") == straight

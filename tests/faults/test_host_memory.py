@@ -16,7 +16,7 @@ import torch
 
 from tests.support import command_ranks, runs
 from tests.support.command_ranks import Ranks
-from tests.support.commands import at_batch, ended, start_rank, train, write_config
+from tests.support.commands import at_batch, ended, start_rank, trained, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course
 
@@ -69,8 +69,7 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     write_config(tmp_path, steps=STEPS)
     # A background save starts threads, which Python may await until the hang limit (see `start_daemon`).
     at_limit = partial(at_batch, 7, partial(_allocate_beyond_limit, allocate))
-    code, output = train(tmp_path, "checkpoint.async=false", first=at_limit)
-    assert code == 1, output
+    output = trained(tmp_path, "checkpoint.async=false", first=at_limit, code=1)
     assert says in output
     held = re.search(r"error: rank 0 is out of memory; it holds parameters (\S+) [KM]iB, gradients", output)
     assert held, output
@@ -78,8 +77,7 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     assert "rank 0: keys that would help: " in output
     report = tmp_path / "run" / "logs" / "memory-rank-0.txt"
     assert report.read_text(encoding="utf-8").splitlines()[0] in output
-    code, output = train(tmp_path)
-    assert code == 0, output
+    trained(tmp_path)
     assert course(tmp_path / "run") == straight
 
 
@@ -95,8 +93,7 @@ def _no_thread_begins() -> None:
 def test_a_rank_whose_threads_die_before_they_begin_ends_at_once(tmp_path: Path) -> None:
     """`Thread.start` waits for ever for such a thread, and the run would end at a limit of 60 seconds."""
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins))
-    assert code == 1, output
+    output = trained(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins), code=1)
     assert "no room for a batch" in output
 
 

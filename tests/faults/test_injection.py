@@ -16,7 +16,7 @@ import pytest
 
 from nxtrain.common.testing import fault_kinds
 from nxtrain.common.testing.fault_points import POINTS
-from tests.support.commands import train, write_config
+from tests.support.commands import train, trained, write_config
 
 
 def config(folder: Path) -> None:
@@ -126,8 +126,7 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
     armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in points)
     assert train(quiet)[0] == 0
     assert train(watched, "train.steps=2", "optim.decay_steps=4")[0] == 0
-    code, output = train(watched, armed=armed, first=partial(record_points, tmp_path / "seen"))
-    assert code == 0, output
+    output = trained(watched, armed=armed, first=partial(record_points, tmp_path / "seen"))
     assert "will be broken on purpose" in output
     seen = (tmp_path / "seen").read_text(encoding="utf-8").split()
     assert seen[0] == "load"
@@ -150,15 +149,13 @@ def test_a_process_killed_in_the_midst_of_a_checkpoint_goes_on_when_it_is_starte
     assert f"fault {armed} fires in step 4" in output
     (torn,) = (tmp_path / "run/checkpoints").glob("step-00000004.tmp-*/rank-00000.safetensors")
     assert torn.stat().st_size == 4096
-    code, output = train(tmp_path, armed=armed)
-    assert code == 0, output
+    trained(tmp_path, armed=armed)
     assert losses(tmp_path) == losses(straight)
 
 
 def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> None:
     config(tmp_path)
-    code, output = train(tmp_path, armed="kill@0:4")
-    assert code == 2, output
+    output = trained(tmp_path, armed="kill@0:4", code=2)
     assert "kind@rank:step:point" in output
     assert "Traceback" not in output
 
@@ -166,6 +163,5 @@ def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> 
 def test_what_repeats_fires_at_every_start(tmp_path: Path) -> None:
     config(tmp_path)
     for _ in range(2):
-        code, output = train(tmp_path, armed="raise!@0:3:fwd")
-        assert code == 1
+        output = trained(tmp_path, armed="raise!@0:3:fwd", code=1)
         assert "InjectedError: injected failure" in output

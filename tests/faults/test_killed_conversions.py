@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nxtrain.checkpoint import directory
-from tests.support.commands import command, train, write_config
+from tests.support.commands import command, train, trained, write_config
 from tests.support.runs import course
 
 DIRECTIONS = ("nxtrain-to-hf", "hf-to-nxtrain", "nxtrain-to-nxd", "nxd-to-nxtrain")
@@ -30,8 +30,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, and what each conversion makes, named by its direction; each way back begins with the way there."""
     folder = tmp_path_factory.mktemp("outputs")
     write_config(folder, steps=4)
-    code, output = train(folder)
-    assert code == 0, output
+    trained(folder)
     for direction in DIRECTIONS:
         code, output = convert(folder, direction, folder / direction)
         assert code == 0, output
@@ -114,9 +113,7 @@ def test_a_run_that_is_killed_while_it_loads_goes_on_at_the_next_start(tmp_path:
     code, output = train(tmp_path, *longer, armed=armed)
     assert code == -signal.SIGKILL, output
     assert digests(tmp_path / "run/checkpoints") == before
-    code, output = train(tmp_path, *longer, armed=armed)
-    assert code == 0, output
+    output = trained(tmp_path, *longer, armed=armed)
     assert "continues after step 4\n" in output
-    code, output = train(tmp_path / "straight", *longer)
-    assert code == 0, output
+    trained(tmp_path / "straight", *longer)
     assert course(tmp_path / "run") == course(tmp_path / "straight/run")

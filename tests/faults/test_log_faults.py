@@ -20,7 +20,7 @@ from nxtrain.common.errors import CheckpointError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.health.numerics import NON_FINITE
-from tests.support.commands import at_batch, train, write_config
+from tests.support.commands import at_batch, train, trained, write_config
 from tests.support.run_folders import small_disk
 from tests.support.runs import course
 
@@ -32,8 +32,7 @@ METRICS_WARNING = f"warning: {METRICS_FILE} cannot be written: "
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     write_config(folder, steps=STEPS)
-    code, output = train(folder)
-    assert code == 0, output
+    trained(folder)
     return folder / "run"
 
 
@@ -49,8 +48,7 @@ def assert_same(run: Path, straight: Path) -> None:
 
 def test_a_record_that_failed_once_is_written_with_the_next(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, armed="oserror@0:5:log:EIO,oserror@0:6:log:ENOSPC")
-    assert code == 0, output
+    output = trained(tmp_path, armed="oserror@0:5:log:EIO,oserror@0:6:log:ENOSPC")
     assert output.count("cannot be written") == 1, output
     assert f"{METRICS_WARNING}Input/output error" in output
     assert f"{METRICS_FILE} is written again, up to step" in output
@@ -59,8 +57,7 @@ def test_a_record_that_failed_once_is_written_with_the_next(tmp_path: Path, stra
 
 def test_a_disk_that_stays_full_for_logs_is_told_once_and_ends_nothing(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, armed="oserror!@0:*:log")
-    assert code == 0, output
+    output = trained(tmp_path, armed="oserror!@0:*:log")
     assert output.count("cannot be written") == 1, output
     assert f"warning: {STEPS} records are missing in {METRICS_FILE}" in output
     assert last_weights(tmp_path / "run") == last_weights(straight)
@@ -80,17 +77,15 @@ def test_a_limit_of_the_system_tears_a_line_which_the_next_start_repairs(tmp_pat
     # Nothing but logs is written, whose files are full after some steps. The limit is the size of six records at most,
     # since the events of all steps take more than these.
     nothing_else = ("checkpoint.every=0", "metrics.tensorboard=true")
-    code, output = train(
+    output = trained(
         tmp_path, *nothing_else, first=partial(at_batch, 7, partial(_let_no_file_grow, tmp_path / "run" / METRICS_FILE))
     )
-    assert code == 0, output
     assert output.count(f"{METRICS_WARNING}File too large") == 1, output
     assert output.count("warning: tensorboard cannot be written: File too large") == 1, output
     torn = (tmp_path / "run" / METRICS_FILE).read_bytes()
     assert not torn.endswith(b"\n")
     assert 0 < torn.count(b"\n") < STEPS
-    code, output = train(tmp_path, "metrics.tensorboard=true")
-    assert code == 0, output
+    output = trained(tmp_path, "metrics.tensorboard=true")
     assert "warning" not in output
     assert_same(tmp_path / "run", straight)
     assert tensorboard_steps(tmp_path / "run") == [*range(1, STEPS + 1)]
@@ -103,8 +98,7 @@ def test_places_that_are_taken_by_something_else_cost_only_the_logs(tmp_path: Pa
     (run / METRICS_FILE).mkdir(parents=True)
     (run / "tensorboard").touch()
     (run / "logs").touch()
-    code, output = train(tmp_path, "metrics.tensorboard=true")
-    assert code == 0, output
+    output = trained(tmp_path, "metrics.tensorboard=true")
     assert output.count(f"{METRICS_WARNING}Is a directory") == 1, output
     assert output.count("warning: tensorboard cannot be written: ") == 1, output
     assert output.count("warning: this start is not noted in run.dir/logs: ") == 1, output
@@ -132,12 +126,10 @@ def test_a_spoilt_record_and_deleted_event_files_are_mended_by_the_next_start(
     tmp_path: Path, straight: Path, spoil: Any
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, output = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
-    assert code == 1, output
+    trained(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd", code=1)
     spoil(tmp_path / "run" / METRICS_FILE)
     shutil.rmtree(tmp_path / "run/tensorboard")
-    code, output = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
-    assert code == 0, output
+    output = trained(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
     assert_same(tmp_path / "run", straight)
     # The checkpoint of step 4 may not have been written yet.
     first = 5 if "continues after step 4\n" in output else 1
@@ -147,8 +139,7 @@ def test_a_spoilt_record_and_deleted_event_files_are_mended_by_the_next_start(
 def test_logs_that_are_deleted_while_the_run_goes_on_are_begun_anew(tmp_path: Path, straight: Path) -> None:
     write_config(tmp_path, steps=STEPS)
     run = tmp_path / "run"
-    code, output = train(tmp_path, "metrics.tensorboard=true", first=partial(at_batch, 8, partial(_delete_logs, run)))
-    assert code == 0, output
+    output = trained(tmp_path, "metrics.tensorboard=true", first=partial(at_batch, 8, partial(_delete_logs, run)))
     assert output.count("was deleted; training goes on") == 2, output
     told_steps = [record["step"] for record in course(run)]
     assert told_steps[-1] == STEPS
@@ -197,19 +188,22 @@ def verdicts(logs: Path) -> list[str]:
 def test_no_verdict_is_forgotten_on_a_full_disk(tmp_path: Path, logs: Path) -> None:
     write_config(tmp_path, steps=12, every=2)
     policy = "recovery.non_finite=rollback"
-    code, output = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(at_batch, 2, partial(fill, logs)))
-    assert code == CheckpointError.exit_code, output
+    output = trained(
+        tmp_path,
+        policy,
+        armed=ALWAYS_BAD,
+        first=partial(at_batch, 2, partial(fill, logs)),
+        code=CheckpointError.exit_code,
+    )
     assert "recovery.non_finite=rollback is not possible, since" in output
     assert f"{NON_FINITE} cannot be written: No space left on device. Make room for it" in output
     assert verdicts(logs) == []
 
     (logs / "filler").unlink()
-    code, output = train(tmp_path, policy, armed=ALWAYS_BAD)
-    assert code == RestartError.exit_code, output
+    trained(tmp_path, policy, armed=ALWAYS_BAD, code=RestartError.exit_code)
     assert verdicts(logs) == ["rolled_back"]
 
-    code, output = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(fill_and_free, logs))
-    assert code == 0, output
+    output = trained(tmp_path, policy, armed=ALWAYS_BAD, first=partial(fill_and_free, logs))
     assert f"step {BAD_STEP} is not finite again" in output
     assert "until it is, it lacks {" in output
     assert "is written again, and lacks nothing" in output

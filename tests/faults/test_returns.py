@@ -9,11 +9,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint import directory
 from nxtrain.common.errors import CheckpointError
-from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, write_config
-from tests.support.runs import course
+from tests.support.runs import course, saved_steps
 
 RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 
@@ -25,7 +23,7 @@ def train(folder: Path, *overrides: str, restarted: bool = False, armed: str = "
 
 
 def steps(folder: Path) -> list[int]:
-    return [directory.step_of(path) for path in directory.list_checkpoints(folder / "run" / CHECKPOINTS_DIR)]
+    return saved_steps(folder / "run")
 
 
 def test_killed_while_it_goes_back_a_run_goes_back_at_the_next_start(

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import directory
 from nxtrain.common.errors import HangError, StoppedBySignal
 from nxtrain.common.io import object_store
-from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from tests.support.commands import command, ended, start_rank, train, write_config
+from tests.support.commands import command, ended, start_rank, trained, write_config
 from tests.support.ports import free_port
-from tests.support.runs import course
+from tests.support.runs import course, saved_steps
 from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 
 __all__ = ["s3", "s3_variables"]
@@ -111,13 +109,18 @@ def test_a_mirror_that_hangs_costs_neither_a_checkpoint_nor_a_step(tmp_path: Pat
     output = ended(tmp_path, ranks, 40.0)
     assert {process.exitcode for process in ranks.values()} == {StoppedBySignal.exit_code}, output
     last = course(tmp_path / "run")[-1]["step"]
-    saved = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)]
+    saved = saved_steps(tmp_path / "run")
     assert saved == [*range(4, last, 4), last]
     assert f"WARNING: the mirror lacks the checkpoint of step {last}: the run ends" in output[0]
 
 
 def test_a_mirror_hides_no_hang(tmp_path: Path) -> None:
     write_config(tmp_path)
-    code, output = train(tmp_path, f"checkpoint.mirror={tmp_path}/mirror", PATIENCE, armed="hang@0:4:ckpt_stage")
-    assert code == HangError.exit_code, output
+    output = trained(
+        tmp_path,
+        f"checkpoint.mirror={tmp_path}/mirror",
+        PATIENCE,
+        armed="hang@0:4:ckpt_stage",
+        code=HangError.exit_code,
+    )
     assert "(checkpoint)" in output

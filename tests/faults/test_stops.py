@@ -15,7 +15,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.common.errors import CrashLoopError, StoppedBySignal
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks, until, write_config
-from tests.support.runs import course
+from tests.support.runs import course, saved_steps
 
 STEPS = 24
 STOPPED = StoppedBySignal.exit_code
@@ -81,7 +81,7 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
     # Training went on while step 7 was written, and stopped at a later step, which was saved after it.
-    saved = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)]
+    saved = saved_steps(tmp_path / "run")
     assert saved[0] == 7
     assert saved[-1] == course(tmp_path / "run")[-1]["step"] < STEPS
     assert len(saved) <= 2

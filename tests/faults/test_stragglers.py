@@ -11,7 +11,7 @@ from nxtrain.common.errors import StoppedBySignal
 from nxtrain.common.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
-from tests.support.commands import OUTPUT, ended, start_rank, train, write_config
+from tests.support.commands import OUTPUT, ended, start_rank, trained, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course
 
@@ -57,14 +57,13 @@ OPTIONS = ("recovery.non_finite=skip", "metrics.log_every=4", "checkpoint.every=
 def test_a_skipped_step_outlives_a_stop(tmp_path: Path) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     write_config(straight, steps=12)
-    code, output = train(straight, *OPTIONS, armed="nan@0:5:fwd")
-    assert code == 0, output
+    trained(straight, *OPTIONS, armed="nan@0:5:fwd")
     write_config(stopped, steps=12)
     # The signal is heard of within a step that takes long.
-    code, output = train(stopped, *OPTIONS, armed="nan@0:5:fwd,term@0:6:fwd,sleep@0:6:bwd:0.5")
-    assert code == StoppedBySignal.exit_code, output
+    output = trained(
+        stopped, *OPTIONS, armed="nan@0:5:fwd,term@0:6:fwd,sleep@0:6:bwd:0.5", code=StoppedBySignal.exit_code
+    )
     assert "stopped after step 6," in output or "stopped after step 7," in output
-    code, output = train(stopped, *OPTIONS, armed="nan@0:5:fwd")
-    assert code == 0, output
+    trained(stopped, *OPTIONS, armed="nan@0:5:fwd")
     assert course(stopped / "run") == course(straight / "run")
     assert [record.get("skipped_steps") for record in course(stopped / "run")] == [None, None, [5], None]

@@ -10,7 +10,7 @@ from typing import Any
 from nxtrain.common.errors import BackendError
 from nxtrain.common.testing.fault_points import VARIABLE
 from tests.support.command_ranks import until
-from tests.support.commands import start, train, write_config
+from tests.support.commands import start, trained, write_config
 from tests.support.runs import course
 
 
@@ -26,8 +26,7 @@ def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: l
         verified = tmp_path / "run/checkpoints/step-00000004/verified"
         until(verified.exists, 60.0, lambda: "the first run verifies its checkpoint behind its steps")
         before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")}
-        code, output = train(tmp_path)
-        assert code == BackendError.exit_code, output
+        output = trained(tmp_path, code=BackendError.exit_code)
         assert f"is in use by process {first.pid} on " in output
         assert "Traceback" not in output
         assert {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")} == before
@@ -35,7 +34,6 @@ def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: l
         first.kill()
         first.join()
     assert first.exitcode == -signal.SIGKILL
-    code, output = train(tmp_path)
-    assert code == 0, output
+    output = trained(tmp_path)
     assert "continues after step 4" in output
     assert course(tmp_path / "run") == straight

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import WorkerError
-from tests.support.commands import train, write_config
+from tests.support.commands import train, trained, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.runs import course
 
@@ -30,8 +30,7 @@ def configured(folder: Path, *overrides: str) -> tuple[str, ...]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The records of a run whose rows the rank makes itself."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, output = train(folder, *configured(folder, "data.workers=0"))
-    assert code == 0, output
+    trained(folder, *configured(folder, "data.workers=0"))
     return course(folder / "run")
 
 
@@ -44,8 +43,7 @@ def test_killed_and_stopped_workers_are_replaced_and_no_number_changes(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
     overrides = configured(tmp_path, "recovery.hang_timeout_s=5")
-    code, output = train(tmp_path, *overrides, armed="killworker@0:2:worker:1,stopworker@0:5:worker:0")
-    assert code == 0, output
+    output = trained(tmp_path, *overrides, armed="killworker@0:2:worker:1,stopworker@0:5:worker:0")
     assert course(tmp_path / "run") == undisturbed
     flat = " ".join(output.split())
     assert "was ended by SIGKILL, before its rows of step" in flat
@@ -69,6 +67,5 @@ def test_a_worker_that_dies_ends_a_run_that_allows_none_and_the_next_start_goes_
     assert "data.worker_restarts=0 allows no further one" in flat
     assert "Traceback" not in output
     assert len(course(tmp_path / "run")) < STEPS
-    code, output = train(tmp_path, *overrides, armed=armed)
-    assert code == 0, output
+    trained(tmp_path, *overrides, armed=armed)
     assert course(tmp_path / "run") == undisturbed

@@ -1,4 +1,4 @@
-"""What tests share: processes, runs, stand-ins for vendors, and the paths of the repository."""
+"""Processes, runs and stand-ins for vendors that tests share, and the paths of the repository."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import torch.utils.tensorboard  # noqa: F401
 
 import nxtrain_models.llama  # noqa: F401
 import tests.support.commands  # noqa: F401
-from tests.support import built_commands
+from tests.support import processes
 
-built_commands.build()
+processes.build_commands()
 gc.collect()
 gc.freeze()

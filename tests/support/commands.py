@@ -103,6 +103,20 @@ def in_process(*argv: object) -> tuple[int, str, str]:
     return code, out, err
 
 
+def output_of(*argv: object, code: int = 0) -> str:
+    """Standard output of a command in this process, which ends with an exit code."""
+    found, printed, errors = in_process(*argv)
+    assert found == code, errors
+    return printed
+
+
+def errors_of(*argv: object, code: int = 2) -> str:
+    """Standard error of a command in this process, which ends with an exit code."""
+    found, _, errors = in_process(*argv)
+    assert found == code, errors
+    return errors
+
+
 def outcome(*argv: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command in this process, whatever it meets."""
     out, err = io.StringIO(), io.StringIO()
@@ -124,6 +138,15 @@ def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], ob
     """`nxtrain train` on the run of a folder, perhaps with faults."""
     environ = {VARIABLE: armed} if armed else {}
     return command(folder, "train", folder / runs.FILE, *overrides, environ=environ, first=first)
+
+
+def trained(
+    folder: Path, *overrides: str, code: int = 0, armed: str = "", first: Callable[[], object] | None = None
+) -> str:
+    """Output of `nxtrain train` on the run of a folder, which ends with an exit code."""
+    found, output = train(folder, *overrides, armed=armed, first=first)
+    assert found == code, output
+    return output
 
 
 def start_rank(

@@ -24,10 +24,9 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support import ROOT
+from tests.support import TINY
 from tests.support.models import MIXTURES, SCALING_TYPES, draw_experts, draw_scaling
 
-CONFIG = ROOT / "configs" / "tiny_cpu.toml"
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""
 
@@ -144,7 +143,7 @@ AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 @lru_cache(maxsize=1024)
 def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
-    return resolve_config(load(CONFIG, overrides), world)
+    return resolve_config(load(TINY, overrides), world)
 
 
 @lru_cache(maxsize=1024)

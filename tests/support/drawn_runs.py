@@ -24,8 +24,8 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.train.build import build_mesh
-from tests.support import ROOT
-from tests.support.drawn import CONFIG, Drawn
+from tests.support import ROOT, TINY
+from tests.support.drawn import Drawn
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Course, max_weight_error, reference, run_ours
 
@@ -112,7 +112,7 @@ def prepare(drawn: Drawn, folder: Path) -> list[str]:
         "checkpoint.every": 0,
     }
     overrides = [*shape, *(f"{key}={value}" for key, value in own.items())]
-    return ["nxtrain", "launch", str(CONFIG.relative_to(ROOT)), *overrides, "--nproc", str(drawn.degrees.world)]
+    return ["nxtrain", "launch", str(TINY.relative_to(ROOT)), *overrides, "--nproc", str(drawn.degrees.world)]
 
 
 def unmasked(drawn: Drawn) -> Drawn:

@@ -37,6 +37,7 @@ from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
 from tests.support import ROOT
 from tests.support.caches import COMPILER, compile_now
 from tests.support.forked_python import play
+from tests.support.packages import leave_metadata
 from tests.support.xla_processes import FAST
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}
@@ -242,9 +243,7 @@ def furnish(folder: Path, instance: str = INSTANCE) -> None:
     product.parent.mkdir(parents=True, exist_ok=True)
     product.write_text(f"{instance}\n", encoding="ascii")
     for name, version in PACKAGES.items():
-        info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+        leave_metadata(folder / "site", name, version)
 
 
 def _show(folder: Path) -> None:

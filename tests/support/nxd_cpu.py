@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.sdk import installed
+from tests.support.packages import leave_metadata
 
 FILE = Path(__file__).parents[1] / "golden" / "nxd_signatures.json"
 PACKAGE = "neuronx_distributed"
@@ -257,10 +258,7 @@ def prepare(cpu_mode: bool = True) -> None:
     exec((Path(found.origin).parent / "_version.py").read_text(encoding="utf-8"), version)
     site = Path(tempfile.mkdtemp(prefix="nxd-metadata-"))
     atexit.register(shutil.rmtree, site, ignore_errors=True)
-    info = site / f"neuronx_distributed-{version['__version__']}.dist-info"
-    info.mkdir()
-    text = f"Metadata-Version: 2.1\nName: neuronx-distributed\nVersion: {version['__version__']}\n"
-    (info / "METADATA").write_text(text, encoding="utf-8")
+    leave_metadata(site, "neuronx-distributed", version["__version__"])
     sys.path.append(str(site))
 
 

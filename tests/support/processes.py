@@ -1,13 +1,33 @@
-"""Processes of tests: forks of one that has imported everything, each with a log, a place among ranks, and a limit."""
+"""Processes of tests: forks of one that has imported everything, each with a log, a rank, and a limit."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import typer.main
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # each call would build the parameters, in 60 ms
+
+
+def build_commands() -> None:
+    """Build the commands of nxtrain, which forks of this process then have."""
+    from nxtrain.cli.main import app
+
+    typer.main.get_command(app)
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process runs; False for one that nobody has waited for since its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def context(*preload: str) -> ForkServerContext:

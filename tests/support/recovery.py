@@ -26,7 +26,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.launch.torchrun import STOPPED, blame
 from tests.support.command_ranks import WORLD, Ranks, write_config
-from tests.support.runs import course, run_plan
+from tests.support.runs import course, run_plan, saved_steps
 
 SAVED, RESHARDED_STEPS = 3, 8
 """The step of the checkpoint, and the last; five follow it."""
@@ -173,7 +173,7 @@ def start(
     assert not (left := members(sessions)), f"processes {left} outlive their ranks"
     said = ranks.said()
     recovery_s = time.monotonic() - ended_at if ended_at else 0.0
-    saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(folder / "run" / CHECKPOINTS_DIR))
+    saved = tuple(saved_steps(folder / "run"))
     return Start(codes_of, said, _began_after(said[0]), last_step(folder), saved, recovery_s, (from_s, now().up))
 
 

@@ -64,6 +64,11 @@ def course(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records(run_dir)]
 
 
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints of a run, in order."""
+    return [directory.step_of(path) for path in directory.list_checkpoints(run_dir / CHECKPOINTS_DIR)]
+
+
 def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> Shards:
     """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
     path = directory.step_path(run_dir / CHECKPOINTS_DIR, step)

@@ -19,11 +19,10 @@ from types import TracebackType
 
 import pytest
 
-from nxtrain.checkpoint import directory
-from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import until
 from tests.support.ports import free_port
 from tests.support.recovery import Golden, History, Start, assert_recovered, last_step
+from tests.support.runs import saved_steps
 
 PROGRAMS = {
     "slurmctld": "slurmctld",
@@ -235,8 +234,6 @@ class Job:
 
     def assert_recovered(self, golden: Golden) -> None:
         """The oracle of runs that were broken."""
-        saved = tuple(
-            directory.step_of(path) for path in directory.list_checkpoints(self.folder / "run" / CHECKPOINTS_DIR)
-        )
+        saved = tuple(saved_steps(self.folder / "run"))
         done = Start({0: 0}, {0: self.said()}, began_after=None, reached=saved[-1], saved=saved)
         assert_recovered(History(self.folder, [done]), golden, restarts=0)

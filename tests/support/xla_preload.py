@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-from tests.support import built_commands
+from tests.support import processes
 from tests.support.neuron_machine import leave_out_unused
 
 MODULES = (
@@ -39,6 +39,6 @@ gc.disable()
 leave_out_unused()
 for name in MODULES:
     import_module(name)
-built_commands.build()
+processes.build_commands()
 gc.freeze()
 gc.enable()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint.convert.nxd_files import open_file
-from tests.support.commands import in_process
+from tests.support.commands import in_process, output_of
 from tests.support.models import TEXT
 from tests.support.ranks import RankPool
 from tests.support.runs import run_plan, train_rank
@@ -28,13 +28,11 @@ def test_a_run_with_cp_is_evaluated_continued_and_converted_as_one_without(ranks
         run, nxd = tmp_path / f"cp{cp}", tmp_path / f"nxd{cp}"
         sections: dict[str, Any] = {"model": {"config": {"vocab_size": 300}}, "parallel": {"tp": 1, "cp": cp}}
         ranks.run(cp, train_rank, run_plan(run, data, steps=1, **sections))
-        code, out, err = in_process("eval", run, "--tasks", "held_out", "--json")
-        assert code == 0, err
+        out = output_of("eval", run, "--tasks", "held_out", "--json")
         losses.append(json.loads(out)["tasks"]["held_out"])
         code, out, err = in_process("generate", run, "--prompt", "the quick", "--max-new-tokens", "4")
         assert code == 0 and out, err
-        code, out, err = in_process("convert", "nxtrain-to-nxd", run, nxd)
-        assert code == 0, err
+        output_of("convert", "nxtrain-to-nxd", run, nxd)
         files = sorted((nxd / "step_1" / "model").glob("*.pt"))
         assert len(files) == 1
         weights.append(open_file(files[0]))

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, commands, forked_python
+from tests.support import ROOT, TINY, commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import CONFIG, SEED, Drawn, covering_array, draw, one_in
+from tests.support.drawn import SEED, Drawn, covering_array, draw, one_in
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""
 
-NAME = str(CONFIG.relative_to(ROOT))
+NAME = str(TINY.relative_to(ROOT))
 
 LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
 CONTEXT = covering_array(SEED + 1, 6, lambda degrees: degrees.world <= 4, cp=True)[:6]
@@ -53,6 +53,6 @@ def check(tmp_path: Path, run: Drawn, *, launches: bool) -> None:
         assert code == 0, output
     else:
         overrides = argv[argv.index(NAME) + 1 : argv.index("--nproc")]
-        train_as_launched(commands.context(), tmp_path, CONFIG, overrides)
+        train_as_launched(commands.context(), tmp_path, TINY, overrides)
     error = error_of_command(run, tmp_path)
     assert error.is_parity, f"{error}: {shlex.join(argv)}"

@@ -30,7 +30,7 @@ from nxtrain.tools.eval.scorer import Likelihood, Row, Scorer
 from nxtrain.tools.eval.task import Task
 from nxtrain.tools.eval.trained import Trained
 from tests.support import commands
-from tests.support.commands import in_process
+from tests.support.commands import in_process, output_of
 from tests.support.models import DRAWN_FAMILIES, LENGTH, TEXT, text_model
 from tests.support.ranks import RankPool
 from tests.support.runs import run_plan, train_rank
@@ -42,11 +42,6 @@ PAIRS = [
     for _ in range(60)
 ]
 """Contexts and continuations, some of them empty, joined by the tokenizer, or beyond the model's length."""
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_model(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture
@@ -167,8 +162,7 @@ def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_pat
     data = {"source": "text", "path": str(tmp_path / "texts"), "validation_fraction": 0.3}
     sections: dict[str, Any] = {"model": {"config": {"vocab_size": 300}}, "parallel": {"tp": 1, "pp": 2}}
     ranks.run(2, train_rank, run_plan(tmp_path / "run", data, steps=1, **sections))
-    code, out, err = in_process("eval", tmp_path / "run", "--tasks", "held_out", "--json")
-    assert code == 0, err
+    out = output_of("eval", tmp_path / "run", "--tasks", "held_out", "--json")
     found = json.loads(out)
     assert (found["step"], found["texts"]) == (1, "held-out text of the run")
     pairs = [("the quick", " fox"), ("brown fox ", "jumps")]
@@ -327,6 +321,5 @@ def test_a_long_task_shows_the_share_of_its_rows(run: Path, monkeypatch: pytest.
         shown.append((done, progress.total))
 
     monkeypatch.setattr(Progress, "show", shows)
-    code, _, err = in_process("eval", run, "--tasks", "arithmetic", "--limit", "20")
-    assert code == 0, err
+    output_of("eval", run, "--tasks", "arithmetic", "--limit", "20")
     assert [one for one in shown if one[1] == 80] == [(32, 80), (64, 80), (80, 80)]

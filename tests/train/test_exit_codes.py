@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import in_process, write_config
+from tests.support.commands import in_process, output_of, write_config
 from tests.support.run_folders import as_nobody
 
 
@@ -34,8 +34,7 @@ def inputs() -> Iterator[Inputs]:
         ("train", made.config, "data.source=text", f"data.path={made.text}"),
         ("convert", "nxtrain-to-hf", made.run, made.hf),
     ):
-        code, _, said = in_process(*argv)
-        assert code == 0, said
+        output_of(*argv)
     yield made
     shutil.rmtree(folder)
 
@@ -98,8 +97,7 @@ OBSTACLES = {without_rights: 5, below_a_file: 2, below_a_loop: 2, named_too_long
 def test_an_output_that_cannot_be_written_has_the_code_of_its_cause(
     writer: Writer, inputs: Inputs, tmp_path: Path
 ) -> None:
-    code, _, said = in_process(*writer(inputs, tmp_path / "out"))
-    assert code == 0, said
+    output_of(*writer(inputs, tmp_path / "out"))
     found = {}
     with as_nobody() as home:  # who may import nothing: all that the command needs is imported by now
         for obstacle in OBSTACLES:

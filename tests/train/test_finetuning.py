@@ -24,7 +24,7 @@ from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
 from tests.support import ROOT
-from tests.support.commands import in_process
+from tests.support.commands import in_process, output_of
 from tests.support.generated_docs import blocks
 from tests.support.models import continued, hf_model, plan
 
@@ -289,8 +289,7 @@ def test_the_recipe_of_a_small_model_lowers_its_loss(folder: Folder) -> None:
     """On the documentation of this repository, from a base of another vocabulary."""
     recipe, run = ROOT / "configs" / "lora_tiny_cpu.toml", folder.path / "recipe"
     given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={ROOT / 'docs'}", "metrics.log_every=1")
-    code, _, err = in_process("train", recipe, *given, "metrics.tensorboard=false", "metrics.progress=false")
-    assert code == 0, err
+    output_of("train", recipe, *given, "metrics.tensorboard=false", "metrics.progress=false")
     losses = folder.losses("recipe")
     assert len(losses) == 20 and sum(losses[-5:]) < sum(losses[:5]) - 5
     assert (run / ADAPTER_DIR / "adapter_model.safetensors").is_file()
@@ -349,8 +348,7 @@ def test_the_first_commands_of_the_page_run_as_they_stand(
     commands = [shlex.split(line)[1:] for line in first.splitlines()]
     assert [words[0] for words in commands] == ["data", "train", "generate", "convert"]
     for words in commands:
-        code, _, err = in_process(*words, *(small if words[0] == "train" else ()))
-        assert code == 0, err
+        output_of(*words, *(small if words[0] == "train" else ()))
     assert (tmp_path / "runs/chat/adapter/adapter_config.json").is_file()
     assert loaded(tmp_path / "chat-hf").config.vocab_size == VOCAB
 

@@ -33,17 +33,11 @@ from nxtrain.tools.eval import command
 from nxtrain.tools.eval.generate import GenerateRequest, Sampling, generate, generate_on
 from nxtrain.tools.eval.model_shape import local_shape
 from nxtrain.tools.eval.trained import Trained
-from tests.support.commands import in_process
+from tests.support.commands import errors_of, in_process
 from tests.support.models import DRAWN_FAMILIES, LENGTH, continued, text_model
 from tests.support.ranks import RankPool
 
 GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a model that nothing trained, with a tokenizer of its size."""
-    return text_model(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture
@@ -114,8 +108,7 @@ def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
 def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
     tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     prompt = "\u4f60" * LENGTH
-    code, _, err = in_process("generate", hf, "--prompt", prompt)
-    assert code == ConfigError.exit_code
+    err = errors_of("generate", hf, "--prompt", prompt, code=ConfigError.exit_code)
     excess = len(tokenizer.encode(prompt).ids) - LENGTH + 1
     assert f"max_position_embeddings={LENGTH} with what is added; shorten the prompt by {excess} tokens" in err
 
@@ -297,7 +290,7 @@ def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
 def test_only_the_first_rank_prints(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         location = Placement(rank=rank, world=2)
-        monkeypatch.setattr("nxtrain.cli.inference._place", lambda *_, location=location, **__: location)
+        monkeypatch.setattr("nxtrain.cli.inference._start_anew", lambda *_, location=location, **__: location)
         for options in ((), ("--json",), ("--prompt", "y")):
             # Not by `main`, which ends the process of a rank at once.
             argv = ["generate", str(hf), "--prompt", "x", "--max-new-tokens", "2", *options]

@@ -28,8 +28,9 @@ from nxtrain.tools.eval.offline import OFFLINE
 from nxtrain.tools.eval.scorer import Scorer, windows
 from nxtrain.tools.eval.suites import RECIPE
 from nxtrain.tools.eval.trained import Trained
-from tests.support.commands import in_process
-from tests.support.models import LENGTH, TEXT, text_model
+from tests.support.commands import errors_of, in_process, output_of
+from tests.support.models import LENGTH, TEXT
+from tests.train.conftest import write_tasks
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 
@@ -78,17 +79,8 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyP
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory, offline: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in QUESTIONS), encoding="utf-8")
-    files = f"data_files: {{test: {folder}/data.jsonl}}"
-    for name, text in TASKS.items():
-        head = f"task: own_{name}\ndataset_path: json\ndataset_kwargs: {{{files}}}\ntest_split: test\n"
-        (folder / f"{name}.yaml").write_text(head + text, encoding="utf-8")
+    write_tasks(folder, TASKS, QUESTIONS)
     return folder
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_model(tmp_path_factory.mktemp("hf"))
 
 
 def open_scorer(model_folder: Path) -> Scorer:
@@ -135,8 +127,7 @@ def test_own_tasks_run_by_the_command_and_go_on_after_a_kill(hf: Path, tasks: Pa
     (run / "config.toml").touch()
     names = ",".join(f"own_{name}" for name in TASKS)
     argv = ("eval", checkpoint, "--tasks", names, "--task-dir", tasks, "--json")
-    code, out, _ = in_process(*argv)
-    assert code == 0
+    out = output_of(*argv)
     first = json.loads(out)
     assert list(first["tasks"]) == [f"own_{name}" for name in TASKS]
     assert all(metrics["n"] == len(QUESTIONS) for metrics in first["tasks"].values())
@@ -172,8 +163,7 @@ def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkey
     open_registry = harness._registry
     # The harness's own tasks take seconds to read.
     monkeypatch.setattr(harness, "_registry", lambda folder, own_only: open_registry(folder, own_only=True))
-    code, _, err = in_process("eval", hf, "--tasks", "own_choise,clozer", "--task-dir", tasks)
-    assert code == 2
+    err = errors_of("eval", hf, "--tasks", "own_choise,clozer", "--task-dir", tasks, code=2)
     assert "own_choise is no task of nxtrain or of the harness" in err
     assert "did you mean own_choice?" in err
     assert "did you mean cloze?" in err
@@ -187,8 +177,7 @@ def test_a_name_that_no_file_has_is_refused_without_the_registry(tasks: Path, mo
     monkeypatch.setattr(suites, "open_registry", mock.Mock(side_effect=AssertionError("seconds")))
     code, _, err = in_process("eval", "absent", "--tasks", "hellasswag,own_choice", "--task-dir", tasks)
     assert (code, "did you mean hellaswag?" in err) == (2, True), err
-    code, out, _ = in_process("eval", "absent", "--tasks", "list")
-    assert code == 0
+    out = output_of("eval", "absent", "--tasks", "list")
     assert {*suites.SUITES, *OFFLINE} <= {*out.replace(",", " ").split()}
     assert "lm_eval ls tasks" in out
 
@@ -198,8 +187,7 @@ def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeyp
     known = [f"zz{number}" for number in range(5000)]
     monkeypatch.setattr(harness, "_registry", lambda folder, own_only: mock.Mock(all_tasks=known))
     monkeypatch.setattr(suites, "possible_names", lambda folder: frozenset(known))
-    code, _, err = in_process("eval", hf, "--tasks", "quite_another")
-    assert code == 2
+    err = errors_of("eval", hf, "--tasks", "quite_another", code=2)
     assert "known: held_out, cloze" in err and "of the harness: lm_eval ls tasks" in " ".join(err.split())
     assert len(err) < 500
     code, _, err = in_process("eval", hf, "--tasks", "zz3,zz4:1,zz3:2")
@@ -214,8 +202,7 @@ def test_groups_and_tags_without_a_mean_have_the_metrics_of_their_tasks(hf: Path
     (tmp_path / "tagged.yaml").write_text(text.replace("own_choice", "own_tagged") + "tag: own_tag\n")
     (tmp_path / "group.yaml").write_text("group: own_group\ntask: [own_choice, own_writing]\n")
     names = "own_choice,own_writing,own_tag,own_group"
-    code, out, err = in_process("eval", hf, "--tasks", names, "--task-dir", tmp_path, "--json")
-    assert code == 0, err
+    out = output_of("eval", hf, "--tasks", names, "--task-dir", tmp_path, "--json")
     found = json.loads(out)["tasks"]
     choice, writing = found["own_choice"], found["own_writing"]
     assert found["own_tag"]["own_tagged_acc"] == choice["acc"]
@@ -290,8 +277,7 @@ def test_an_error_of_the_model_is_not_laid_on_the_task(hf: Path, tasks: Path, mo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", [-1, 2**63 - 1])
 def test_every_seed_of_the_command_is_one_of_the_harness(hf: Path, tasks: Path, seed: int) -> None:
-    code, _, err = in_process("eval", hf, "--tasks", "own_choice:1", "--task-dir", tasks, "--seed", seed)
-    assert code == 0, err
+    output_of("eval", hf, "--tasks", "own_choice:1", "--task-dir", tasks, "--seed", seed)
 
 
 NAMES = {task for suite in RECIPE.values() for task in suite}

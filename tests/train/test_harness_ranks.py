@@ -27,9 +27,10 @@ from nxtrain.tools.eval.led_scorer import lead
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.task import Metrics
 from nxtrain.tools.eval.trained import Trained
-from tests.support.commands import in_process
-from tests.support.models import LENGTH, TEXT, text_model
+from tests.support.commands import output_of
+from tests.support.models import LENGTH, TEXT
 from tests.support.ranks import RankPool
+from tests.train.conftest import write_tasks
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
@@ -71,14 +72,12 @@ NAMES = tuple(f"own_{name}" for name in TASKS)
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Drawn questions as tasks, and a cache of data sets that goes with the tests."""
     folder, drawn = tmp_path_factory.mktemp("tasks"), random.Random(19)
-    with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(37):
-            question = " ".join(drawn.choices(WORDS, k=drawn.choice([1, 4, 9, 30])))
-            choices = drawn.sample(WORDS, 3)
-            file.write(json.dumps({"question": question, "choices": choices, "gold": drawn.randrange(3)}) + "\n")
-    for name, text in TASKS.items():
-        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\ntest_split: test\n"
-        (folder / f"{name}.yaml").write_text(f"task: own_{name}\n{data}{text}", encoding="utf-8")
+    questions: list[dict[str, Any]] = []
+    for _ in range(37):
+        question = " ".join(drawn.choices(WORDS, k=drawn.choice([1, 4, 9, 30])))
+        choices = drawn.sample(WORDS, 3)
+        questions.append({"question": question, "choices": choices, "gold": drawn.randrange(3)})
+    write_tasks(folder, TASKS, questions)
     with pytest.MonkeyPatch.context() as patch:
         import datasets.config
 
@@ -87,14 +86,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_model(tmp_path_factory.mktemp("hf"))
-
-
-@pytest.fixture(scope="module")
 def alone(hf: Path, tasks: Path) -> dict[str, Metrics]:
-    code, out, err = in_process("eval", hf, "--tasks", ",".join(NAMES), "--task-dir", tasks, "--json")
-    assert code == 0, err
+    out = output_of("eval", hf, "--tasks", ",".join(NAMES), "--task-dir", tasks, "--json")
     found: dict[str, Metrics] = json.loads(out)["tasks"]
     return found
 

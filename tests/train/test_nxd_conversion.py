@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.commands import in_process
+from tests.support.commands import errors_of, in_process, output_of
 from tests.support.runs import course, token_file, write_toml
 
 
@@ -25,11 +25,9 @@ def test_a_run_goes_on_from_rank_files(tmp_path: Path) -> None:
     step2 = whole / "checkpoints/step-00000002"
     assert in_process("convert", "nxtrain-to-nxd", step2, nxd, "--tp", "2", "--dp", "2")[0] == 0
     (nxd / "step_2/user_content.pt").unlink()  # as if a script of NxD's had written the tag
-    code, said, _ = in_process("convert", "nxd-to-nxtrain", nxd, back)
-    assert code == 0
+    said = output_of("convert", "nxd-to-nxtrain", nxd, back)
     assert "no run can go on from it: " in said
-    code, said, _ = in_process("convert", "nxd-to-nxtrain", nxd, back, "--run", file)
-    assert code == 0
+    said = output_of("convert", "nxd-to-nxtrain", nxd, back, "--run", file)
     assert f"{back} holds model, exp_avg, exp_avg_sq, master at step 2\n" in said
     assert in_process("train", file, f"run.dir={tmp_path / 'other'}")[0] == 0
     untold, output = course(whole), course(tmp_path / "other")
@@ -56,7 +54,6 @@ def test_the_settings_of_the_optimizer_come_from_the_run(tmp_path: Path) -> None
     assert [group["lr"] for group in content["param_groups"]] == [3e-3, 3e-3]  # of the third update, of ten to warm up
     assert torch.load(tmp_path / "nxd/step_2/scheduler.pt", weights_only=True)["last_epoch"] == 2
     (folder / "config.toml").unlink()
-    code, _, said = in_process("convert", "nxtrain-to-nxd", folder, tmp_path / "again")
-    assert code == 2
+    said = errors_of("convert", "nxtrain-to-nxd", folder, tmp_path / "again", code=2)
     assert "keeps no settings of the optimizer" in said
     assert in_process("convert", "nxtrain-to-nxd", folder, tmp_path / "again", "--weights-only")[0] == 0

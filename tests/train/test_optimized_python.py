@@ -19,8 +19,7 @@ def test_a_run_saves_and_resumes_without_assertions(tmp_path: Path) -> None:
     plain, optimized = tmp_path / "plain", tmp_path / "optimized"
     for folder in (plain, optimized):
         commands.write_config(folder, steps=4, every=2)
-    code, _, err = commands.in_process("train", plain / runs.FILE, "checkpoint.async=false")
-    assert code == 0, err
+    commands.output_of("train", plain / runs.FILE, "checkpoint.async=false")
     for steps in (2, 4):
         overrides = (f"train.steps={steps}", "optim.decay_steps=4", "checkpoint.strict=true")
         command = [sys.executable, "-OO", "-m", "nxtrain", "train", str(optimized / runs.FILE), *overrides]

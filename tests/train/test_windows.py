@@ -18,7 +18,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.trained import Trained
-from tests.support.commands import in_process
+from tests.support.commands import output_of
 from tests.support.models import TEXT, hf_model, plan
 
 LENGTH = 128
@@ -89,8 +89,7 @@ def test_texts_go_on_beyond_the_window_with_the_tokens_of_transformers(tmp_path:
     count = 2 * window
     written = theirs.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)[0].tolist()
     ends = [at for at, token in enumerate(written) if token in Trained.find(str(tmp_path)).ends]
-    code, out, _ = in_process("generate", tmp_path, "--temperature", 0, "--max-new-tokens", count, "--prompt", prompt)
-    assert code == 0
+    out = output_of("generate", tmp_path, "--temperature", 0, "--max-new-tokens", count, "--prompt", prompt)
     assert out == tokenizer.decode(written[: ends[0]] if ends else written) + "\n"
 
 

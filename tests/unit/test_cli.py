@@ -19,7 +19,7 @@ from nxtrain.config.load import load
 from nxtrain.launch.local import AGENT, render
 from tests.support import DEMO
 from tests.support import TINY as TINY_FILE
-from tests.support.commands import in_process
+from tests.support.commands import errors_of, in_process, output_of
 
 TINY = str(TINY_FILE)
 
@@ -163,8 +163,7 @@ def test_a_failure_prints_its_message_and_exits_with_its_code(
 
 
 def test_a_long_message_stays_on_one_line() -> None:
-    code, _, errors = in_process("train", "x" * 200 + ".toml")
-    assert code == 2
+    errors = errors_of("train", "x" * 200 + ".toml", code=2)
     assert f"error: cannot read {'x' * 200}.toml: No such file or directory\n" in errors
 
 
@@ -174,8 +173,7 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launch_prints_the_command_and_starts_nothing() -> None:
-    code, printed, _ = in_process("launch", DEMO, "--dry-run", "--nproc", "2", "run.name=a b")
-    assert code == 0
+    printed = output_of("launch", DEMO, "--dry-run", "--nproc", "2", "run.name=a b")
     assert " --nproc-per-node=2 " in printed
     assert printed.endswith(f" -m nxtrain train {DEMO} 'run.name=a b'\n")
 

@@ -18,6 +18,7 @@ from nxtrain.tools.trace.command import present
 from tests.support import graph_mutants
 from tests.support.graph_mutants import MUTANTS, STEPS, traced
 from tests.support.models import changed
+from tests.support.packages import leave_metadata
 from tests.support.parity import layout
 from tests.support.ports import patient_s
 from tests.support.xla_engine import run_devices
@@ -149,9 +150,7 @@ def test_what_was_traced_in_place_of_the_vendors_layers_is_said(sound: dict[str,
 
 def test_a_run_of_automatic_choices_is_told_what_stands_for_them_in_whole_lines(tmp_path: Path) -> None:
     """NeuronX Distributed is installed, and fails as AWS's packages may where there is no device."""
-    (tmp_path / "neuronx_distributed-0.18.0.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: neuronx-distributed\nVersion: 0.18.0\n"
-    (tmp_path / "neuronx_distributed-0.18.0.dist-info" / "METADATA").write_text(metadata, encoding="ascii")
+    leave_metadata(tmp_path, "neuronx-distributed", "0.18.0")
     (tmp_path / "neuronx_distributed.py").write_text('raise OSError("no libnrt.so.1")\n', encoding="ascii")
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     flash = ["train.seq_len=2048", "model.config.max_position_embeddings=2048", "parallel.tp=2"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.commands import in_process
+from tests.support.commands import output_of
 from tests.support.published import CONFIGS
 
 LAYOUT = ("parallel.tp=2", "parallel.cp=2", "parallel.shard=zero1", "train.micro_batch=4", "backend.name=xla")
@@ -15,8 +15,7 @@ LAYOUT = ("parallel.tp=2", "parallel.cp=2", "parallel.shard=zero1", "train.micro
 @pytest.mark.parametrize("documents", ["true", "false"])
 def test_ranks_of_cp_record_one_graph_and_the_report_names_their_collectives(documents: str) -> None:
     argv = ("--world", "8", "--steps", "1", "--json", *LAYOUT, f"data.doc_mask={documents}")
-    code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", *argv)
-    assert code == 0, err
+    out = output_of("graphs", CONFIGS / "tiny_cpu.toml", *argv)
     found = json.loads(out)
     assert found["problems"] == []
     assert {0, 1, 2, 3, 4} <= set(found["ranks"])

@@ -136,7 +136,15 @@ def check_backend(backend: str) -> None:
 
 
 def workload(  # 8 arguments: one for each option
-    *, steps: int, batch: int, seq_len: int, precision: str, preset: str, threads: int, backend: str, stock: bool
+    *,
+    steps: int,
+    batch: int,
+    seq_len: int,
+    precision: str,
+    preset: str,
+    threads: int = 1,
+    backend: str = "cpu",
+    stock: bool = False,
 ) -> Workload:
     """Workload of the command's options; 0 threads: all cores."""
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from nxtrain.backends import choose_layers
@@ -13,30 +9,15 @@ from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.nxd import binding
 from nxtrain.common.errors import BackendError
 from nxtrain.config.load import load
-from tests.support.drawn import CONFIG
+from tests.support import TINY
+from tests.unit.backends.conftest import Install
 
-Install = Callable[..., None]
 INDEX = "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com"
 TO_INSTALL = f"{INDEX} 'neuronx-distributed==0.17.*'"
 UNVERIFIED = (
     "neuronx-distributed {} is not of 0.15 to 0.18, whose source nxtrain is verified with; "
     f"{TO_INSTALL}, or use it with backend.allow_unverified=true"
 )
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Leave a package's metadata as pip does, where nothing else is installed."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delenv("NXD_CPU_MODE", raising=False)
-
-    def leave(name: str, version: str, description: str = "") -> None:
-        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        folder.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{description}\n"
-        (folder / "METADATA").write_text(text, encoding="utf-8")
-
-    return leave
 
 
 @pytest.mark.parametrize("version", ["0.15.22259", "0.17.26814", "0.18.0"])
@@ -122,8 +103,8 @@ def test_a_package_that_does_not_import_is_told_with_what_it_lacks(missing: str,
     ("override", "why"), [("finetune.method=lora", "finetune.method=lora"), ("parallel.cp=2", "parallel.cp=2")]
 )
 def test_layers_that_only_we_have_are_ours_even_where_the_others_would_be_taken(override: str, why: str) -> None:
-    config = load(CONFIG, [override]).config
+    config = load(TINY, [override]).config
     name, reason = choose_layers("auto", "neuron", needs_own=config.needs_own_layers)
     assert name == "native"
     assert why in reason
-    assert load(CONFIG, []).config.needs_own_layers == ""
+    assert load(TINY, []).config.needs_own_layers == ""

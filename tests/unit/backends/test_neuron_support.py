@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.rounding import rounding_keys
 from tests.support.adamw import host
 from tests.support.models import random
+from tests.unit.backends.conftest import Install
 
-Install = Callable[..., None]
 GOOD = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436", "neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"}
 
 # The text that stands in the metadata of the placeholders on PyPI, such as https://pypi.org/project/torch-neuronx.
@@ -33,27 +32,11 @@ WRONG = "WRONG PACKAGE. Please install the package from Neuron Repository - pip.
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that has nothing but what a test puts there."""
-    site, devices = tmp_path / "site", tmp_path / "dev"
-    site.mkdir()
-    devices.mkdir()
-    monkeypatch.setattr(sys, "path", [str(site)])
-    monkeypatch.setattr(sdk, "DEVICES", devices)
+    (tmp_path / "dev").mkdir()
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path / "dev")
     return tmp_path
-
-
-@pytest.fixture
-def install(machine: Path) -> Install:
-    """Leave a package's metadata as pip does."""
-
-    def leave(name: str, version: str, description: str = "") -> None:
-        folder = machine / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
-        folder.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{description}\n"
-        (folder / "METADATA").write_text(text, encoding="utf-8")
-
-    return leave
 
 
 @pytest.fixture

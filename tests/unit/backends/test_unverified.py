@@ -25,6 +25,7 @@ from nxtrain.config.load import load
 from nxtrain.launch import neuron as launching
 from nxtrain.train import command
 from nxtrain.train.context import RunContext
+from tests.support import TINY
 from tests.support.runs import run_plan, token_file
 
 READ = Package("neuronx-distributed", "0.18.31415")
@@ -34,7 +35,6 @@ WARNING = f"warning: {WHY}; it is used all the same, as backend.allow_unverified
 SHAPE = AttentionShape(micro_batch=1, seq_len=4096, num_heads=4, head_size=128, params="bf16")
 TRN1 = INSTANCES["trn1.32xlarge"]
 SDK = SdkVersion(2, 29)
-CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.toml"
 
 Use = Callable[[Package], None]
 
@@ -115,9 +115,9 @@ def test_the_launcher_asks_the_same_question(monkeypatch: pytest.MonkeyPatch) ->
     flash = ["backend.attention=flash", "backend.name=neuron", "cluster.instance=trn1.32xlarge"]
     flash += ["model.preset=llama2-7b", "parallel.tp=8", "train.seq_len=4096", "train.global_batch=8"]
     flash += ["precision.params=bf16", "precision.update=fp32_master"]
-    (problem,) = launching.needs(load(CONFIG, flash).config, {}, 8).problems
+    (problem,) = launching.needs(load(TINY, flash).config, {}, 8).problems
     assert (problem.key, WHY in problem.reason) == ("backend.attention", True)
-    allowed = launching.needs(load(CONFIG, [*flash, "backend.allow_unverified=true"]).config, {}, 8)
+    allowed = launching.needs(load(TINY, [*flash, "backend.allow_unverified=true"]).config, {}, 8)
     assert allowed.problems == ()
 
 

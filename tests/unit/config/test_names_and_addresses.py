@@ -115,8 +115,7 @@ def test_a_path_stays_a_path(text: str) -> None:
     ],
 )
 def test_commands_refuse_an_address_of_another_service(command: list[str], address: str) -> None:
-    code, _, err = commands.in_process(*command)
-    assert code == ConfigError.exit_code, err
+    err = commands.errors_of(*command, code=ConfigError.exit_code)
     assert f"an address of {address}, " in err
 
 

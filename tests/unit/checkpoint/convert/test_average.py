@@ -21,7 +21,7 @@ from nxtrain.checkpoint.staging import Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.mesh import Mesh
-from tests.unit.test_cli import main
+from tests.support.commands import in_process
 
 SHAPES = {"model.embed_tokens.weight": (33, 8), "model.norm.weight": (8,), "lm_head.weight": (33, 8)}
 
@@ -86,11 +86,9 @@ def test_checkpoints_of_different_models_are_refused(tmp_path: Path, field: str,
     assert not (tmp_path / "mean").exists()
 
 
-def test_the_command_says_which_steps_it_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_which_steps_it_took(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved(tmp_path / "run", step)
-    assert main(monkeypatch, "convert", "average", str(tmp_path / "run"), str(tmp_path / "mean"), "--last", "2") == 0
-    assert "step-00000002, step-00000003" in capsys.readouterr().out
-    assert main(monkeypatch, "convert", "average", str(tmp_path / "absent"), str(tmp_path / "other")) != 0
+    code, printed, _ = in_process("convert", "average", tmp_path / "run", tmp_path / "mean", "--last", "2")
+    assert code == 0 and "step-00000002, step-00000003" in printed
+    assert in_process("convert", "average", tmp_path / "absent", tmp_path / "other")[0] != 0

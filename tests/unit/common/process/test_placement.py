@@ -99,8 +99,7 @@ def test_a_run_of_a_rank_that_no_world_has_ends_with_the_reason(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "run.toml").touch()
-    code, _, err = commands.in_process("train", tmp_path / "run.toml")
-    assert code == BackendError.exit_code
+    err = commands.errors_of("train", tmp_path / "run.toml", code=BackendError.exit_code)
     assert "ranks count from 0 to WORLD_SIZE - 1" in err
 
 

@@ -6,10 +6,9 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nxtrain.cli.main import app
 from nxtrain.tools.bench.attention import SIDES, exponents
+from tests.support.commands import output_of
 
 
 def test_exponents_are_those_of_powers_of_the_length() -> None:
@@ -27,9 +26,7 @@ def test_all_sides_compute_the_same() -> None:
 
 
 def test_a_mask_takes_more_memory_than_blocks() -> None:
-    shown = CliRunner().invoke(app, ["bench", "attention", "--longest", "2048", "--rounds", "1", "--json"])
-    assert shown.exit_code == 0, shown.output
-    result = json.loads(shown.output[shown.output.index("{") :])
+    result = json.loads(output_of("bench", "attention", "--longest", "2048", "--rounds", "1", "--json"))
     peaks = {row["name"]: row["peak_bytes"] for row in result["rows"]}
     assert set(peaks) == {f"{name} {length}" for name in SIDES for length in (1024, 2048)}
     assert peaks["mask 2048"] > 2 * peaks["mask 1024"]

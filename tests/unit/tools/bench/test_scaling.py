@@ -38,7 +38,6 @@ def test_a_layout_is_one_of_two_ranks(name: str) -> None:
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    size = {"steps": 1, "batch": 1, "seq_len": 8}
-    work = workload(**size, precision="fp32", preset="tiny", threads=1, backend="cpu", stock=False)
+    work = workload(steps=1, batch=1, seq_len=8, precision="fp32", preset="tiny")
     with pytest.raises(ConfigError, match=r"no layout 'tp4'.*\n.*tp2, dp2"):
         bench_scaling(work=work, layouts=["tp4"], rounds=1, as_json=True)

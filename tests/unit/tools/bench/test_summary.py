@@ -23,7 +23,7 @@ from nxtrain.tools.bench.train import (
     workload,
 )
 
-WORK = workload(steps=2, batch=5, seq_len=100, precision="bf16", preset="tiny", threads=1, backend="cpu", stock=False)
+WORK = workload(steps=2, batch=5, seq_len=100, precision="bf16", preset="tiny")
 TOKENS = 1000
 
 

@@ -65,17 +65,14 @@ def test_ls_shows_both_lanes_files_and_verify_hashes_them(tmp_path: Path) -> Non
     add(tmp_path, 1)
     empty = add(tmp_path, 2)
     (tmp_path / "neff" / empty.module).write_bytes(b"")
-    code, out, _ = commands.in_process("cache", "ls", str(tmp_path))
-    assert code == 0
+    out = commands.output_of("cache", "ls", str(tmp_path))
     printed = out
     assert "1 done, 1 failed" in printed
     assert neff(1).module in printed
-    code, out, _ = commands.in_process("cache", "verify", str(tmp_path))
-    assert code == 0
+    out = commands.output_of("cache", "verify", str(tmp_path))
     assert "0 as they were sealed, 1 hashed for the first time, 0 damaged" in out
     (tmp_path / "neff" / neff(1).module).write_text("graph 7", encoding="utf-8")
-    code, out, _ = commands.in_process("cache", "verify", str(tmp_path))
-    assert code == 5
+    out = commands.output_of("cache", "verify", str(tmp_path), code=5)
     assert f"{neff(1)}  damaged: " in out
     cache = Cache(tmp_path)
     assert [entry.key for entry in cache.quarantined()] == [neff(1)]
@@ -91,8 +88,7 @@ def test_clean_quarantines_empty_files_and_evicts_the_least_used(tmp_path: Path)
     add(tmp_path, 9)
     (tmp_path / "neff" / neff(9).module).write_bytes(b"")
     Cache(tmp_path).mark_used([neff(1)])
-    code, out, _ = commands.in_process("cache", "clean", str(tmp_path))
-    assert code == 0
+    out = commands.output_of("cache", "clean", str(tmp_path))
     assert f"{neff(9)}  into quarantine" in out
     assert set(Cache(tmp_path).evict(2000)) == {neff(9), neff(2), neff(3)}
     assert Cache(tmp_path).done() == {neff(1), neff(4)}
@@ -204,8 +200,7 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
     config = native_run.config
     args = [f"compile.cache_dir={config.compile.cache_dir}", f"compile.manifest={config.compile.manifest}"]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "checkpoint.every=50", *args]
-    code, _, err = commands.in_process("compile", str(TINY), *native)
-    assert code == 0
+    err = commands.errors_of("compile", str(TINY), *native, code=0)
     assert "all 2 graphs are in" in err
     assert len(started) == 1
     assert {"train.steps=4", "checkpoint.every=2", "checkpoint.resume=never"} < set(started[0])
@@ -232,8 +227,7 @@ def test_without_devices_compile_says_why_the_mode_without_them_cannot_be_had(
 ) -> None:
     monkeypatch.setattr(torchneuron_names, "reads", lambda _: reads)
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true", *overrides]
-    code, _, err = commands.in_process("compile", str(TINY), *native)
-    assert code == 5
+    err = commands.errors_of("compile", str(TINY), *native, code=5)
     said = err
     assert why in said
     assert "no Neuron device in" in said
@@ -266,11 +260,9 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
     monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true"]
     native += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
-    code, out, _ = commands.in_process("compile", str(TINY), *native, "--dry-run")
-    assert code == 0
+    out = commands.output_of("compile", str(TINY), *native, "--dry-run")
     assert ("export TORCH_NEURONX_COMPILE_ONLY=1" in out) is not bool(chips)
-    code, _, err = commands.in_process("compile", str(TINY), *native)
-    assert code == 0
+    err = commands.errors_of("compile", str(TINY), *native, code=0)
     (env,) = started
     mode = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
     assert {name: env[name] for name in mode if name in env} == ({} if chips else mode)

@@ -30,8 +30,7 @@ def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool() -> None:
-    code, out, _ = commands.in_process("compile", TINY, *NEURON, "--dry-run")
-    assert code == 0
+    out = commands.output_of("compile", TINY, *NEURON, "--dry-run")
     lines = out.splitlines()
     assert "export NEURON_FUSE_SOFTMAX=1" in lines
     argv = shlex.split(lines[-1])
@@ -42,39 +41,31 @@ def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_too
 
 
 def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again() -> None:
-    code, out, _ = commands.in_process("compile", TINY, *NEURON, "recovery.max_restarts=100", "--dry-run")
-    assert code == 0
+    out = commands.output_of("compile", TINY, *NEURON, "recovery.max_restarts=100", "--dry-run")
     assert " --max-restarts=0 " in out.splitlines()[-1]
 
 
 def test_of_several_nodes_all_meet_at_one() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2")
     several = (str(TINY), "backend.name=neuron", "train.micro_batch=1", *cluster)
-    code, _, err = commands.in_process("compile", *several)
-    assert code == 2
+    err = commands.errors_of("compile", *several, code=2)
     assert "nxtrain compile CONFIG --first-node NAME" in err
-    code, out, _ = commands.in_process("compile", *several, "--first-node", "node7", "--dry-run")
-    assert code == 0
+    out = commands.output_of("compile", *several, "--first-node", "node7", "--dry-run")
     assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in out
 
 
 def test_the_others_may_meet_at_a_port_of_their_own() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
     args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
-    code, out, _ = commands.in_process("compile", *args)
-    assert code == 0
+    out = commands.output_of("compile", *args)
     assert " --rdzv-endpoint=node7:4000 " in out
 
 
 def test_a_dry_run_says_which_machines_write_which_manifest() -> None:
-    code, out, _ = commands.in_process("compile", TINY, *NEURON, "--dry-run")
-    assert code == 0
+    out = commands.output_of("compile", TINY, *NEURON, "--dry-run")
     assert "# writes compile_cache/manifests/tiny_cpu.json\n" in out
     recipe = TINY.with_name("llama2_70b_trn1.toml")  # 256 machines of 32 ranks, in order [pp 8, dp 32, tp 32]
-    code, out, _ = commands.in_process(
-        "compile", str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run"
-    )
-    assert code == 0
+    out = commands.output_of("compile", str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run")
     lines = [line for line in out.splitlines() if line.startswith("# machines")]
     assert lines == [
         f"# machines {32 * stage}-{32 * stage + 31}, as torchrun counts them, hold pipeline stage {stage} of 8 and "
@@ -86,8 +77,7 @@ def test_a_dry_run_says_which_machines_write_which_manifest() -> None:
 def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "DEVICES", tmp_path)
     monkeypatch.setattr(sdk, "installed", lambda name: None)
-    code, _, err = commands.in_process("compile", TINY, *NEURON)
-    assert code == 5
+    err = commands.errors_of("compile", TINY, *NEURON, code=5)
     assert "graphs cannot be compiled here: no Neuron device" in err
     assert "install Neuron SDK 2.28: pip install --extra-index-url" in err
 
@@ -95,15 +85,13 @@ def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_without_the_tool_it_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sdk, "support", lambda: Support(True, "2 chips in this test"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, err = commands.in_process("compile", TINY, *NEURON)
-    assert code == 5
+    err = commands.errors_of("compile", TINY, *NEURON, code=5)
     assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in err
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_other_devices_compile_nothing_beforehand(backend: str) -> None:
-    code, _, err = commands.in_process("compile", TINY, f"backend.name={backend}")
-    assert code == 2
+    err = commands.errors_of("compile", TINY, f"backend.name={backend}", code=2)
     assert f"{backend} compiles no graphs beforehand" in err
 
 

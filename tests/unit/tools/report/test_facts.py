@@ -28,7 +28,7 @@ from nxtrain.tools.report.facts import (
 )
 from nxtrain.tools.report.page import render
 from nxtrain.tools.report.run import RecordedRun, read_run
-from tests.support.commands import in_process
+from tests.support.commands import output_of
 from tests.support.run_folders import record, start, write_run
 
 
@@ -150,8 +150,7 @@ def planned_run(folder: Path, **environment: str) -> Path:
 
 def test_the_plan_is_that_of_the_command_and_stands_beside_what_was_measured(tmp_path: Path) -> None:
     folder = planned_run(tmp_path / "run", backend="cpu")
-    code, out, err = in_process("plan", folder / "config.toml", "--json")
-    assert code == 0, err
+    out = output_of("plan", folder / "config.toml", "--json")
     plan = json.loads(out)
     table, sentence = planned(read_run(folder))
     assert table is not None

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from nxtrain.cli.main import app
 from nxtrain.tools.report.comparison import FEWEST, WINDOWS, Bounds, parity, scaling, window_means
 from nxtrain.tools.report.run import RecordedRun, read_run
+from tests.support.commands import output_of
 from tests.support.run_folders import record, write_run
 
 
@@ -76,29 +75,19 @@ def test_a_differing_seed_is_said(tmp_path: Path) -> None:
     assert "run.seed differs: 0 and 5" in parity(run_with(tmp_path / "a"), other, Bounds())["notes"]
 
 
-def command(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.output
-
-
 def test_the_command_ends_with_0_or_6(tmp_path: Path) -> None:
     first, same = run_with(tmp_path / "a").folder, run_with(tmp_path / "b").folder
     far = run_with(tmp_path / "c", loss=1.5).folder
-    assert command(first, same, "--parity")[0] == 0
-    code, said = command(first, far, "--parity")
-    assert code == 6
-    assert "FAIL  training loss: at most 0.333 apart" in said
-    assert command(first, far, "--parity", "--loss-bound", "0.5")[0] == 0
-    assert command(first, far)[0] == 0
+    output_of("report", first, same, "--parity")
+    assert "FAIL  training loss: at most 0.333 apart" in output_of("report", first, far, "--parity", code=6)
+    output_of("report", first, far, "--parity", "--loss-bound", "0.5")
+    output_of("report", first, far)
 
 
 def test_json_has_the_results(tmp_path: Path) -> None:
     first, far = write_run(tmp_path / "a"), run_with(tmp_path / "c", loss=1.5).folder
-    code, said = command(first, far, "--parity", "--scaling", "--json", "--out", tmp_path / "page.html")
-    found: dict[str, Any] = json.loads(said)
-    assert code == 6
+    out = tmp_path / "page.html"
+    found = json.loads(output_of("report", first, far, "--parity", "--scaling", "--json", "--out", out, code=6))
     assert found["out"] == str(tmp_path / "page.html")
     assert [run["step"] for run in found["runs"]] == [60, 60]
     assert found["runs"][0]["goodput"]["lost_steps"] == 10
