@@ -27,7 +27,6 @@ from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
-from nxtrain.train.reference import with_reference
 from nxtrain.train.results import base_fingerprint
 from nxtrain.train.run import Run
 from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
@@ -46,6 +45,8 @@ def assemble(context: RunContext) -> Run:
     context = _with_steps(context, data)
     config, backend = context.config, context.backend
     if config.finetune.stores_reference:
+        from nxtrain.train.reference import with_reference  # reads pairs by pyarrow
+
         data = with_reference(context, data)
     if context.is_leader:
         refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)

@@ -17,8 +17,9 @@ from nxtrain.nn import remat
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.parallel.regions import TensorParallel
 from tests.dist.test_remat import started
-from tests.support.drawn import SEED, Degrees, Drawn, draw, one_in
+from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.layouts import Degrees
 from tests.support.lora import all_weights, draw_adapters, draw_quantized, wanted_of_peft, with_keys
 from tests.support.memory import returns_pages, rise_bytes
 from tests.support.models import our_model, weights_of

@@ -21,8 +21,9 @@ from nxtrain.common.sharding import Layout
 from nxtrain.train.build import build_mesh
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw, one_in
+from tests.support.drawn import SEED, TRIES, Drawn, draw, one_in
 from tests.support.drawn_runs import LOSS, NORM, first_weights, wanted
+from tests.support.layouts import Degrees, covering_array
 from tests.support.models import MIXTURES
 from tests.support.parity import Course, local_pair, start, table_of
 from tests.support.ranks import RankPool

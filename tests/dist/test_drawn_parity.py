@@ -8,8 +8,9 @@ import pytest
 
 from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
 from nxtrain.parallel.fully_sharded import Backward
-from tests.support.drawn import SEED, Degrees, all_layouts, covering_array, draw, one_in
+from tests.support.drawn import SEED, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.layouts import Degrees, all_layouts, covering_array
 from tests.support.ranks import RankPool
 
 LAYOUTS = covering_array(SEED, 64)

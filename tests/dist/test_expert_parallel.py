@@ -19,9 +19,10 @@ from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
-from tests.support.drawn import SEED, covering_array, draw, one_in
+from tests.support.drawn import SEED, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.experts import Experts, expert_reference, expert_weights, with_experts
+from tests.support.layouts import covering_array
 from tests.support.parity import Course, batches, check_course, course_of, layout, run_ours, start
 from tests.support.ranks import RankPool
 

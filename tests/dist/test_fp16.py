@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.drawn import SEED, Degrees, covering_array, draw, one_in
+from tests.support.drawn import SEED, draw, one_in
 from tests.support.drawn_fp16 import STEPS, Reference, differences, draw_fp16, of_fp16, run
+from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout
 from tests.support.ranks import RankPool

@@ -23,8 +23,9 @@ from nxtrain.nn.lora import is_adapter, scale_of
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.results import save_adapter
 from nxtrain.train.step import eval_step, train_step
-from tests.support.drawn import SEED, Degrees, covering_array, one_in
+from tests.support.drawn import SEED, one_in
 from tests.support.drawn_runs import LOSS, error_of, failures, ours
+from tests.support.layouts import Degrees, covering_array
 from tests.support.lora import (
     DrawnAdapters,
     adapters_of,

@@ -17,8 +17,9 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import TrainState, train_step
-from tests.support.drawn import SEED, covering_array, draw, one_in
+from tests.support.drawn import SEED, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.layouts import covering_array
 from tests.support.models import MIXTURES, changed, hf_model, weights_of
 from tests.support.parity import (
     Gradient,

@@ -27,8 +27,9 @@ from nxtrain.train.build import build_mesh, hidden_matrices
 from tests.dist.test_checkpoint_shard_modes import SAVED, resumed, saved_tensors, straight
 from tests.dist.test_update_rules import whole_of
 from tests.support.adamw import cut, part
-from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw
+from tests.support.drawn import SEED, TRIES, Drawn, draw
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, random, weights_of
 from tests.support.parity import layout, start, table_of
 from tests.support.ranks import RankPool

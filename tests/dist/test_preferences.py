@@ -29,8 +29,9 @@ from nxtrain.train.reference import LogProbs
 from nxtrain.train.step import eval_step, train_step
 from tests.support.conversations import VOCABULARY
 from tests.support.corpora import write_tokenizer
-from tests.support.drawn import SEED, Degrees, covering_array
+from tests.support.drawn import SEED
 from tests.support.drawn_runs import error_of, failures
+from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, weights_of
 from tests.support.pairs import (
     DrawnPairs,

@@ -66,6 +66,7 @@ from tests.support.contract_kernels import (
     swiglu_shape,
 )
 from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context
+from tests.support.contract_regions import gather_sequence, reduce_gradient, reduce_sum, scatter_sequence
 
 
 class Echo(Collectives):
@@ -334,40 +335,6 @@ def record_backward(ranks: Ranks, rng: Random) -> Work:
         return _Backward.apply(x, list[str](), "backward 0")  # type: ignore[no-any-return]
 
     return Work(f"_Backward on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
-
-
-def gather_sequence(ranks: Ranks, rng: Random) -> Work:
-    """Parts of a sequence, put together."""
-    return _region(ranks, rng, _GatherSequence, lambda x: ranks.gathered(ranks.heard(x)))
-
-
-def scatter_sequence(ranks: Ranks, rng: Random) -> Work:
-    """A sum, cut along the sequence."""
-    # `TensorParallel.exit` may overwrite it, but this one does not.
-    return _region(ranks, rng, _ScatterSequence, ranks.scattered)
-
-
-def reduce_gradient(ranks: Ranks, rng: Random) -> Work:
-    """A value whose gradient is summed."""
-    return _region(ranks, rng, _ReduceGradient, ranks.heard)
-
-
-def reduce_sum(ranks: Ranks, rng: Random) -> Work:
-    """A sum, in place."""
-    return _region(ranks, rng, _ReduceSum, ranks.summed, written=True)
-
-
-def _region(
-    ranks: Ranks, rng: Random, function: type, exact: Callable[[Tensor], Tensor], written: bool = False
-) -> Work:
-    shape = ranks.draw_shape(rng, rng.choice((1, 4)))
-
-    def call(x: Tensor) -> Tensor:
-        x = x.contiguous() if written else x  # a sum in place takes what a product has just made
-        return function.apply(x, ranks.comm, ranks.axis)  # type: ignore[attr-defined,no-any-return]
-
-    label = f"{function.__name__} on {shape}, tp {ranks.axis.size}"
-    return Work(label, {"x": Operand(shape, written=written)}, call, exact, in_float64=ranks.axis.size == 1)
 
 
 def cross_entropy(ranks: Ranks, rng: Random) -> Work:

@@ -18,8 +18,9 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.train.build import build_mesh
 from nxtrain.train.step import train_step
-from tests.support.drawn import Degrees, Drawn, draw
+from tests.support.drawn import Drawn, draw
 from tests.support.drawn_runs import first_weights
+from tests.support.layouts import Degrees
 from tests.support.models import changed, hf_model
 from tests.support.parity import batches, gradient, local_batch, local_pair, reference, run_ours, start, table_of, whole
 

@@ -17,8 +17,9 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved
 from nxtrain.config.tables import toml_value
 from nxtrain.nn.lora import A
-from tests.support.drawn import ONE, Degrees, Drawn, draw
+from tests.support.drawn import Drawn, draw
 from tests.support.drawn_runs import first_weights, ours
+from tests.support.layouts import ONE, Degrees
 from tests.support.models import changed
 from tests.support.parity import Course, reference, whole
 

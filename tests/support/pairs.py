@@ -25,8 +25,9 @@ from nxtrain.data.loader import Batch, batch_of
 from nxtrain.train.preferences import take_means
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.trainer import on_device
-from tests.support.drawn import ONE, Degrees, draw
+from tests.support.drawn import draw
 from tests.support.drawn_runs import first_weights
+from tests.support.layouts import ONE, Degrees
 from tests.support.lora import DrawnAdapters, adapted, adapters_of, draw_adapters, our_name
 from tests.support.models import changed
 from tests.support.parity import Course, reference, start

@@ -9,8 +9,9 @@ import pytest
 
 from tests.support import ROOT, TINY, commands, forked_python
 from tests.support.command_ranks import train_as_launched
-from tests.support.drawn import SEED, Drawn, covering_array, draw, one_in
+from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_runs import LIMIT_S, error_of_command, prepare
+from tests.support.layouts import covering_array
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""

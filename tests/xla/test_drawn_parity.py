@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.drawn import SEED, Degrees, Drawn, covering_array, draw, is_for_xla
+from tests.support.drawn import SEED, Drawn, draw
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
+from tests.support.layouts import Degrees, covering_array, is_for_xla
 from tests.support.lora import (
     DrawnAdapters,
     all_weights,

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
-from tests.support.drawn import SEED, Degrees
+from tests.support.drawn import SEED
 from tests.support.drawn_runs import error_of, failures
 from tests.support.graph_mutants import traced
+from tests.support.layouts import Degrees
 from tests.support.models import changed
 from tests.support.pairs import DrawnPairs, PairCourse, described_pairs, draw_pairs, pairs_on_rank, wanted_of_pairs
 from tests.support.parity import layout

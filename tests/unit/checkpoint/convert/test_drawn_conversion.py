@@ -15,8 +15,9 @@ from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
 from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd
 from nxtrain.common.errors import ConfigError
-from tests.support.drawn import SEED, Degrees, Drawn, draw
+from tests.support.drawn import SEED, Drawn, draw
 from tests.support.drawn_runs import first_weights
+from tests.support.layouts import Degrees
 from tests.support.models import MIXTURES, hf_model
 
 
