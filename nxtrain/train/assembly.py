@@ -36,6 +36,12 @@ from nxtrain.train.supervision.preflight import check_folder, fingerprint, prepa
 from nxtrain.train.trainer import Trainer
 
 
+def _with_reference(context: RunContext, data: Data) -> Data:
+    from nxtrain.train.reference import with_reference  # reads pairs by pyarrow, which other runs do without
+
+    return with_reference(context, data)
+
+
 def assemble(context: RunContext) -> Run:
     """Open the data, start the state, and make the parts of the run."""
     if context.config.model.hf:
@@ -45,9 +51,7 @@ def assemble(context: RunContext) -> Run:
     context = _with_steps(context, data)
     config, backend = context.config, context.backend
     if config.finetune.stores_reference:
-        from nxtrain.train.reference import with_reference  # reads pairs by pyarrow
-
-        data = with_reference(context, data)
+        data = _with_reference(context, data)
     if context.is_leader:
         refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
     base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")
