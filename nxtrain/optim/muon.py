@@ -70,7 +70,7 @@ class Muon(AdamW):
         super()._step(grads, replace(how, lr=how.lr * self._adam_factor))
         noise = step_hash(how.step)
         for each in self._matrices.rounds:  # one after another, since only one round needs memory at a time
-            ahead = {name: self._advance(name, grads[name], noise, how) for name in each.names}
+            ahead = {name: self._advance(name, grads[name].to(noise.device), noise, how) for name in each.names}
             for name, update in self._orthogonalized(each, ahead).items():
                 store = self._stores[name][0]
                 decay = self._weight_decay if self._layout.table[name].decay else 0.0
