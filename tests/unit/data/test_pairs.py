@@ -279,7 +279,8 @@ def test_rows_too_short_for_any_pair_are_refused_with_a_length(tmp_path: Path) -
 
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_a_row_has_at_most_so_many_pieces(most: int) -> None:
-    lengths = np.array([Random(most).randint(1, 20) for _ in range(200)])
+    rng = Random(most)
+    lengths = np.array([rng.randint(1, 20) for _ in range(200)])
     packing = best_fit(lengths, 40, most_pieces=most)
     assert np.bincount(packing.rows).max() == most
     assert sorted(packing.documents) == list(range(200)) and packing.num_rows >= 200 / most
