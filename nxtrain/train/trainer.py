@@ -143,6 +143,8 @@ class Trainer:
         numbers = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
         if result.z_loss is not None:
             numbers["z_loss"] = result.z_loss
+        if self.state.noise is not None:
+            numbers["noise_scale"] = self.state.noise.value()
         numbers |= self.guard.values()
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
