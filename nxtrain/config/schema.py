@@ -328,6 +328,9 @@ class MetricsConfig(Section):
     """Show progress in the terminal."""
     spike_threshold: float = Field(default=0.1, ge=0, le=1e9)
     """Gradient norm above its running mean over 20 steps from which a step belongs to a spike."""
+    noise_scale: bool = False
+    """Record the gradient noise scale, in sequences: a global batch far below gains from more, far above gains little;
+    from dp 2 on, without cp, with shard=none or zero1."""
     step_sections: Literal["auto", "on", "off"] = "auto"
     """Time of forward, backward, reduction and update in each step: by the host's clock on cpu, by events of the device
     on cuda, and not elsewhere, where whole steps are queued; auto: on cpu."""

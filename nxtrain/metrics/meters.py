@@ -70,6 +70,7 @@ class StepRecord:
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
         throughput: Speed since the previous record.
         z_loss: Mean of the terms of train.z_loss, which `loss` is without; None: there are none.
+        noise_scale: Running estimate of the gradient noise scale, in sequences; None: it is not measured.
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         measured: Values of the observers by key, such as `goodput`, and of the loader, such as tokens of each corpus.
     """
@@ -83,6 +84,7 @@ class StepRecord:
     lr: float
     throughput: Throughput
     z_loss: float | None = None
+    noise_scale: float | None = None
     val_loss: float | None = None
     verdict: Verdict = field(default_factory=Verdict)
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -93,6 +95,7 @@ class StepRecord:
         flat |= flat.pop("throughput") | flat.pop("verdict") | flat.pop("measured")
         for key in (
             "z_loss",
+            "noise_scale",
             "val_loss",
             "skipped_steps",
             "alarm",

@@ -68,6 +68,9 @@ class Reduction:
 class Bucketed(DataParallel):
     """Average of gradients bucket by bucket, each as soon as the last backward pass has finished it.
 
+    Attributes:
+        on_local: Called with names and sums of gradients of this rank alone, before their average; None: nothing is.
+
     On a lazy device, an early start gains nothing, and all micro-batches should record the same graph. There every
     micro-batch adds to sums that always exist, and the reduction follows the last micro-batch.
 
@@ -107,6 +110,7 @@ class Bucketed(DataParallel):
         self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
         self._missing = Counter(self._bucket_of.values())
         self._started: dict[int, Pending[list[Tensor]]] = {}
+        self.on_local: Callable[[Sequence[str], Sequence[Tensor]], None] | None = None
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
@@ -143,7 +147,10 @@ class Bucketed(DataParallel):
     @torch.no_grad()
     def _start_bucket(self, index: int) -> Pending[list[Tensor]]:
         names = self.buckets[index]
-        return self._start([self._take(name) for name in names], names)
+        grads = [self._take(name) for name in names]
+        if self.on_local is not None:
+            self.on_local(names, grads)
+        return self._start(grads, names)
 
     def _take(self, name: str) -> Tensor:
         if self._keeps_sums:

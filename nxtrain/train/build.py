@@ -24,7 +24,7 @@ from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.model_folder import whole_folder
-from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, TrainConfig
+from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig, TrainConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
 from nxtrain.nn.compiled import compile_blocks
@@ -37,12 +37,13 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.optim.muon import Muon
 from nxtrain.parallel.context_parallel import ContextParallel
-from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
+from nxtrain.parallel.data_parallel import Bucketed, DataParallel, Reduction, Replicated, Zero1
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.noise_scale import NoiseScale
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import TensorParallel
@@ -321,6 +322,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         sums=backend.put(torch.zeros(num_sums)),
         history=StepHistory(backend.put, backend.kernels.fuse),
         loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        noise=_noise_scale(run, data_parallel, backend),
         z_sum=_z_sum(run.train, model, backend),
         accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
@@ -354,6 +356,16 @@ def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]
         if id(parameter) in inner and is_matrix(table[name]):
             matrices[name] = table[name]
     return matrices
+
+
+def _noise_scale(run: RunConfig, data_parallel: DataParallel, backend: Backend) -> NoiseScale | None:
+    """Meter of the gradient noise scale, if wanted, which is shown the gradients before their average."""
+    if not run.metrics.noise_scale:
+        return None
+    assert isinstance(data_parallel, Bucketed), "config/check.py refuses other modes"
+    noise = NoiseScale(data_parallel.layout, backend.collectives, backend.put, backend.kernels, run.train.seq_len)
+    data_parallel.on_local = noise.note
+    return noise
 
 
 def _z_sum(train: TrainConfig, model: nn.Module, backend: Backend) -> Tensor | None:

@@ -22,6 +22,7 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
+from nxtrain.parallel.noise_scale import NoiseScale
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.schedule import Action
@@ -51,6 +52,7 @@ class TrainState:
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
+        noise: Meter of the gradient noise scale; None: it is not measured.
         z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None: there is no z-loss.
         accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
@@ -70,6 +72,7 @@ class TrainState:
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
     loss_scale: LossScale | None = None
+    noise: NoiseScale | None = None
     z_sum: Tensor | None = None
     accumulates: bool = False
     positions: Tensor | None = None
@@ -213,6 +216,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
     state.history.note(loss, norm)
+    if state.noise is not None:
+        state.noise.add(grads, per_token, num_tokens, skip)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
     return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums))

@@ -149,6 +149,8 @@ class Trainer:
         self.observers.enter(step, "log")
         counted = "targets" if self.state.preferences is None else "pairs"
         numbers = {"loss": result.loss, counted: result.num_tokens, "grad_norm": result.grad_norm}
+        if self.state.noise is not None:
+            numbers["noise_scale"] = self.state.noise.value()
         numbers |= {**result.others, **_of_routers(result), **self.guard.values()}
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)

@@ -29,7 +29,17 @@ from nxtrain.metrics.status import KINDS_S, PREFERENCES, SECTIONS_S
 Column = NDArray[np.float64]
 
 NUMBERS = (
-    *("loss", "z_loss", "val_loss", "grad_norm", "grad_norm_mean", "grad_norm_lowest", "param_norm", "param_norm_0"),
+    *(
+        "loss",
+        "z_loss",
+        "noise_scale",
+        "val_loss",
+        "grad_norm",
+        "grad_norm_mean",
+        "grad_norm_lowest",
+        "param_norm",
+        "param_norm_0",
+    ),
     *("param_norm_expected", "lost_update_frac", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "goodput"),
     *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, *PREFERENCES),
 )

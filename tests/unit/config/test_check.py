@@ -393,8 +393,7 @@ def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path, hf: Path
 )
 def test_stages_of_a_batch_ramp_that_cannot_be(tmp_path: Path, stage: str, reason: str) -> None:
     (tmp_path / "run.toml").write_text("[train]\nglobal_batch = 8\nmicro_batch = 2\n[parallel]\ndp = 2")
-    assert_fits = load(tmp_path / "run.toml", ["train.batch_ramp=[{global_batch = 4, samples = 9}]"])
-    resolve_config(assert_fits, 2)
+    resolve_config(load(tmp_path / "run.toml", ["train.batch_ramp=[{global_batch = 4, samples = 9}]"]), 2)
     with pytest.raises(ConfigError) as refused:
         resolve_config(load(tmp_path / "run.toml", [f"train.batch_ramp=[{stage}]"]), 2)
     (found,) = refused.value.problems
@@ -419,3 +418,25 @@ def test_pairs_need_whole_answers_of_one_corpus_and_dpo_the_first_weights(tmp_pa
         ("backend.layers=nxd", "takes the loss of each token"),
     ):
         assert any(reason in problem.reason for problem in problems(tmp_path, *dpo, override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["parallel.dp=2"], False),
+        (["parallel.dp=2", "parallel.shard=zero1"], False),
+        (["parallel.dp=1"], True),
+        (["parallel.dp=2", "parallel.shard=full"], True),
+        (["parallel.dp=1", "parallel.cp=2"], True),
+    ],
+)
+def test_the_noise_scale_needs_gradients_of_several_batches(
+    tmp_path: Path, overrides: list[str], is_refused: bool
+) -> None:
+    (tmp_path / "run.toml").write_text("[metrics]\nnoise_scale = true")
+    found: list[str] = []
+    try:
+        resolve_config(load(tmp_path / "run.toml", overrides), 2 if "=2" in "".join(overrides) else 1)
+    except ConfigError as error:
+        found = [problem.key for problem in error.problems]
+    assert found == (["metrics.noise_scale"] if is_refused else [])
