@@ -79,6 +79,20 @@ def device_support(name: str, environ: Mapping[str, str]) -> Support:
     return Support(True, "ranks find their devices themselves")
 
 
+def num_gpus() -> int:
+    """Number of GPUs that CUDA_VISIBLE_DEVICES leaves to this machine's ranks.
+
+    Raises:
+        BackendError: There is none.
+    """
+    found = support("cuda")
+    if not found.ok:
+        raise BackendError(f"--nproc gpu finds no GPU: {found.reason}; give the number of ranks, as --nproc 2")
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def choose_layers(
     name: str,
     backend: str,

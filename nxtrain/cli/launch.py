@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.cli.options import ConfigPath, FirstNode, Overrides, integer
+from nxtrain.cli.options import ConfigPath, FirstNode, Overrides, bounded, integer
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.paths import local_path
 from nxtrain.config.bounds import MAX_RANKS
@@ -25,11 +25,29 @@ APPLY = {
 EPILOG = "Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine"
 
 
+PER_GPU = 0
+"""Value of `--nproc gpu`."""
+
+
+def _num_ranks(text: str | int) -> int:
+    if text == "gpu":
+        return PER_GPU
+    try:
+        return int(bounded(int, 1, MAX_RANKS)(str(text)))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error}; give a number, or gpu") from error
+
+
 def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, integer(1, MAX_RANKS, help="Ranks per machine; by default tp x cp x pp x dp / nodes.")
+        int | None,
+        typer.Option(
+            metavar="N|gpu",
+            help="Ranks per machine, gpu: one per visible GPU; by default tp x cp x pp x dp / nodes.",
+            parser=_num_ranks,
+        ),
     ] = None,
     first_node: FirstNode = "",
     min_nodes: Annotated[
@@ -65,10 +83,14 @@ def launch(
     submits its script with sbatch.
     """
     is_given = {"--out": out is not None, "--image": bool(image), "--first-node": bool(first_node)}
-    _check_options(target, {**is_given, "--mounts": bool(mounts), "--storage": storage is not None})
+    _check_options(target, nproc, {**is_given, "--mounts": bool(mounts), "--storage": storage is not None})
     if target == "local":
         from nxtrain.launch.local import launch
 
+        if nproc == PER_GPU:
+            from nxtrain.backends import num_gpus
+
+            nproc = num_gpus()
         launch(config, overrides or [], nproc, dry_run, first_node, min_nodes or 0)
         return
     from nxtrain.launch.targets.job import LaunchOptions
@@ -86,13 +108,16 @@ def launch(
     launch_on(target, config, overrides or [], options, out=out, dry_run=dry_run)
 
 
-def _check_options(target: str, is_given: Mapping[str, bool]) -> None:
+def _check_options(target: str, nproc: int | None, is_given: Mapping[str, bool]) -> None:
     """Refuse options that mean nothing to a target: `--out` without --target would start the run.
 
     Raises:
         ConfigError: An option is for other targets.
     """
     problems = []
+    if nproc == PER_GPU and target != "local":
+        hint = "leave it out to take all devices of cluster.instance, or give a number"
+        problems.append(Problem("", f"--nproc gpu counts GPUs of this machine, not of --target {target}", hint=hint))
     for option, given in is_given.items():
         if given and target not in APPLY[option]:
             targets = " or ".join(APPLY[option])

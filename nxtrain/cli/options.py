@@ -40,15 +40,16 @@ def integer(least: int = 1, most: int = MAX_SIZE, *names: str, **settings: Any) 
         names: Names of the option; by default that of the parameter.
         settings: Arguments of `typer.Option`.
     """
-    return typer.Option(*names, parser=_bounded(int, least, most), metavar="N", **settings)
+    return typer.Option(*names, parser=bounded(int, least, most), metavar="N", **settings)
 
 
 def number(least: float, most: float, *names: str, **settings: Any) -> Any:
     """Option that takes a number; otherwise as `integer`."""
-    return typer.Option(*names, parser=_bounded(float, least, most), metavar="X", **settings)
+    return typer.Option(*names, parser=bounded(float, least, most), metavar="X", **settings)
 
 
-def _bounded(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+def bounded(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+    """Parser of a number between two bounds, both allowed."""
     name = "number"
     if kind is int:
         name = "integer"

@@ -81,6 +81,10 @@ def check(command: str) -> None:
             _check_own(rest, world=1)
         case ["torchrun" | "python" | "neuron_parallel_compile", *_]:
             _check_started([word for word in words if word not in {"neuron_parallel_compile", "torchrun", "python"}])
+        case ["docker", "build", *options]:
+            assert (ROOT / options[options.index("-f") + 1]).is_file()
+        case ["docker", "run", *options]:
+            _check_own(options[options.index("nxtrain") + 1 :], world=1)
         case [program, option, *_]:
             assert (program, option) in KNOWN_ELSEWHERE, f"{program} is not checked"
         case _:

@@ -12,6 +12,7 @@ from nxtrain import backends
 from nxtrain.backends import device_support
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk, torchneuron
+from nxtrain.cli import main as cli
 from nxtrain.common.errors import BackendError
 from nxtrain.launch.local import launch
 from tests.support import ROOT, TINY
@@ -47,6 +48,34 @@ def test_no_rank_starts_without_the_devices_of_its_run(
     assert capsys.readouterr().out == "", "the reason stands alone, without the environment of the ranks"
     launch(TINY, OVERRIDES[backend], None, dry_run=True)
     assert "nxtrain train" in capsys.readouterr().out
+
+
+def command_line(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nxtrain", "launch", str(TINY), *argv])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_each_visible_gpu_gets_a_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(backends, "support", lambda name: Support(name == "cuda", "3 GPUs"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    given = ("--nproc", "gpu", "--dry-run", "parallel.dp=0", "train.global_batch=6", "train.micro_batch=1")
+    assert command_line(monkeypatch, *given) == 0
+    assert "--nproc-per-node=3" in capsys.readouterr().out
+    assert command_line(monkeypatch, *given, "parallel.tp=2") == 2
+    assert "does not divide the world of 3 ranks" in capsys.readouterr().err
+
+
+def test_without_a_gpu_and_for_other_machines_a_number_is_asked_for(
+    without_devices: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line(monkeypatch, "--nproc", "gpu", "--dry-run") == 5
+    assert "--nproc gpu finds no GPU: no device in this test" in capsys.readouterr().err
+    assert command_line(monkeypatch, "--nproc", "gpu", "--target", "slurm", "--dry-run") == 2
+    assert "--nproc gpu counts GPUs of this machine, not of --target slurm" in capsys.readouterr().err
+    assert command_line(monkeypatch, "--nproc", "gp", "--dry-run") == 2
+    assert "give a number, or gpu" in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla", "auto"])
