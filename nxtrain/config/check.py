@@ -220,7 +220,8 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
     divides = parallel.cp > 1 or parallel.ep > 1
     if config.metrics.noise_scale and (dp == 1 or divides or parallel.shard in FULLY_SHARDED):
         reason = f"compares gradients of dp ranks, and dp={dp}, cp={parallel.cp}, shard={parallel.shard}"
-        yield Problem("metrics.noise_scale", reason, hint="use dp of 2 or more, cp=1, ep=1, shard=none or zero1; or false")
+        hint = "use dp of 2 or more, cp=1, ep=1, shard=none or zero1; or false"
+        yield Problem("metrics.noise_scale", reason, hint=hint)
     yield from _sequence(config)
 
 
