@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -138,9 +138,6 @@ class Drawn:
                 targets[masked] = IGNORE_INDEX
             found.append((rows[:, :-1].contiguous(), targets))
         return found
-
-
-AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 
 @lru_cache(maxsize=1024)
@@ -385,24 +382,6 @@ def covering_array(
         missing -= pairs[best]
     small = [degrees for degrees in layouts if degrees.world <= 4]
     return found + rng.choices(small, k=number - len(found))
-
-
-ON_TORCHNEURON = (
-    Degrees(pp=2, schedule="zero_bubble"),
-    Degrees(tp=2, pp=2, virtual_pp=2, sequence_parallel=True),
-    Degrees(dp=2, shard="zero1"),
-    Degrees(dp=2, shard="grad_op"),
-    Degrees(dp=2, shard="full"),
-    Degrees(pp=2, dp=2, shard="hybrid"),
-)
-"""Layouts of the lane of TorchNeuron that come first: every way to shard, both schedules, and several stages a rank."""
-
-
-def on_torchneuron(drawn: AnyDrawn) -> AnyDrawn:
-    """The same run on TorchNeuron, which has one transport between ranks and no offload."""
-    absent = ("backend.name", "backend.cpu_transport", "parallel.offload")
-    kept = [line for line in drawn.overrides if line.partition("=")[0] not in absent]
-    return replace(drawn, overrides=(*kept, f"backend.name={toml_value('neuron-native')}"))
 
 
 @cache

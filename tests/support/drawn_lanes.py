@@ -11,22 +11,22 @@ import torch
 from nxtrain.backends import open_backend
 from tests.support import fake_neuron
 from tests.support.drawn import (
-    ON_TORCHNEURON,
     ONE,
     Degrees,
     Drawn,
     covering_array,
     draw,
     is_for_xla,
-    on_torchneuron,
 )
 from tests.support.drawn_fp16 import WORSE, differences, distances, draw_fp16
 from tests.support.drawn_fp16 import run as run_fp16
 from tests.support.drawn_runs import (
+    ON_TORCHNEURON,
     Error,
     error_of,
     error_of_command,
     first_weights,
+    on_torchneuron,
     ours,
     prepare,
     run_command,
