@@ -197,7 +197,7 @@ def _of_routers(result: StepResult) -> dict[str, Tensor]:
         return {}
     losses, shares = result.routing[:2], result.routing[2:]
     loads = shares * shares.shape[0]
-    return dict(zip(ROUTERS, (*losses, loads.amin(), loads.amax()), strict=True))
+    return dict(zip(ROUTERS, (*losses, loads.min(), loads.max()), strict=True))
 
 
 def _total(backend: Backend, values: Sequence[Tensor]) -> float:

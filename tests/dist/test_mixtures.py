@@ -19,7 +19,7 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import TrainState, train_step
 from tests.support.drawn import SEED, covering_array, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
-from tests.support.models import MIXTURES, hf_model, weights_of
+from tests.support.models import MIXTURES, changed, hf_model, weights_of
 from tests.support.parity import (
     Gradient,
     batches,
@@ -172,3 +172,24 @@ def test_a_lost_sum_is_seen(
     else:
         assert {name for name in errors if name.endswith(is_wrong)} <= wrong
     assert [rank.loss for rank in found] == pytest.approx([want.loss] * world, abs=2e-6), "the logged loss has no other"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("params", ["bf16", "fp16"])
+def test_routers_in_16_bits_have_the_gradients_of_their_losses(ranks: RankPool, family: str, params: str) -> None:
+    """The loss scale of fp16 multiplies the losses of the routers as well, and is divided out.
+
+    The load balancing loss is left out: in 16 bits, some tokens choose other experts.
+    """
+    wide = changed(mixture(family), model={"moe_z_loss": 1.0})
+    wide = replace(wide, model=wide.model.model_copy(update={"router_aux_loss_coef": 0.0}))
+    loss_scale = 1024.0
+    narrow = changed(wide, precision={"params": params, "update": "fp32_master", "loss_scale": loss_scale})
+    scale = loss_scale / (4 * narrow.config.train.seq_len) if params == "fp16" else 1.0
+    (found,) = ranks.run(1, rank_gradient, narrow, weights_of(narrow))
+    (want,) = ranks.run(1, rank_gradient, wide, weights_of(wide))
+    shards = {name: grad / scale for name, grad in found.shards.items()}
+    errors = relative_errors(whole([shards], narrow), whole([want.shards], wide))
+    gates = {name: error for name, error in errors.items() if name.endswith("gate.weight")}
+    assert gates
+    assert max(gates.values()) < 0.02

@@ -69,6 +69,7 @@ class Recording:
         seen: Counter[tuple[int, int]] = Counter()
         alone: Counter[tuple[int, int, str, str]] = Counter()
         named = []
+        hidden_bytes = max((self._num_bytes(cut.hash) for cut in self.cuts if cut.action), default=0)
         for cut in self.cuts:
             key, part = (cut.rank, cut.step), cut.phase
             if cut.phase == TRAINING:
@@ -76,6 +77,8 @@ class Recording:
             last = seen[key] == per_step[key]
             if self.stages:
                 part = self._pipeline_part(cut, last=last)
+                if part.startswith("transfer ") and self._num_bytes(cut.hash) < hidden_bytes:
+                    part = f"{part} of the routing"
                 if not cut.action:
                     work = (*key, cut.phase, part)
                     alone[work] += 1
@@ -112,6 +115,12 @@ class Recording:
         if last:
             return "update"
         return "gradients"
+
+    def _num_bytes(self, hash_: str) -> int:
+        """Bytes of a graph's collectives if the graph is a transfer, else 0."""
+        if not self.shared(hash_):
+            return 0
+        return sum(collective.num_bytes for collective in self.graphs[hash_].collectives)
 
     def shared(self, hash_: str) -> list[Axis]:
         """Axes of a graph's collectives, if all of them use one axis that joins several stages; otherwise none."""
