@@ -15,15 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
-from nxtrain.common.distributed.collectives import Pending
+from nxtrain.common.distributed.collectives import Pending, RowCounts
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
+from nxtrain.train.step import train_step
 from tests.support.drawn import SEED, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.experts import Experts, expert_reference, expert_weights, with_experts
 from tests.support.layouts import covering_array
-from tests.support.parity import Course, batches, check_course, course_of, layout, run_ours, start
+from tests.support.models import weights_of
+from tests.support.parity import Course, batches, check_course, course_of, layout, local_batch, run_ours, start
 from tests.support.ranks import RankPool
 
 STEPS = 2
@@ -80,6 +82,43 @@ def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, i
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)
+
+
+class CountsExchanges(C10dCollectives):
+    """Counts the all-to-alls and the bytes that go into them."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.num_calls = self.num_bytes = 0
+
+    def start_all_to_all(self, x: Tensor, axis: Axis, rows: RowCounts | None = None) -> Pending[Tensor]:
+        assert axis.name == "ep"
+        self.num_calls += 1
+        self.num_bytes += x.nbytes
+        return super().start_all_to_all(x, axis, rows)
+
+
+def exchanges_of_a_step(backend: Backend, resolved: Resolved, weights: dict[str, Tensor]) -> tuple[int, int]:
+    counting = backend.collectives = CountsExchanges(backend.world)
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)
+    return counting.num_calls, counting.num_bytes
+
+
+def test_a_step_exchanges_each_row_once_in_each_direction(ranks: RankPool) -> None:
+    num_experts, k = 4, 2
+    shape = {"num_local_experts": num_experts, "num_experts_per_tok": k, "intermediate_size": 6}
+    resolved = layout("gqa2", tp=1, dp=2, ep=2, micro=1, family="mixtral", config=shape)
+    found = ranks.run(2, exchanges_of_a_step, resolved, weights_of(resolved))
+    train, model = resolved.config.train, resolved.model
+    passes = train.global_batch // 2 * model.num_hidden_layers
+    # The numbers of rows; rows, their weights and outputs; and the gradients of these three.
+    assert [calls for calls, _ in found] == [7 * passes] * 2
+    slots = train.micro_batch * train.seq_len * k
+    floats = slots * (4 * model.hidden_size + 2)
+    # A rank sends its own rows, and gives back those that the tokens of all ranks have chosen.
+    assert sum(num_bytes for _, num_bytes in found) == 2 * passes * (4 * floats + 8 * num_experts)
 
 
 def divided_by_copies(scale: float, axis: Axis) -> float:

@@ -17,9 +17,9 @@ from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from tests.support import fake_neuron
-from tests.support.drawn import SEED, draw, on_torchneuron
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
-from tests.support.layouts import FULLY_SHARDED, ON_TORCHNEURON, Degrees
+from tests.support.drawn import SEED, draw
+from tests.support.drawn_runs import ON_TORCHNEURON, error_of, failures, first_weights, on_torchneuron, ours, wanted
+from tests.support.layouts import FULLY_SHARDED, Degrees
 from tests.support.lora import all_weights, described, draw_adapters, wanted_of_peft
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +86,6 @@ class Drawn:
                 targets[masked] = IGNORE_INDEX
             found.append((rows[:, :-1].contiguous(), targets))
         return found
-
-
-AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 
 @lru_cache(maxsize=1024)
@@ -306,10 +303,3 @@ def _optim(rng: Random) -> dict[str, Any]:
         "optim.decay_norms": rng.random() < 0.3,
         "optim.clip": rng.choice((0.0, 0.05, 1.0)),
     }
-
-
-def on_torchneuron(drawn: AnyDrawn) -> AnyDrawn:
-    """The same run on TorchNeuron, which has one transport between ranks and no offload."""
-    absent = ("backend.name", "backend.cpu_transport", "parallel.offload")
-    kept = [line for line in drawn.overrides if line.partition("=")[0] not in absent]
-    return replace(drawn, overrides=(*kept, f"backend.name={toml_value('neuron-native')}"))

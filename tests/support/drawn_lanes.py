@@ -10,20 +10,22 @@ import torch
 
 from nxtrain.backends import open_backend
 from tests.support import fake_neuron
-from tests.support.drawn import Drawn, draw, on_torchneuron
+from tests.support.drawn import Drawn, draw
 from tests.support.drawn_fp16 import WORSE, differences, distances, draw_fp16
 from tests.support.drawn_fp16 import run as run_fp16
 from tests.support.drawn_runs import (
+    ON_TORCHNEURON,
     Error,
     error_of,
     error_of_command,
     first_weights,
+    on_torchneuron,
     ours,
     prepare,
     run_command,
     wanted,
 )
-from tests.support.layouts import ON_TORCHNEURON, ONE, Degrees, covering_array, is_for_xla
+from tests.support.layouts import ONE, Degrees, covering_array, is_for_xla
 from tests.support.models import weights_of
 from tests.support.parity import Course
 from tests.support.ranks import RankPool

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +24,36 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.run_folder import METRICS_FILE
+from nxtrain.config.tables import toml_value
 from nxtrain.train.build import build_mesh
 from tests.support import ROOT, TINY
 from tests.support.drawn import Drawn
+from tests.support.layouts import Degrees
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Course, max_weight_error, reference, run_ours
 
 LOSS, NORM, WEIGHT = 2e-6, 1e-5, 2e-5
 """Largest differences in float32: of a loss, of a norm in parts of the reference's, and of a weight."""
+
+
+AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
+
+ON_TORCHNEURON = (
+    Degrees(pp=2, schedule="zero_bubble"),
+    Degrees(tp=2, pp=2, virtual_pp=2, sequence_parallel=True),
+    Degrees(dp=2, shard="zero1"),
+    Degrees(dp=2, shard="grad_op"),
+    Degrees(dp=2, shard="full"),
+    Degrees(pp=2, dp=2, shard="hybrid"),
+)
+"""Layouts of the lane of TorchNeuron that come first: every way to shard, both schedules, and several stages a rank."""
+
+
+def on_torchneuron(drawn: AnyDrawn) -> AnyDrawn:
+    """The same run on TorchNeuron, which has one transport between ranks and no offload."""
+    absent = ("backend.name", "backend.cpu_transport", "parallel.offload")
+    kept = [line for line in drawn.overrides if line.partition("=")[0] not in absent]
+    return replace(drawn, overrides=(*kept, f"backend.name={toml_value('neuron-native')}"))
 
 
 @dataclass(frozen=True)

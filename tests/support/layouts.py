@@ -60,16 +60,6 @@ class Degrees:
 
 ONE = Degrees()
 
-ON_TORCHNEURON = (
-    Degrees(pp=2, schedule="zero_bubble"),
-    Degrees(tp=2, pp=2, virtual_pp=2, sequence_parallel=True),
-    Degrees(dp=2, shard="zero1"),
-    Degrees(dp=2, shard="grad_op"),
-    Degrees(dp=2, shard="full"),
-    Degrees(pp=2, dp=2, shard="hybrid"),
-)
-"""Layouts of the lane of TorchNeuron that come first: every way to shard, both schedules, and several stages a rank."""
-
 
 def covering_array(
     seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True, *, cp: bool = False, ep: bool = False
