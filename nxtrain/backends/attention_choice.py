@@ -125,7 +125,7 @@ class AttentionShape:
             met = "the keys that its queries see"
         elif passes:
             met = "the keys up to its own of one rank after the other"
-        elif self.cp > 1 and backend in ON_XLA:
+        elif self.cp > 1 and (self.compiled or backend in ON_XLA):
             met = f"all {keys:,} keys of a row"
         elif self.has_window:
             met = "the keys of its window"

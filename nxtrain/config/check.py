@@ -259,9 +259,12 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
     if backend.layers == "nxd":
         reason = f"cp={parallel.cp} divides sequences in layers of our own, and backend.layers=nxd has others"
         yield Problem("backend.layers", reason, hint="use auto or native")
-    if config.compile.torch_compile:
-        reason = f"cp={parallel.cp} exchanges keys and values inside of the blocks, which torch.compile does not take"
-        yield Problem("compile.torch_compile", reason, hint="use false, or parallel.cp=1")
+    if config.compile.torch_compile and parallel.cp_method != "gather":
+        reason = (
+            f"cp_method={parallel.cp_method} takes a ring, whose transfers between two ranks are no operations of a "
+            "graph, and torch.compile makes one graph of a block"
+        )
+        yield Problem("compile.torch_compile", reason, hint="use parallel.cp_method=gather, or false")
 
 
 def _sharding(config: RunConfig) -> Iterator[Problem]:

@@ -61,7 +61,8 @@ class ContextParallel(ContextAttention):
         if starts is None:
             starts = torch.zeros_like(positions).expand(q.shape[1], -1)
         ranges = KeyRanges.of(starts, positions, window)
-        if not self.comm.lazy:
+        # A graph has no number for each position: under torch.compile every query meets all keys, as on lazy devices.
+        if not (self.comm.lazy or torch.compiler.is_compiling()):
             ranges = replace(ranges, known=(self.cut.listed(self.axis.rank), range(self.cut.seq_len)))
         if self.method == "ring":
             return _Ring.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]

@@ -108,7 +108,7 @@ def work_share(job: Job, window: int | None = None, *, skips: bool) -> float:
 
 def moved_scores(job: Job, window: int | None = None) -> int:
     """Bytes of scores that a layer's attention writes and reads once forward, on the rank with most of them."""
-    pairs = _most_pairs(job, window, skips=not job.is_lazy)
+    pairs = _most_pairs(job, window, skips=not job.meets_all_keys)
     return job.config.train.micro_batch * job.local_heads * pairs * 2 * FLOAT
 
 

@@ -89,6 +89,11 @@ class Job:
         return self.backend in ON_XLA
 
     @property
+    def meets_all_keys(self) -> bool:
+        """True if queries of a context parallel rank meet all keys of a row, since a graph holds no positions."""
+        return self.is_lazy or self.config.compile.torch_compile
+
+    @property
     def copies(self) -> int:
         """Ranks of dp x cp, which hold copies of the same parameters and sum their gradients."""
         return self.config.parallel.dp * self.config.parallel.cp

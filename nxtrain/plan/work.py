@@ -82,7 +82,7 @@ def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, 
     for window, number in job.dimensions.windows(blocks):
         one: float = job.dimensions.attention_flops(job.config.train.seq_len, window)
         if job.config.parallel.cp > 1:
-            one *= work_share(job, window, skips=fused_context or not job.is_lazy)
+            one *= work_share(job, window, skips=fused_context or not job.meets_all_keys)
             if not fused_context:
                 moved += number * moved_scores(job, window)
         flops += number * one

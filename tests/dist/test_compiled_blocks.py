@@ -41,24 +41,28 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
 
 @pytest.mark.parametrize(
     "how",
-    one_in(
-        2,
-        [
-            {"tp": 1, "remat": "selective"},
-            {"tp": 1, "dp": 2, "micro": 1},
-            {"tp": 1, "dp": 2, "micro": 1, "shard": "zero1", "remat": "full"},
-            {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
-            {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
-            {"tp": 2, "family": "qwen2"},
-            {"tp": 2, "sp": True, "family": "qwen3", "remat": "full"},
-        ],
-    ),
+    [
+        *one_in(
+            2,
+            [
+                {"tp": 1, "remat": "selective"},
+                {"tp": 1, "dp": 2, "micro": 1},
+                {"tp": 1, "dp": 2, "micro": 1, "shard": "zero1", "remat": "full"},
+                {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
+                {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
+                {"tp": 2, "family": "qwen2"},
+                {"tp": 2, "sp": True, "family": "qwen3", "remat": "full"},
+                {"tp": 2, "cp": 2, "sp": True, "cp_method": "gather", "seq_len": 40, "remat": "full"},
+            ],
+        ),
+        {"tp": 1, "cp": 2, "cp_method": "gather", "cp_layout": "striped", "seq_len": 46, "remat": "selective"},
+    ],
     ids=str,
 )
 def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool, how: dict[str, Any]) -> None:
     resolved = layout("gqa2", **how, config=LAYERS)
     compiled = changed(resolved, compile={"torch_compile": True})
-    found = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
+    found = ranks.run(how["tp"] * how.get("dp", 1) * how.get("cp", 1), run, compiled, weights_of(resolved))
     check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
     assert {graphs for _, graphs in found} == {1}
 

@@ -241,8 +241,13 @@ class C10dCollectives(Collectives):
         return _Async(work, flat, axis, scale)
 
     def lay_out(self, mesh: Mesh) -> None:
-        """Make all groups that ranks of different pipeline stages would otherwise make in different orders."""
+        """Make all groups that ranks of different pipeline stages would otherwise make in different orders.
+
+        The group of cp may be used in compiled graphs alone, which cannot make one.
+        """
         self._mesh = mesh
+        if mesh.cp_size > 1:
+            self.group(mesh.cp)
         if mesh.pp_size == 1:
             return
         for axis in axes_of(mesh):

@@ -171,6 +171,7 @@ def trace_job(job: Job, stage: int) -> Traced:
     most = 3 * parallel.pp if parallel.virtual_pp > 1 else in_flight(job, stage) + 2
     batch = parallel.dp * config.train.micro_batch * min(job.num_micro, most)
     changes = {
+        "parallel": parallel.model_copy(update={"cp_method": job.cp_method}),  # `auto` is another on other devices
         "train": config.train.model_copy(update={"global_batch": batch}),
         "compile": config.compile.model_copy(update={"torch_compile": False}),
     }

@@ -54,8 +54,8 @@ from tests.unit.config.test_check import checked, only, problems
             ["compile.torch_compile=true"],
             2,
             "compile.torch_compile",
-            "cp=2 exchanges keys and values inside of the blocks",
-            "parallel.cp=1",
+            "cp_method=auto takes a ring, whose transfers between two ranks are no operations of a graph",
+            "parallel.cp_method=gather",
         ),
     ],
 )
