@@ -126,11 +126,13 @@ class Kernels(ABC):
         rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
             compute the same values then get different results wherever their streams differ.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
+        static_shapes: The device compiles each shape anew, so that no shape should depend on data.
     """
 
     host_may_look: bool = False
     rounds: bool = False
     rounds_on_host: bool = False
+    static_shapes: bool = False
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Experts(nn.Module):
             capacity = capacity_of(indices.numel(), self._num_experts, self._capacity_factor)
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
         matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
-        if tp.comm.lazy:
+        if tp.comm.lazy or tp.kernels.static_shapes:
             out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
         else:
             out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
+from nxtrain.parallel import experts
 from tests.support import fake_neuron
-from tests.support.drawn import SEED, draw
+from tests.support.drawn import SEED, Drawn, draw
 from tests.support.drawn_runs import ON_TORCHNEURON, error_of, failures, first_weights, on_torchneuron, ours, wanted
 from tests.support.layouts import FULLY_SHARDED, Degrees
 from tests.support.lora import all_weights, described, draw_adapters, wanted_of_peft
@@ -79,6 +81,20 @@ def test_a_drawn_run_equals_transformers(neuron: RankPool, index: int) -> None:
     courses = neuron.run(drawn.degrees.world, ours, drawn, first_weights(drawn))
     errors = [(drawn, error_of(courses, wanted(drawn), drawn))]
     assert not failures(errors), failures(errors)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(dp=2, ep=2, shard="zero1"), Degrees(tp=2)], ids=str)
+def test_experts_have_the_same_shapes_in_every_step(neuron: RankPool, degrees: Degrees) -> None:
+    """Dispatch that reads numbers of rows on the host is not reached, and the run equals transformers."""
+    drawn = on_torchneuron(draw("native-mixtures", SEED, 0, degrees))
+    courses = neuron.run(degrees.world, without_host_dispatch, drawn, first_weights(drawn))
+    errors = [(drawn, error_of(courses, wanted(drawn), drawn))]
+    assert not failures(errors), failures(errors)
+
+
+def without_host_dispatch(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
+    with mock.patch.object(experts, "dispatch", side_effect=AssertionError("the host reads numbers of rows")):
+        return ours(backend, drawn, weights)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(tp=2, sequence_parallel=True), Degrees(dp=2, shard="full")], ids=str)

@@ -26,7 +26,7 @@ from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
 from nxtrain.plan.speed import OTHER, SPEEDS, step_time
 from tests.support import ROOT
-from tests.support.published import Compared, compared, held_out, job_of, summary, with_context
+from tests.support.published import Compared, compared, held_out, job_of, summary, with_context, with_experts
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
 GENERATED = re.compile(r"^<!-- begin: .*?^<!-- end: \w+ -->\n", flags=re.DOTALL | re.MULTILINE)
@@ -202,11 +202,20 @@ def context() -> str:
     return "\n".join([*lines, *map(_published, with_context()), ""])
 
 
+def experts() -> str:
+    """Table of the rows with experts."""
+    lines = ["", "| run | devices | layout | published | predicted | error | added | source |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    return "\n".join([*lines, *map(_published, with_experts()), ""])
+
+
 def _published(found: Compared) -> str:
     row, parallel = found.row, found.job.config.parallel
     chunks = f"pp {parallel.pp}" + (f" x {parallel.virtual_pp}" if parallel.virtual_pp > 1 else "")
     context = f"cp {parallel.cp}, " if parallel.cp > 1 else ""
-    layout = f"tp {parallel.tp}, {context}{chunks}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
+    experts = f"ep {parallel.ep}, " if parallel.ep > 1 else ""
+    degrees = f"tp {parallel.tp}, {context}{chunks}, dp {parallel.dp}, {experts}{parallel.shard}"
+    layout = f"{degrees}, {row['seq_len']} tokens"
     devices = f"{found.job.nodes} x {row['instance']}"
     rates = f"{found.published:,.0f} | {found.predicted:,.0f} | {found.error:+.1%}"
     use = row.get("why") or row.get("use") or row.get("added", "before the constants")
@@ -305,6 +314,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("planning.md", "outliers"): outliers,
     ("planning.md", "held_out"): not_used,
     ("planning.md", "context"): context,
+    ("planning.md", "experts"): experts,
     ("planning.md", "networks"): networks,
     ("planning.md", "shapes"): shapes,
 }

@@ -30,6 +30,8 @@ class NeuronNativeKernels(PlainKernels):
         rounds: The hardware rounds casts at random.
     """
 
+    static_shapes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.compiles, self.grouped, self.rounds = False, False, False
