@@ -37,6 +37,9 @@ from nxtrain.train.trainer import Trainer
 
 
 def _with_reference(context: RunContext, data: Data) -> Data:
+    """Data with log-probabilities of a stored reference, if the run has one."""
+    if not context.config.finetune.stores_reference:
+        return data
     from nxtrain.train.reference import with_reference  # reads pairs by pyarrow, which other runs do without
 
     return with_reference(context, data)
@@ -50,8 +53,7 @@ def assemble(context: RunContext) -> Run:
     data = open_run_data(context, mirrored)
     context = _with_steps(context, data)
     config, backend = context.config, context.backend
-    if config.finetune.stores_reference:
-        data = _with_reference(context, data)
+    data = _with_reference(context, data)
     if context.is_leader:
         refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
     base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")
