@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import Problem
 from nxtrain.common.family import ModelConfig
 from nxtrain.common.mesh import divisors, listed
@@ -68,7 +68,7 @@ class DecoderConfig(ModelConfig):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def mixture(self) -> Mixture | None:
+    def mixture(self) -> MoeShape | None:
         """Experts of the blocks; None: every block has one feed-forward."""
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain_models.decoder.config import Count, Positive
 from nxtrain_models.decoder.mixture import MixtureConfig
 
@@ -23,9 +23,9 @@ class MixtralConfig(MixtureConfig):
         return self.num_local_experts
 
     @property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> MoeShape:
         """Experts of the blocks, under the names of Mixtral's own files."""
-        return Mixture(
+        return MoeShape(
             num_experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,
             expert_size=self.intermediate_size,

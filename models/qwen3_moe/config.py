@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain_models.decoder.config import Count
 from nxtrain_models.decoder.mixture import MixtureConfig
 
@@ -36,9 +36,9 @@ class Qwen3MoeConfig(MixtureConfig):
         return self.num_experts
 
     @property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> MoeShape:
         """Experts of the blocks."""
-        return Mixture(
+        return MoeShape(
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             expert_size=self.moe_intermediate_size,

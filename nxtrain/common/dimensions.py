@@ -17,7 +17,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoeShape:
     """Feed-forwards of a block of which a router chooses some for each token.
 
     Args:
@@ -95,7 +95,7 @@ class Dimensions:
     head_norms: bool = False
     window: int | None = None
     full_layers: int = 0
-    mixture: Mixture | None = None
+    mixture: MoeShape | None = None
     dense_layers: tuple[int, ...] = ()
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from nxtrain.common.dimensions import Mixture
+    from nxtrain.common.dimensions import MoeShape
     from nxtrain.common.mesh import Axis
     from nxtrain.common.sharding import Init, Segment, ShardSpec
 
@@ -106,7 +106,7 @@ class LayerSet(ABC):
 
     @abstractmethod
     def experts(
-        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+        self, hidden_size: int, mixture: MoeShape, init: Init, init_out: Init, *, capacity_factor: float | None
     ) -> nn.Module:
         """Experts: (S/tp, B, D), with weights and indices of each token's experts, (S/tp, B, k), to (S/tp, B, D)."""
 

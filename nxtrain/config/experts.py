@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import Problem
 from nxtrain.common.mesh import divisors, listed
 from nxtrain.config.schema import RunConfig
 
 
-def experts(config: RunConfig, mixture: Mixture | None) -> Iterator[Problem]:
+def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
     """Problems of keys about experts, and of experts with other features."""
     if mixture is None:
         for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):

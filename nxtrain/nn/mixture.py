@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.sharding import Init, ShardSpec
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Router(nn.Module):
         context: Layers and kernels of the model.
     """
 
-    def __init__(self, hidden_size: int, mixture: Mixture, *, init: Init, context: BuildContext) -> None:
+    def __init__(self, hidden_size: int, mixture: MoeShape, *, init: Init, context: BuildContext) -> None:
         super().__init__()
         shape = (mixture.num_experts, hidden_size)
         self.specs = {"weight": ShardSpec(shape, partial_gradient=context.layers.sequence_parallel, init=init)}
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, mixture: Mixture, *, init: Init, init_out: Init, context: BuildContext
+        self, hidden_size: int, mixture: MoeShape, *, init: Init, init_out: Init, context: BuildContext
     ) -> None:
         super().__init__()
         self.gate = Router(hidden_size, mixture, init=init, context=context)

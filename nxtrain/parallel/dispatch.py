@@ -35,7 +35,7 @@ def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SlotRows:
     """Rows of the slots that are computed.
 
     Args:
@@ -111,7 +111,7 @@ def _padded(x: Tensor, is_full: bool) -> Tensor:
     return x if is_full else torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
-def sorted_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[Rows, Tensor]:
+def sorted_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[SlotRows, Tensor]:
     """Rows in the order of the experts, and then of the slots.
 
     Args:
@@ -130,10 +130,10 @@ def sorted_rows(indices: Tensor, num_experts: int, capacity: int | None = None) 
         order, counts = order[position < capacity], counts.clamp(max=capacity)
     numbers = torch.arange(len(order), device=order.device)
     of_slots = torch.full_like(experts, len(order), dtype=torch.int64).scatter(0, order, numbers)
-    return Rows(order, of_slots, indices.shape[1], is_full=capacity is None), counts
+    return SlotRows(order, of_slots, indices.shape[1], is_full=capacity is None), counts
 
 
-def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[Rows, Tensor | None, int]:
+def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[SlotRows, Tensor | None, int]:
     """Rows in blocks of equal size, each of one expert, by operations whose shapes depend on no routing.
 
     Args:
@@ -165,7 +165,7 @@ def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -
     num_rows = num_blocks * height
     slots = torch.full((num_rows + 1,), num_slots, device=row.device, dtype=torch.int64)
     slots = slots.scatter(0, row, torch.arange(num_slots, device=row.device))[:-1]
-    return Rows(slots, row, indices.shape[1], is_full=False), owner, num_blocks
+    return SlotRows(slots, row, indices.shape[1], is_full=False), owner, num_blocks
 
 
 def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of an expert, and the ranks

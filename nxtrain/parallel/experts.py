@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
@@ -41,7 +41,7 @@ class Experts(nn.Module):
     def __init__(  # 8 arguments: as `LayerSet.experts`, with the ranks
         self,
         hidden_size: int,
-        mixture: Mixture,
+        mixture: MoeShape,
         init: Init,
         init_out: Init,
         tp: TensorParallel,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.embedding import VocabEmbedding
@@ -47,7 +47,7 @@ class NativeLayers(LayerSet):
         return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)
 
     def experts(
-        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+        self, hidden_size: int, mixture: MoeShape, init: Init, init_out: Init, *, capacity_factor: float | None
     ) -> Experts:
         return Experts(
             hidden_size,

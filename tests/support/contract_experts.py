@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.nn.balance import _WithGradientOf
-from nxtrain.parallel.dispatch import Rows, _Collect, _Spread, block_rows, sorted_rows
+from nxtrain.parallel.dispatch import SlotRows, _Collect, _Spread, block_rows, sorted_rows
 from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.regions import _AllToAll
@@ -42,7 +42,7 @@ def exact_mixture(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, 
     return torch.stack(out)
 
 
-def _drawn_rows(rng: Random) -> tuple[Rows, int]:
+def _drawn_rows(rng: Random) -> tuple[SlotRows, int]:
     """Rows of some tokens in either form, of which a capacity may leave some out, and the number of tokens."""
     num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
     make = rng.choice((sorted_rows, block_rows))
@@ -50,7 +50,7 @@ def _drawn_rows(rng: Random) -> tuple[Rows, int]:
     return found[0], num_tokens
 
 
-def _matrix(rows: Rows, num_tokens: int) -> Tensor:
+def _matrix(rows: SlotRows, num_tokens: int) -> Tensor:
     """(N, T) matrix of which each row has a one at its token."""
     tokens = torch.arange(num_tokens)
     return (rows.slots.unsqueeze(1) // rows.k == tokens).double()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nxtrain.backends.base import Backend
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.layers import Head, LayerSet
 from nxtrain.common.mesh import Mesh
@@ -186,7 +186,7 @@ def experts(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put
     """Experts, whose inner widths are cut."""
     layers = make(ranks, dtype, rng.random() < 0.5)
     num, k, width = 3, rng.randint(1, 3), rng.choice((1, 2))
-    mixture = Mixture(num, k, width * ranks.axis.size)
+    mixture = MoeShape(num, k, width * ranks.axis.size)
     with torch.device("meta"):
         layer = layers.experts(WIDTH, mixture, Init(), Init(), capacity_factor=rng.choice((None, float(num))))
     _made(layer, put)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.common.dimensions import Dimensions, Mixture
+from nxtrain.common.dimensions import Dimensions, MoeShape
 from nxtrain.common.family import family_names, find_family
 from nxtrain.common.machines import GB, GIGABIT, Machine
 from nxtrain.config.load import Loaded
@@ -126,7 +126,7 @@ def _decoder(name: str) -> Dimensions:
             num_kv_heads=8,
             head_size=64,
             intermediate_size=2880,
-            mixture=Mixture(num_experts, experts_per_token=4, expert_size=2880),
+            mixture=MoeShape(num_experts, experts_per_token=4, expert_size=2880),
         )
     for family in map(find_family, family_names()):
         if name in family.presets:

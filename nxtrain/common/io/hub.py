@@ -206,7 +206,7 @@ class HubName:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-        class Progress(tqdm):
+        class HubBar(tqdm):
             """Bars of the client, on terminals only; a log would get a line for each change."""
 
             def __init__(self, *words: Any, **settings: Any) -> None:
@@ -229,7 +229,7 @@ class HubName:
             repo_type=self.kind,
             revision=self.revision,
             allow_patterns=[glob.escape(file) for file in files],
-            tqdm_class=Progress,
+            tqdm_class=HubBar,
         )
 
     @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.config.experts import experts
 from nxtrain.config.schema import RunConfig
 
@@ -16,9 +16,9 @@ def config(ep: int, **sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate({**sections, "parallel": {"ep": ep, **sections.get("parallel", {})}})
 
 
-def mixture(num_experts: int) -> Mixture | None:
+def mixture(num_experts: int) -> MoeShape | None:
     """Experts of a model; None without any."""
-    return Mixture(num_experts, 1, 8) if num_experts else None
+    return MoeShape(num_experts, 1, 8) if num_experts else None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.torch_kernels import FusedKernels
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.family import BuildContext
 from nxtrain.common.sharding import Init
 from nxtrain.nn.balance import balance_loss
@@ -25,7 +25,7 @@ KERNELS = FusedKernels()
 
 
 def router(weight: Tensor, k: int, *, is_normalized: bool = True) -> Router:
-    mixture = Mixture(len(weight), k, 1, is_normalized=is_normalized)
+    mixture = MoeShape(len(weight), k, 1, is_normalized=is_normalized)
     context = BuildContext(NativeLayers(alone()), CpuBackend().kernels, weight.dtype, seq_len=1)
     with torch.device("meta"):
         made = Router(weight.shape[1], mixture, init=Init(), context=context)

@@ -13,7 +13,7 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.torch_kernels import PlainKernels
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
@@ -142,7 +142,7 @@ def test_the_hash_of_a_step_leaves_the_step_as_it_is() -> None:
         assert step._version == 0
 
 
-MIXTURE, WIDTH = Mixture(4, 2, 33), 64
+MIXTURE, WIDTH = MoeShape(4, 2, 33), 64
 """Experts of an odd width, so that the columns of a pair would lie in two experts."""
 
 

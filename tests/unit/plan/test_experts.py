@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.common.dimensions import Dimensions, Mixture
+from nxtrain.common.dimensions import Dimensions, MoeShape
 from nxtrain.common.family import find_family
 from nxtrain.plan.experts import exchange_bytes
 from nxtrain.plan.job import Job
@@ -61,7 +61,7 @@ def test_ranks_of_an_expert_group_hold_the_experts_once(seed: int) -> None:
     """Entries of a rank are those of the model without experts, and its share of the experts."""
     rng = Random(seed)
     ep = rng.choice([1, 2, 4, 8])
-    mixture = Mixture(ep * rng.randint(1, 4), 1, 16 * rng.randint(1, 5))
+    mixture = MoeShape(ep * rng.randint(1, 4), 1, 16 * rng.randint(1, 5))
     layers = rng.randint(2, 5)
     dense = tuple(sorted(rng.sample(range(layers), rng.randint(0, layers - 1))))
     dimensions = Dimensions(100, 32, layers, 4, 2, 8, 48, mixture=mixture, dense_layers=dense)

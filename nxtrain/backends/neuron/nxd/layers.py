@@ -14,7 +14,7 @@ import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import Mixture
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import BackendError
 from nxtrain.common.layers import Head, LayerSet
 from nxtrain.common.mesh import Axis
@@ -55,7 +55,7 @@ class NxdLayers(LayerSet):
         return NxdEmbedding(spec, self.tp, self._dtype, self.sequence_parallel)
 
     def experts(
-        self, hidden_size: int, mixture: Mixture, init: Init, init_out: Init, *, capacity_factor: float | None
+        self, hidden_size: int, mixture: MoeShape, init: Init, init_out: Init, *, capacity_factor: float | None
     ) -> nn.Module:
         return self._native.experts(hidden_size, mixture, init, init_out, capacity_factor=capacity_factor)
 
