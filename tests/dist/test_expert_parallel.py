@@ -76,7 +76,7 @@ def test_experts_of_any_layout_equal_plain_experts(ranks: RankPool, how: dict[st
 LAYOUTS = covering_array(SEED, 48, ep=True)
 
 
-@pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+@pytest.mark.parametrize("index", one_in(6, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("ep-mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
