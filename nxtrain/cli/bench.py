@@ -22,7 +22,9 @@ Steps = Annotated[int, integer(help="Steps in each round.")]
 Threads = Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")]
 SeqLen = Annotated[int, integer(help="Tokens per sequence.")]
 Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")]
-Preset = Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")]
+Preset = Annotated[
+    str, typer.Option(help="Model, as in model.preset, or FAMILY/PRESET; by default a Llama of 56 million.")
+]
 
 
 def _names(listed: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from nxtrain.common.errors import BackendError
-from nxtrain.common.family import find_family
+from nxtrain.common.family import ModelConfig, find_family
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import ON_XLA
 from nxtrain.launch.threads import num_cores
@@ -70,6 +70,10 @@ MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * 
 """As Korthikanti et al. 2022 (arXiv:2205.05198), with the causal half of the attention."""
 
 
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families whose blocks have experts."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Workload that every implementation computes."""
@@ -83,12 +87,18 @@ class Workload:
     threads: int = 1
     backend: str = "cpu"
     stock_allocator: bool = False  # peers get glibc's default settings
+    family: str = "llama"
+
+    @property
+    def model(self) -> ModelConfig:
+        """Shape of the model."""
+        return find_family(self.family).config_type.model_validate(self.shape)
 
 
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
     """Measure the training speed of each candidate, by default of all that are installed, and print the results."""
     check_chart(chart)
-    names, left_out = choose_candidates(candidates, work.backend)
+    names, left_out = choose_candidates(candidates, work.backend, work.family)
     check_backend(work.backend)
     measured, parts = measure(work, names, rounds)
     result = {
@@ -110,7 +120,7 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
     harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
-def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], dict[str, str]]:
+def choose_candidates(wanted: Sequence[str], backend: str, family: str = "llama") -> tuple[list[str], dict[str, str]]:
     """Candidates to measure, and those that are left out, each with the reason."""
     harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
@@ -120,6 +130,10 @@ def choose_candidates(wanted: Sequence[str], backend: str) -> tuple[list[str], d
             left_out[name] = f"{candidate.package} is not installed"
         elif candidate.compiled and backend in ON_XLA:
             left_out[name] = f"the backend {backend} records whole steps, and torch.compile has no part in it"
+        elif candidate.package == "torchtitan" and family != "llama":
+            left_out[name] = f"its model is a Llama, not of {family}"
+        elif name == COMPILED and family in MIXTURES:
+            left_out[name] = f"blocks with experts, as {family} has them, are not compiled"
     if wanted and left_out:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise BackendError(f"bench train cannot measure {reasons}; leave it out of --candidates")
@@ -146,11 +160,13 @@ def workload(  # 8 arguments: one for each option
     backend: str = "cpu",
     stock: bool = False,
 ) -> Workload:
-    """Workload of the command's options; 0 threads: all cores."""
+    """Workload of the command's options; 0 threads: all cores. The preset may have its family before a slash."""
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
+    family, _, name = preset.rpartition("/")
+    family = family or "llama"
     if preset:
-        shape = find_family("llama").preset(preset).model_dump(mode="json")
-    return Workload(steps, batch, seq_len, precision, shape, preset, threads or num_cores(), backend, stock)
+        shape = find_family(family).preset(name).model_dump(mode="json")
+    return Workload(steps, batch, seq_len, precision, shape, preset, threads or num_cores(), backend, stock, family)
 
 
 def measure(
@@ -182,8 +198,7 @@ def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
     """Medians over rounds, ratios inside each round, and MFU by the peak of the same round."""
-    family = find_family("llama")
-    flops = family.dimensions(family.config_type.model_validate(work.shape)).flops_per_token(work.seq_len)
+    flops = find_family(work.family).dimensions(work.model).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]
     device = measured[names[0]][0]["device"]
     clocks = [clock for clock in CLOCKS if all(clock in turn for turn in measured[PEAK])]

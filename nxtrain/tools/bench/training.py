@@ -117,8 +117,7 @@ def ours(
         "compile": {"torch_compile": compiled},
         "parallel": degrees,
     }
-    family = find_family("llama")
-    plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(work.shape))
+    plan = Resolved(RunConfig.model_validate(tables), find_family(work.family), work.model)
     mesh = mesh_of(plan, backend)
     state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
     inputs, targets = (x.unflatten(0, (mesh.dp.size, -1, micro_batch))[mesh.dp.rank] for x in batch(work, sequences))
@@ -136,8 +135,10 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**hf_config(work), attn_implementation="sdpa", use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(device=clocks.device, dtype=dtype_of(work))
+    config = transformers.CONFIG_MAPPING[work.family].from_dict(hf_config(work))
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype_of(work))
+    model = model.to(clocks.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True if fused else None)
     inputs, targets = (x.to(clocks.device) for x in batch(work))
     forward: Callable[..., Any] = model
@@ -158,9 +159,8 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
 
 def hf_config(work: Workload) -> dict[str, Any]:
     """The model's `config.json`, without the fields that name its class and type."""
-    family = find_family("llama")
     dtype = str(dtype_of(work)).removeprefix("torch.")
-    config = family.to_hf(family.config_type.model_validate(work.shape), dtype)
+    config = find_family(work.family).to_hf(work.model, dtype)
     return {name: value for name, value in config.items() if name not in {"architectures", "dtype", "torch_dtype"}}
 
 

@@ -15,6 +15,7 @@ from nxtrain.tools.bench.train import (
     OURS,
     PEAK,
     PEER,
+    TITAN,
     Workload,
     check_backend,
     choose_candidates,
@@ -94,6 +95,15 @@ def test_whole_steps_are_not_compiled_twice() -> None:
     assert OURS in chosen
     assert COMPILED not in chosen
     assert "records whole steps" in left_out[COMPILED]
+
+
+def test_other_families_are_measured_by_those_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: object())
+    chosen, left_out = choose_candidates([], "cpu", "mixtral")
+    assert OURS in chosen and PEER in chosen
+    assert set(left_out) == {COMPILED, TITAN}
+    work = workload(steps=1, batch=2, seq_len=64, precision="fp32", preset="mixtral/tiny")
+    assert (work.family, work.model.num_hidden_layers) == ("mixtral", 2)
 
 
 def test_an_unknown_candidate_and_an_absent_device_are_refused() -> None:
