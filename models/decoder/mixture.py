@@ -25,16 +25,10 @@ class MixtureConfig(WindowConfig):
     output_router_logits: bool = False
     """Switch of transformers, which adds its auxiliary loss only with it; kept for transformers, and not read here."""
 
-    @property
-    def expert_count(self) -> int:
-        """Experts of a block."""
-        raise NotImplementedError
-
     @model_validator(mode="after")
     def _enough_experts(self) -> MixtureConfig:
-        if self.num_experts_per_tok > self.expert_count:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} exceeds the {self.expert_count} experts of a block; "
-                f"use {self.expert_count} at most"
-            )
+        mixture = self.mixture
+        if mixture is not None and mixture.experts_per_token > mixture.num_experts:
+            k, most = mixture.experts_per_token, mixture.num_experts
+            raise ValueError(f"num_experts_per_tok={k} exceeds the {most} experts of a block; use {most} at most")
         return self

@@ -18,11 +18,6 @@ class MixtralConfig(MixtureConfig):
     """Experts of a block; intermediate_size is the width inside of each."""
 
     @property
-    def expert_count(self) -> int:
-        """Experts of a block."""
-        return self.num_local_experts
-
-    @property
     def mixture(self) -> MoeShape:
         """Experts of the blocks, under the names of Mixtral's own files."""
         return MoeShape(

@@ -31,11 +31,6 @@ class Qwen3MoeConfig(MixtureConfig):
     """Blocks without experts, counted from 0."""
 
     @property
-    def expert_count(self) -> int:
-        """Experts of a block."""
-        return self.num_experts
-
-    @property
     def mixture(self) -> MoeShape:
         """Experts of the blocks."""
         return MoeShape(

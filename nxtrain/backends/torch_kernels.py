@@ -296,19 +296,11 @@ def masked_cross_entropy(
     target_score = scores.masked_fill(~hit, 0.0).sum(dim=1)
     exp = (scores - peak.unsqueeze(1)).exp()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
-    log_sums = sums[0].log() + peak
-    losses = log_sums - sums[1]
-    counting = torch.where(counted, losses, torch.zeros_like(losses))
-    if z_loss:
-        squares = torch.where(counted, log_sums.square(), torch.zeros_like(losses))
-        counting = torch.stack([counting, z_loss * squares])
+    losses, share = _losses(sums, peak, counted, z_loss)
     if not needs_grad:
-        return counting, None
-    share = counted.float() / sums[0]
-    if z_loss:
-        share = share * (1.0 + 2.0 * z_loss * log_sums)
+        return losses, None
     grad = exp * share.unsqueeze(1) - hit.float()
-    return counting, grad.to(dtype)
+    return losses, grad.to(dtype)
 
 
 def cross_entropy(
@@ -323,17 +315,29 @@ def cross_entropy(
     target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
-    log_sums = sums[0].log() + peak
-    losses = log_sums - sums[1]
-    counting = torch.where(counted, losses, torch.zeros_like(losses))
-    if z_loss:
-        squares = torch.where(counted, log_sums.square(), torch.zeros_like(losses))
-        counting = torch.stack([counting, z_loss * squares])
+    losses, share = _losses(sums, peak, counted, z_loss)
     if not needs_grad:
-        return counting, None
-    share = counted.float() / sums[0]
-    if z_loss:
-        share = share * (1.0 + 2.0 * z_loss * log_sums)
+        return losses, None
     grad = exp.mul_(share.unsqueeze(1))
     grad.scatter_add_(1, column, -here.float().unsqueeze(1))
-    return counting, grad.to(dtype)
+    return losses, grad.to(dtype)
+
+
+def _losses(sums: Tensor, peak: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Losses as of `Kernels.cross_entropy`, and the factor of each token's exponentials in its gradient, (T,).
+
+    Args:
+        sums: (2, T), sum of the exponentials and score of the target of each token.
+        peak: (T,), number that was taken from the scores of each token.
+        counted: (T,) bool, tokens that count.
+        z_loss: As for `Kernels.cross_entropy`.
+    """
+    log_sums = sums[0].log() + peak
+    entropies = log_sums - sums[1]
+    losses = torch.where(counted, entropies, torch.zeros_like(entropies))
+    share = counted.float() / sums[0]
+    if z_loss:
+        squares = torch.where(counted, log_sums.square(), torch.zeros_like(entropies))
+        losses = torch.stack([losses, z_loss * squares])
+        share = share * (1.0 + 2.0 * z_loss * log_sums)
+    return losses, share

@@ -300,15 +300,17 @@ def _problems_of_copies(copies: int, cp: int, ep: int, shard: int) -> list[Probl
     problems = []
     if shard and copies % shard:
         reason = f"{shard} does not divide {replicas}"
-        problems.append(Problem("parallel.shard_size", reason, hint=f"use one of {divisors(copies)}"))
+        problems.append(Problem("parallel.shard_size", reason, hint=f"use one of {listed(divisors(copies))}"))
     elif shard > 1 and shard % ep:
         reason = f"ep={ep} does not divide the {shard} ranks that share state, and an expert's copies would differ"
         works = [size for size in divisors(copies) if size % ep == 0]
-        hint = f"use one of {works}, or parallel.ep among {divisors(shard)}" if works else "use parallel.ep=1"
+        hint = "use parallel.ep=1"
+        if works:
+            hint = f"use one of {listed(works)}, or parallel.ep among {listed(divisors(shard))}"
         problems.append(Problem("parallel.shard_size", reason, hint=hint))
     if copies % ep:
         reason = f"{ep} does not divide {replicas}, the ranks that experts are divided between"
-        problems.append(Problem("parallel.ep", reason, hint=f"use one of {divisors(copies)}"))
+        problems.append(Problem("parallel.ep", reason, hint=f"use one of {listed(divisors(copies))}"))
     return problems
 
 

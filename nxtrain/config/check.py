@@ -100,16 +100,19 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         problems += error.problems
     parallel = config.parallel
     ranks = max(world or 1, parallel.ranks_per_replica * max(1, parallel.dp))
+    known = world
+    if known is None and parallel.dp:
+        known = ranks
     if ranks > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
         problems.append(
             Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.cp, parallel.pp, parallel.dp or --nproc")
         )
-    elif world is not None:
+    elif known is not None:
         try:
             shard = max(1, parallel.shard_size)
             tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
-            Mesh.build(world, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
+            Mesh.build(known, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -272,13 +275,6 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard_size and parallel.shard != "hybrid":
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
-    elif parallel.dp and parallel.shard_size and parallel.dp * parallel.cp % parallel.shard_size:
-        works = listed(divisors(parallel.dp * parallel.cp))
-        replicas = f"dp={parallel.dp}"
-        if parallel.cp > 1:
-            replicas = f"dp={parallel.dp} x cp={parallel.cp}"
-        reason = f"{parallel.shard_size} does not divide {replicas}"
-        yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
     if parallel.shard not in FULLY_SHARDED:
         for key, does in _OF_UNITS.items():
             if getattr(parallel, key) != getattr(type(parallel)(), key):

@@ -9,9 +9,9 @@ from itertools import product
 from typing import Any, Literal
 
 from nxtrain.common.dimensions import Dimensions, is_matrix
-from nxtrain.common.errors import Problem
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.machines import Machine
-from nxtrain.common.mesh import divisors
+from nxtrain.common.mesh import Mesh, divisors
 from nxtrain.config.check import layout
 from nxtrain.config.finetune import quantized_cut
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
@@ -144,9 +144,11 @@ def impossible(job: Job) -> Iterator[Problem]:
                 if problems:
                     yield problems[0]
                     break
-    if job.shard_size > 1 and job.shard_size % parallel.ep:
-        reason = f"ep={parallel.ep} does not divide the {job.shard_size} ranks that share state"
-        yield Problem("parallel.ep", reason, hint=f"use one of {divisors(job.shard_size)}")
+    tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+    try:
+        Mesh.build(job.world, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=job.shard_size)
+    except ConfigError as error:
+        yield from error.problems
     yield from stages(parallel, dimensions.num_layers)
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"

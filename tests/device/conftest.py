@@ -50,5 +50,5 @@ def pool() -> Iterator[RankPool]:
 def example() -> Path:
     """The example's model of NeuronX Distributed, which no package contains."""
     if "NXD_EXAMPLE" not in os.environ:
-        pytest.skip("NXD_EXAMPLE does not name modeling_llama_nxd.py of NeuronX Distributed's examples")
+        pytest.skip("set NXD_EXAMPLE to a path of modeling_llama_nxd.py, which NeuronX Distributed's examples have")
     return Path(os.environ["NXD_EXAMPLE"])

@@ -28,34 +28,3 @@ def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch:
     assert (summed["op"], summed["count"], summed["bytes"]) == ("all-reduce", 1, 4 * (numbers + 1))
     transfers = {name for name in names if name.startswith("transfer")}
     assert transfers == ({"transfer over pp", "transfer over pp of the routing"} if pp == 2 else set())
-
-
-LAYOUT = (
-    "parallel.tp=2",
-    "parallel.ep=2",
-    "train.micro_batch=1",
-    "train.global_batch=8",
-    "backend.name=xla",
-    "model.family=mixtral",
-    "model.preset=tiny",
-)
-
-
-@pytest.mark.parametrize(("shard", "dispatch"), [("none", "dropless"), ("zero1", "capacity")])
-def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str) -> None:
-    options = (*LAYOUT, f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}")
-    code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", "--world", "8", "--steps", "1", "--json", *options)
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["problems"] == []
-    (micro,) = [graph for graph in found["graphs"] if graph["name"] == "steady micro-batch"]
-    (update,) = [graph for graph in found["graphs"] if graph["name"] == "steady update"]
-    # Two blocks: rows and their weights go to the experts, and outputs back, and so do the gradients.
-    rows = [row for row in micro["collectives"] if row["axis"] == "ep"]
-    assert [(row["op"], row["count"], row["group_size"]) for row in rows] == [("all-to-all", 2 * 6, 2)]
-    axes = {row["axis"] for row in update["collectives"]}
-    if shard == "none":
-        assert {"expert_copies", "ppxepxtp"} <= axes
-    else:
-        assert {"expert_copies", "ppxshardxtp"} <= axes
-    assert update["dp_scale"] == pytest.approx(1 / 4)

@@ -70,10 +70,6 @@ MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * 
 """As Korthikanti et al. 2022 (arXiv:2205.05198), with the causal half of the attention."""
 
 
-MIXTURES = ("mixtral", "qwen3_moe")
-"""Families whose blocks have experts."""
-
-
 @dataclass(frozen=True)
 class Workload:
     """Workload that every implementation computes."""
@@ -98,7 +94,8 @@ class Workload:
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
     """Measure the training speed of each candidate, by default of all that are installed, and print the results."""
     check_chart(chart)
-    names, left_out = choose_candidates(candidates, work.backend, work.family)
+    has_experts = find_family(work.family).dimensions(work.model).mixture is not None
+    names, left_out = choose_candidates(candidates, work.backend, work.family, has_experts=has_experts)
     check_backend(work.backend)
     measured, parts = measure(work, names, rounds)
     result = {
@@ -120,7 +117,9 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
     harness.present(result, lambda: _shown(result), as_json=as_json)
 
 
-def choose_candidates(wanted: Sequence[str], backend: str, family: str = "llama") -> tuple[list[str], dict[str, str]]:
+def choose_candidates(
+    wanted: Sequence[str], backend: str, family: str = "llama", *, has_experts: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Candidates to measure, and those that are left out, each with the reason."""
     harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
@@ -132,8 +131,8 @@ def choose_candidates(wanted: Sequence[str], backend: str, family: str = "llama"
             left_out[name] = f"the backend {backend} records whole steps, and torch.compile has no part in it"
         elif candidate.package == "torchtitan" and family != "llama":
             left_out[name] = f"its model is a Llama, not of {family}"
-        elif name == COMPILED and family in MIXTURES:
-            left_out[name] = f"blocks with experts, as {family} has them, are not compiled"
+        elif name == COMPILED and has_experts:
+            left_out[name] = "blocks with experts are not compiled"
     if wanted and left_out:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise BackendError(f"bench train cannot measure {reasons}; leave it out of --candidates")

@@ -39,7 +39,7 @@ from tests.unit.config.test_check import checked, only, problems
             ["parallel.shard=hybrid", "parallel.shard_size=3", "parallel.dp=2"],
             4,
             "parallel.shard_size",
-            "3 does not divide dp=2 x cp=2",
+            "3 does not divide dp x cp=4",
             "use one of 1, 2, 4",
         ),
         (

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nxtrain.common.dimensions import MoeShape
+from nxtrain.common.errors import ConfigError
+from nxtrain.config.check import resolve_config
 from nxtrain.config.experts import experts
+from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
+
+SHARED = ("parallel.dp=12", "parallel.ep=4", "parallel.shard=hybrid", "parallel.shard_size=6")
+"""Six ranks that share state cannot have whole groups of four with different experts."""
 
 
 def config(ep: int, **sections: dict[str, Any]) -> RunConfig:
@@ -26,20 +33,6 @@ def mixture(num_experts: int) -> MoeShape | None:
     [
         (config(2), 0, "parallel.ep", "the model has none", "use parallel.ep=1"),
         (config(4), 6, "parallel.ep", "4 does not divide the model's 6 experts", "use one of 1, 2, 3, 6"),
-        (
-            config(4, parallel={"dp": 3, "cp": 2}),
-            8,
-            "parallel.ep",
-            "4 does not divide dp x cp=6",
-            "use one of 1, 2, 3, 6",
-        ),
-        (
-            config(4, parallel={"dp": 12, "shard": "hybrid", "shard_size": 6}),
-            8,
-            "parallel.shard_size",
-            "ep=4 does not divide the 6 ranks that share state",
-            "use a multiple of 4, or parallel.ep among 1, 2, 3, 6",
-        ),
         (config(2, backend={"layers": "nxd"}), 4, "backend.layers", "ep=2 divides experts of our own", "use auto"),
         (
             config(2, compile={"torch_compile": True}),
@@ -71,3 +64,19 @@ def test_what_experts_exclude_is_one_problem_with_a_way_out(
 )
 def test_degrees_that_fit_have_no_problem(given: RunConfig, num_experts: int) -> None:
     assert not [*experts(given, mixture(num_experts))]
+
+
+@pytest.mark.parametrize("world", [None, 12])
+@pytest.mark.parametrize(
+    ("degrees", "key"),
+    [(("parallel.dp=6", "parallel.cp=2", "parallel.ep=8"), "parallel.ep"), (SHARED, "parallel.shard_size")],
+)
+def test_ranks_that_experts_do_not_fit_are_one_problem(
+    tmp_path: Path, degrees: tuple[str, ...], key: str, world: int | None
+) -> None:
+    (tmp_path / "run.toml").write_text("[model]\nfamily = 'mixtral'\n[train]\nmicro_batch = 1\nglobal_batch = 12")
+    model = ("model.config.num_local_experts=8", "train.seq_len=64")
+    with pytest.raises(ConfigError) as refused:
+        resolve_config(load(tmp_path / "run.toml", [*model, *degrees]), world)
+    (problem,) = refused.value.problems
+    assert problem.key == key and "does not divide" in problem.reason and "use" in problem.hint

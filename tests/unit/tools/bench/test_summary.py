@@ -99,7 +99,7 @@ def test_whole_steps_are_not_compiled_twice() -> None:
 
 def test_other_families_are_measured_by_those_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "find_spec", lambda name: object())
-    chosen, left_out = choose_candidates([], "cpu", "mixtral")
+    chosen, left_out = choose_candidates([], "cpu", "mixtral", has_experts=True)
     assert OURS in chosen and PEER in chosen
     assert set(left_out) == {COMPILED, TITAN}
     work = workload(steps=1, batch=2, seq_len=64, precision="fp32", preset="mixtral/tiny")
