@@ -47,7 +47,14 @@ class CudaKernels(FusedKernels):
         flex: FlexAttention for documents; None: attention goes block by block.
     """
 
+    adds_products = True
     flex: Attend | None = None
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        if a.is_cuda and a.dtype != total.dtype:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, grouped=True)

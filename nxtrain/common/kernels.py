@@ -123,6 +123,7 @@ class Kernels(ABC):
 
     Attributes:
         host_may_look: The host can read a number in the middle of an update at no cost.
+        adds_products: `add_product` needs no memory for the product.
         rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
             compute the same values then get different results wherever their streams differ.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
@@ -130,6 +131,7 @@ class Kernels(ABC):
     """
 
     host_may_look: bool = False
+    adds_products: bool = False
     rounds: bool = False
     rounds_on_host: bool = False
     static_shapes: bool = False
@@ -141,6 +143,10 @@ class Kernels(ABC):
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Product a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
+
+    def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add the product a @ b to `total` in place, without a gradient: (M, N) float32, (M, K), (K, N)."""
+        total.add_(self.matmul(a, b))
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

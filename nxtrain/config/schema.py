@@ -186,8 +186,20 @@ class TrainConfig(Section):
     """Global batches per evaluation."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax's denominator, which is added to each token's loss; 0: none."""
-    loss_chunk_mib: Size = 64
-    """Most MiB of float32 logits that one rank holds at once."""
+    loss_chunk_mib: NonNegativeInt = 0
+    """Most MiB of float32 logits that one rank holds at once; 0: 2048 on cuda, 64 elsewhere."""
+
+    def logits_mib(self, backend: str) -> int:
+        """Most MiB of float32 logits that a rank holds at once.
+
+        Each chunk of them reads the whole output matrix and adds to its whole gradient, so that a GPU gains by few.
+
+        Args:
+            backend: `cpu`, `cuda`, `xla` ...
+        """
+        if self.loss_chunk_mib:
+            return self.loss_chunk_mib
+        return 2048 if backend == ON_GPUS else 64
 
     def batch_sizes(self, step: int = 0, tokens: int = 0) -> BatchSizes:
         """Global batch of each update, from a step on that has seen so many tokens."""

@@ -94,8 +94,8 @@ class VocabHead(nn.Module):
         whole = self._tp.enter(hidden)
         columns = VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis)
         if self._token_losses:
-            given = (whole.flatten(0, -2), self.weight, targets.flatten(), columns, self._chunk_rows, self._chunk)
-            losses: Tensor = _TokenCrossEntropy.apply(*given)
+            given = (whole.flatten(0, -2), self.weight, targets.flatten(), columns, self._chunk_rows)
+            losses: Tensor = _TokenCrossEntropy.apply(*given, self._chunk, self._tp.kernels)
             return losses.view(targets.shape)
         chunk = self._chunk
         if self.scale is not None:
@@ -110,6 +110,7 @@ class VocabHead(nn.Module):
             columns,
             self._chunk_rows,
             chunk,
+            self._tp.kernels,
         )
         if has_z_loss:
             assert self.z_sum is not None
@@ -131,10 +132,11 @@ _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None.
 
-    A `scale` multiplies the gradients: () of all tokens, or (T, 1) of each.
+    A `scale` multiplies the gradients: () of all tokens, or (T, 1) of each. With `adds_later`, the gradient of the
+    logits stands for that of the weight, so that their product can be added to a sum.
     """
 
-    # 8 arguments: the tokens, the weight, and the kind of loss and of gradients
+    # 9 arguments: the tokens, the weight, and the kind of loss and of gradients
     def chunk(
         hidden: Tensor,
         weight: Tensor,
@@ -142,6 +144,7 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
         columns: VocabColumns,
         needs_grad: bool,
         is_trained: bool,
+        adds_later: bool,
         scale: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -158,7 +161,7 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
             logits_grad = (logits_grad * scale).to(hidden.dtype)
         weight_grad = None
         if is_trained:
-            weight_grad = kernels.matmul(logits_grad.t(), hidden)
+            weight_grad = logits_grad if adds_later else kernels.matmul(logits_grad.t(), hidden)
         return loss, kernels.matmul(logits_grad, weight), weight_grad
 
     return kernels.fuse(chunk)
@@ -175,7 +178,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # 8 arguments: the tokens, the weight, and functions; autograd takes no keywords
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -183,22 +186,21 @@ class _VocabCrossEntropy(torch.autograd.Function):
         columns: VocabColumns,
         chunk_rows: int,
         chunk: _Chunk,
+        kernels: Kernels,
     ) -> Tensor:
         trained = ctx.needs_input_grad[1]
         needs_grad = ctx.needs_input_grad[0] or trained
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
+        adds_later = kernels.adds_products and len(hidden) > chunk_rows
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, trained)
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, trained, adds_later)
             loss = loss + chunk_loss
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)
-            if weight_grad is None:
-                weight_grad = part
-            elif part is not None:
-                # Several chunks are summed in float32, so that their number hardly changes the result's rounding.
-                weight_grad = weight_grad.float().add_(part)
+            if part is not None:
+                weight_grad = _add_part(weight_grad, part, h, kernels if adds_later else None)
         if not needs_grad:
             return loss
         if weight_grad is not None:
@@ -216,7 +218,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             grad = grad[0]
         if weight_grad is not None:
             weight_grad.mul_(grad.to(weight_grad.dtype))
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad, None, None, None, None, None
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -229,7 +231,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # 8 arguments: the tokens, the weight, and functions; autograd takes no keywords
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -237,18 +239,19 @@ class _TokenCrossEntropy(torch.autograd.Function):
         columns: VocabColumns,
         chunk_rows: int,
         chunk: _Chunk,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.is_trained = ctx.needs_input_grad[1]
         is_weighed_later = ctx.needs_input_grad[0] and not ctx.is_trained
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_losses, hidden_part, _ = chunk(h, weight, target, columns, is_weighed_later, False)
+            chunk_losses, hidden_part, _ = chunk(h, weight, target, columns, is_weighed_later, False, False)
             losses.append(chunk_losses)
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)
         if ctx.is_trained:
-            ctx.columns, ctx.chunk_rows, ctx.chunk = columns, chunk_rows, chunk
+            ctx.columns, ctx.chunk_rows, ctx.chunk, ctx.kernels = columns, chunk_rows, chunk, kernels
             ctx.save_for_backward(hidden, weight, targets)
         elif hidden_grads:
             ctx.save_for_backward(torch.cat(hidden_grads))
@@ -259,14 +262,34 @@ class _TokenCrossEntropy(torch.autograd.Function):
         weights = grad.unsqueeze(1)
         if not ctx.is_trained:
             (hidden_grad,) = ctx.saved_tensors
-            return (hidden_grad * weights).to(hidden_grad.dtype), None, None, None, None, None
+            return (hidden_grad * weights).to(hidden_grad.dtype), None, None, None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
+        adds_later = ctx.kernels.adds_products and len(hidden) > ctx.chunk_rows
         parts = (x.split(ctx.chunk_rows) for x in (hidden, targets, weights))
         for h, target, weighing in zip(*parts, strict=True):
-            _, hidden_part, part = ctx.chunk(h, weight, target, ctx.columns, True, True, weighing)
+            _, hidden_part, part = ctx.chunk(h, weight, target, ctx.columns, True, True, adds_later, weighing)
             hidden_grads.append(hidden_part)
-            weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
+            weight_grad = _add_part(weight_grad, part, h, ctx.kernels if adds_later else None)
         assert weight_grad is not None
-        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), None, None, None, None
+        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), None, None, None, None, None
+
+
+def _add_part(total: Tensor | None, part: Tensor, hidden: Tensor, kernels: Kernels | None) -> Tensor:
+    """Sum of the weight's gradients over chunks; several are summed in float32, so that their number hardly matters.
+
+    Args:
+        total: Sum of the chunks before; None: this chunk is the first.
+        part: Gradient of the weight, or of the logits for kernels that add products.
+        hidden: Hidden states of the chunk.
+        kernels: Kernels that add products; None: `part` is a product.
+    """
+    if kernels is not None:
+        if total is None:
+            total = torch.zeros(part.shape[1], hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        kernels.add_product(total, part.t(), hidden)
+        return total
+    if total is None:
+        return part
+    return total.float().add_(part)

@@ -29,7 +29,7 @@ def chunk_bytes(job: Job) -> int:
     entry = wide_copies if size == FLOAT else FLOAT + 2 * size
     if job.config.precision.params == "fp16":
         entry += wide_copies
-    chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
+    chunk = max(1, (job.config.train.logits_mib(job.backend) << 20) // (FLOAT * rows))
     if chunk >= tokens:
         return tokens * rows * entry
     num_bytes = chunk * rows * entry + tokens * hidden * size

@@ -183,7 +183,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     )
     native = NativeLayers(
         parallel,
-        loss_chunk_bytes=run.train.loss_chunk_mib << 20,
+        loss_chunk_bytes=run.train.logits_mib(backend.name) << 20,
         token_losses=run.finetune.compares,
         expert_parallel=ExpertParallel(mesh.ep, backend.collectives) if mesh.ep_size > 1 else None,
     )

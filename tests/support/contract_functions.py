@@ -356,7 +356,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
         columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
-        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels))
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels), kernels)
         return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
@@ -389,7 +389,7 @@ def token_cross_entropy(ranks: Ranks, rng: Random) -> Work:
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
         columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
-        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels, token_losses=True))
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(kernels, token_losses=True), kernels)
         return _TokenCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, *columns: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.rounding import mix_, step_hash
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
@@ -31,8 +32,8 @@ class WideKernels(CpuKernels):
 
 
 def drawn_kernels(rng: Random) -> Kernels:
-    """Kernels that multiply matrices as they are, or copies of a wider type."""
-    return rng.choice((FusedKernels(), WideKernels()))
+    """Kernels that multiply matrices as they are, or copies of a wider type, or that add products to a sum."""
+    return rng.choice((FusedKernels(), WideKernels(), CudaKernels()))
 
 
 def linear(kernels: Kernels, rng: Random) -> Work:
@@ -57,6 +58,20 @@ def matmul(kernels: Kernels, rng: Random) -> Update:
     label = f"matmul of {type(kernels).__name__} on {(*lead, m, k)} and {(k, n)}"
     operands = {"a": Operand((*lead, m, k)), "b": Operand((k, n))}
     return Update(label, operands, lambda a, b: found.append(kernels.matmul(a, b).cpu()), check)
+
+
+def add_product(kernels: Kernels, rng: Random) -> Update:
+    """A product that is added to a sum in float32."""
+    m, k, n = (rng.choice((1, 3, 40)) for _ in range(3))
+
+    def check(before: Values, after: Values) -> None:
+        a, b = before["a"], before["b"]
+        error = after["total"].double() - before["total"].double() - a.double() @ b.double()
+        assert error.norm() <= BOUNDS[a.dtype] * (a.double().norm() * b.double().norm() + before["total"].norm())
+
+    operands = {"total": Operand((m, n), dtype=torch.float32, forms=CONTIGUOUS, written=True)}
+    operands |= {"a": Operand((m, k)), "b": Operand((k, n))}
+    return Update(f"add_product of {type(kernels).__name__} on {(m, k, n)}", operands, kernels.add_product, check)
 
 
 def attention(kernels: Kernels, rng: Random) -> Work:
@@ -363,6 +378,7 @@ def _squares(generator: torch.Generator, shape: Shape) -> Tensor:
 CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "linear": linear,
     "matmul": matmul,
+    "add_product": add_product,
     "document_attention": document_attention,
     "attention": attention,
     "attend": attend,

@@ -83,6 +83,7 @@ def job_of(row: dict[str, Any]) -> Job:
                 "global_batch": row["global_batch"],
                 "micro_batch": row.get("micro_batch", 1),
                 "remat": row["remat"],
+                "loss_chunk_mib": row.get("loss_chunk_mib", 0),
             },
             "precision": {
                 "params": "bf16",

@@ -170,9 +170,10 @@ def trace_job(job: Job, stage: int) -> Traced:
     parallel = config.parallel
     most = 3 * parallel.pp if parallel.virtual_pp > 1 else in_flight(job, stage) + 2
     batch = parallel.dp * config.train.micro_batch * min(job.num_micro, most)
-    changes = {
-        "parallel": parallel.model_copy(update={"cp_method": job.cp_method}),  # `auto` is another on other devices
-        "train": config.train.model_copy(update={"global_batch": batch}),
+    logits_mib = config.train.logits_mib(job.backend)
+    changes = {  # what follows from the device is another on other devices
+        "parallel": parallel.model_copy(update={"cp_method": job.cp_method}),
+        "train": config.train.model_copy(update={"global_batch": batch, "loss_chunk_mib": logits_mib}),
         "compile": config.compile.model_copy(update={"torch_compile": False}),
     }
     resolved = Resolved(config.model_copy(update=changes), family, resolve_model(config))

@@ -64,12 +64,13 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
     }
 
 
-def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host: bool) -> list[str]:
+def advice(plan: Resolved, held: Mapping[str, int], *, backend: str, dp: int, tp: int, on_host: bool) -> list[str]:
     """Keys that lower the memory of a rank, those of the largest kind first.
 
     Args:
         plan: The checked configuration.
         held: Bytes by kind.
+        backend: `cpu`, `cuda`, `xla` ...
         dp: Ranks of dp x cp, over which state can be cut.
         tp: Tensor parallel degree.
         on_host: Devices and host share their memory.
@@ -84,8 +85,9 @@ def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host
         of_activations.append(f"train.remat={stronger}: backward computes some activations again")
     if tp > 1 and not parallel.sequence_parallel:
         of_activations.append("parallel.sequence_parallel=true: activations between layers are cut over tp")
-    if train.loss_chunk_mib > 1:
-        of_activations.append(f"train.loss_chunk_mib={train.loss_chunk_mib // 2}: fewer logits at once")
+    logits_mib = train.logits_mib(backend)
+    if logits_mib > 1:
+        of_activations.append(f"train.loss_chunk_mib={logits_mib // 2}: fewer logits at once")
     if dp > 1 and parallel.shard == "none":
         of_state.append("parallel.shard=zero1: optimizer state is cut over dp; full also cuts gradients and parameters")
     elif dp > 1 and parallel.shard in ("zero1", "grad_op"):
@@ -108,7 +110,8 @@ def lines(state: TrainState, plan: Resolved) -> list[str]:
     shown = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in held.items())
     peak = backend.diagnostics.peak_memory_bytes()
     reached = f"; peak so far {size(peak)}" if peak else ""
-    keys = advice(plan, held, dp=mesh.dp_cp.size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
+    on_host = not backend.is_asynchronous
+    keys = advice(plan, held, backend=backend.name, dp=mesh.dp_cp.size, tp=mesh.tp_size, on_host=on_host)
     return [
         f"error: rank {mesh.rank} is out of memory; it holds {shown}{reached}",
         f"rank {mesh.rank}: keys that would help: {'; '.join(keys)}",

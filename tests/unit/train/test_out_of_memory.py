@@ -107,7 +107,9 @@ def test_advice_changes_something_and_begins_with_the_largest_kind(
     train = {"micro_batch": keys["micro_batch"], "global_batch": 8, "remat": keys["remat"]}
     resolved = plan("gqa2", parallel=parallel, train=train)
     held = {PARAMETERS: 1000, GRADIENTS: 1000, OPTIMIZER: 1000, PLANNED: keys["activations"]}
-    found = advice(resolved, held, dp=dp, tp=tp, on_host=on_host)
+    backend = "cpu" if on_host else "cuda"
+    found = advice(resolved, held, backend=backend, dp=dp, tp=tp, on_host=on_host)
+    assert f"train.loss_chunk_mib={32 if on_host else 1024}: fewer logits at once" in found
     advised = {line.partition("=")[0] for line in found}
     assert ("train.micro_batch" in advised) is (keys["micro_batch"] > 1)
     assert ("train.remat" in advised) is (keys["remat"] != "full")
