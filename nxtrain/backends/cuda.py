@@ -57,7 +57,8 @@ class CudaKernels(FusedKernels):
             total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v, grouped=True)
+        # Of torch's kernels without scores in memory, the only one for float32 takes no grouped heads.
+        return sdpa(q, k, v, grouped=q.dtype != torch.float32)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
         if self.flex is None:

@@ -217,6 +217,8 @@ class Job:
         if self.backend == "cpu":
             is_short = keeps_probabilities(train.micro_batch, self.local_heads, train.seq_len, self.params_size)
             return "probabilities" if is_short else "fused"
+        if self.backend == ON_GPUS and chosen is None and self.config.precision.params == "fp32":
+            return "fused"
         return "scores" if self.backend == "xla" else "grouped"
 
     def _attention_on_trainium(self, shape: AttentionShape) -> Attention:

@@ -274,6 +274,19 @@ def test_where_flex_attention_fails_blocks_replace_it(recorder: Recorder, monkey
     assert recorder.kinds == {"blocked"}
 
 
+@pytest.mark.parametrize(("params", "kept"), [("fp32", "fused"), ("bf16", "grouped"), ("fp16", "grouped")])
+def test_a_gpu_repeats_the_heads_of_float32_alone(params: str, kept: str, recorder: Recorder) -> None:
+    """Of torch's kernels, the one for float32 takes no grouped heads, and the others need none repeated."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[params]
+    q, kv = torch.randn(SHORT, 2, 4, 8, dtype=dtype), torch.randn(SHORT, 2, 2, 8, dtype=dtype)
+    opened("cuda").kernels.attention(q, kv, kv)
+    assert recorder.kinds == {"plain" if params == "fp32" else "grouped"}
+    overrides = ["backend.name=cuda", f"precision.params={params}", "train.global_batch=1024"]
+    overrides += ["precision.update=fp32_master"] if params != "fp32" else []
+    prediction, _ = predict(TINY, overrides, Question(instance="p5.48xlarge", nodes=1), Assumptions())
+    assert prediction.job.attention == kept
+
+
 @pytest.mark.parametrize("name", ["neuron", "neuron-native", "cuda", "xla", "cpu"])
 def test_a_flash_kernel_that_is_insisted_on_is_refused_with_documents(name: str, recorder: Recorder) -> None:
     for change, why in (({"documents": True}, "data.doc_mask=true"), ({"cp": 2}, "parallel.cp=2")):
