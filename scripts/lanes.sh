@@ -1,10 +1,10 @@
 # Sourced by test.sh. The order of the lanes on the cores of this machine.
 #
-# Lanes come one after the other, and each keeps the cores busy: `unit` and `dist` with a test per core, `train` with one
-# more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits. `xla` computes
-# on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less, but never less
-# than two. `lint` is mostly mypy, on one core, and runs behind the first lanes. Tests marked `alone` come last, with
-# nothing beside.
+# Lanes come one after the other, and each keeps the cores busy: `unit`, `dist` and `cuda-sim` with a test per core,
+# `train` with one more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits.
+# `xla` computes on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less,
+# but never less than two. `lint` is mostly mypy, on one core, and runs behind the first lanes. Tests marked `alone` come
+# last, with nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -20,12 +20,16 @@ smokes=(
     "tests/faults/test_kills.py::test_in_a_step[1]"
 )
 
+folder_of() { echo "tests/${1//-/_}"; }  # which modules of tests name, so that it has no dash
+
 # The tests of a lane: all of them, or its covering set.
 selection() {
-    if [ "$tier" = covering ] && grep -q "^tests/$1/" tests/covering.txt; then
-        grep "^tests/$1/" tests/covering.txt
+    local folder
+    folder=$(folder_of "$1")
+    if [ "$tier" = covering ] && grep -q "^$folder/" tests/covering.txt; then
+        grep "^$folder/" tests/covering.txt
     else
-        echo "tests/$1"
+        echo "$folder"
     fi
 }
 
@@ -62,6 +66,7 @@ run_lane() {
         xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "${tests[@]}" "$@" ;;
         unit) at_once "$at_once" "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
         dist) at_once "$at_once" "${tests[@]}" --alone=without "$@" ;;
+        cuda-sim) at_once "$at_once" "${tests[@]}" "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
         train) at_once $((at_once + 1)) "${tests[@]}" --alone=without "$@" ;;
         faults) at_once $((at_once + 2)) "${tests[@]}" --alone=without "$@" ;;
@@ -76,16 +81,17 @@ run_alone() {
     "$venv/bin/python" -m pytest "${tests[@]}" --alone=only ${quick[@]+"${quick[@]}"} "${@:2}"
 }
 
-code_of() { local of="code_$1" && echo "${!of:-5}"; }
-took() { local of="took_$1" && echo "${!of:-0}"; }
+code_of() { local of="code_${1//-/_}" && echo "${!of:-5}"; }
+took() { local of="took_${1//-/_}" && echo "${!of:-0}"; }
 
 # Take a part of a lane into its verdict: lane, seconds, exit code. 5 is pytest's for an empty selection, such as -k of
 # another lane's test, and says nothing of the other part of a lane.
 judge() {
-    printf -v "took_$1" %d $(($(took "$1") + $2))
+    local name=${1//-/_}  # no name of a variable has a dash
+    printf -v "took_$name" %d $(($(took "$1") + $2))
     case $(code_of "$1") in
-        5) printf -v "code_$1" %d "$3" ;;
-        0) [ "$3" = 5 ] || printf -v "code_$1" %d "$3" ;;
+        5) printf -v "code_$name" %d "$3" ;;
+        0) [ "$3" = 5 ] || printf -v "code_$name" %d "$3" ;;
     esac
 }
 
@@ -97,7 +103,7 @@ summary() {
             5) verdict="no test selected" ;;
             *) verdict=FAILED ;;
         esac
-        printf '\n%-7s %5d s  %s' "$lane" "$(took "$lane")" "$verdict"
+        printf '\n%-8s %5d s  %s' "$lane" "$(took "$lane")" "$verdict"
     done
 }
 

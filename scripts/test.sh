@@ -6,10 +6,10 @@
 # Without a lane: lint, every unit test, and the covering set of each other lane (tests/covering.txt). `all` runs every
 # lane whole, as continuous integration does. `quick` is for each edit: lint, the unit tests that take moments, and a
 # smoke of each other lane.
-# Lanes: lint device unit dist xla train faults, and nxd, which needs --source DIR: a checkout of NeuronX Distributed.
-# --slow adds the tests that repeat a proof at a larger size, of whole lanes. --torch runs the lanes on another torch,
-# without torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when
-# everything passed, 1 when not, 2 for a wrong call, 130 when interrupted.
+# Lanes: lint device unit dist xla train faults cuda-sim, and nxd, which needs --source DIR: a checkout of NeuronX
+# Distributed. --slow adds the tests that repeat a proof at a larger size, of whole lanes. --torch runs the lanes on
+# another torch, without torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit
+# code 0 when everything passed, 1 when not, 2 for a wrong call, 130 when interrupted.
 #
 # Lanes that wait for processes run several tests at once. Tests marked `alone` measure time: they run one
 # after the other at the end. Of the pytest arguments, -n 0 runs one test at a time, as --pdb and -s do.
@@ -25,7 +25,7 @@ help() { sed -n '2,/^set /s/^# \{0,1\}//p' scripts/test.sh; }
 lanes=() nxd_dir="" nxd_src="" slow=()
 while [ $# -gt 0 ]; do
     case $1 in
-        lint | unit | dist | xla | train | faults | device | nxd | all | quick) lanes+=("$1") ;;
+        lint | unit | dist | xla | train | faults | device | cuda-sim | nxd | all | quick) lanes+=("$1") ;;
         --slow) slow=(--slow) ;;
         --torch) NXTRAIN_TORCH=${2:?--torch needs a version, such as 2.13.0} && shift ;;
         --source) nxd_dir=${2:?--source needs a folder: a checkout of NeuronX Distributed} && shift ;;
@@ -60,8 +60,8 @@ if has_lane quick; then
     lanes=(lint unit smokes) quick=(--quick)
 elif [ ${#lanes[@]} -eq 0 ]; then
     lanes=(lint)
-    for lane in device unit dist xla train faults; do
-        [ -z "$(find "tests/$lane" -name 'test_*.py' 2>/dev/null)" ] || lanes+=("$lane")
+    for lane in device unit dist xla train faults cuda-sim; do
+        [ -z "$(find "$(folder_of $lane)" -name 'test_*.py' 2>/dev/null)" ] || lanes+=("$lane")
     done
     if ! has_xla; then
         say "without the lane xla: $venv has no torch-xla"
@@ -76,6 +76,6 @@ run_lanes ${slow[@]+"${slow[@]}"} "$@"
 
 printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
 summary
-[ -z "$left_out" ] || printf '\n%-7s %s' nxd "$left_out"
+[ -z "$left_out" ] || printf '\n%-8s %s' nxd "$left_out"
 printf '\n' && cat "$NXTRAIN_TEST_SKIPS" && rm "$NXTRAIN_TEST_SKIPS"
 all_passed

@@ -120,7 +120,7 @@ def skips(reports: Iterable[pytest.TestReport]) -> list[str]:
         lane = (*Path(report.nodeid.partition("::")[0]).parts, "", "")[1]
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         found[lane, " ".join(reason.removeprefix("Skipped: ").split())] += 1
-    return [f"{lane:7} {number:5} skipped: {reason}" for (lane, reason), number in sorted(found.items())]
+    return [f"{lane:8} {number:5} skipped: {reason}" for (lane, reason), number in sorted(found.items())]
 
 
 def _durations() -> dict[str, float]:

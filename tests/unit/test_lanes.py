@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import SKIPS_FILE
 from tests.support import ROOT
 
-LANES = ("device", "unit", "dist", "xla", "train", "faults")
+LANES = ("device", "unit", "dist", "xla", "train", "faults", "cuda-sim")
 
 COVERING = """# a comment that names tests/dist/test_no.py
 tests/dist/test_a.py
@@ -60,8 +60,9 @@ def house(tmp_path: Path) -> Path:
     """The scripts in a folder with all lanes, on a machine of two cores."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for lane in LANES:
-        (tmp_path / "tests" / lane).mkdir(parents=True)
-        (tmp_path / "tests" / lane / "test_a.py").touch()
+        folder = tmp_path / "tests" / lane.replace("-", "_")
+        folder.mkdir(parents=True)
+        (folder / "test_a.py").touch()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "codes").touch()
     (tmp_path / "tests" / "covering.txt").write_text(COVERING, encoding="utf-8")
@@ -98,7 +99,7 @@ def calls(house: Path) -> list[str]:
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    return dict(re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, flags=re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+) +\d+ s  (.*)$", done.stdout, flags=re.MULTILINE))
 
 
 def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) -> None:
@@ -111,6 +112,7 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     # Train has one less than without xla, which has ended before faults begin.
     workers = {"unit": 2, "dist": 2, "train": 2, "faults": 4}
     expected = ["tests/device -k mesh", *(together.format(number, lane) for lane, number in workers.items())]
+    expected.append("1 -n 2 --dist loadfile --no-loadscope-reorder tests/cuda_sim -k mesh")
     expected += [f"tests/{lane} --alone=only -k mesh" for lane in workers]
     assert [call for call in found if call != behind] == expected
     assert 2 <= found.index(behind) < found.index(expected[-4])
@@ -132,6 +134,11 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
 def test_both_parts_of_a_lane_make_its_verdict(house: Path, codes: list[str], verdict: str, code: int) -> None:
     done = run(house, "train", codes=codes)
     assert (verdicts(done), done.returncode) == ({"train": verdict}, code)
+
+
+def test_a_name_with_a_dash_is_a_lane_like_the_others(house: Path) -> None:
+    done = run(house, "cuda-sim", codes=["1 tests/cuda_sim"])
+    assert (verdicts(done), done.returncode) == ({"cuda-sim": "FAILED"}, 1)
 
 
 @pytest.mark.parametrize(("codes", "code"), [(["5 tests"], 1), (["0 xla", "5 tests"], 0), (["1 xla"], 1)])
@@ -212,7 +219,7 @@ def test_without_a_lane_units_are_whole_and_other_lanes_run_their_covering_set(h
 def test_the_covering_set_has_tests_that_exist_of_every_lane_that_starts_ranks() -> None:
     lines = (ROOT / "tests" / "covering.txt").read_text(encoding="utf-8").splitlines()
     chosen = [line for line in lines if line and not line.startswith("#")]
-    assert {Path(line).parts[1] for line in chosen} == {"dist", "xla", "train", "faults"}
+    assert {Path(line).parts[1] for line in chosen} == {"dist", "xla", "train", "faults", "cuda_sim"}
     assert len(set(chosen)) == len(chosen)
     for line in chosen:
         file, _, name = line.partition("::")

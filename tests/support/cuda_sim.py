@@ -1,0 +1,300 @@
+"""A pretended GPU: torch's CUDA wheel on stubs of the CUDA runtime, cuBLAS, cuDNN, NCCL and the driver.
+
+Kernels do nothing. Dispatcher, allocator, autograd, NCCL process groups, FSDP2, Inductor, Triton and ptxas are real.
+The stubs, `tests/cuda_sim/device`, are preloaded into a process of its own, which plays cases one after the other. They
+record launches, copies, waits, synchronizations, collectives and allocations.
+
+    def body() -> Record:                      # in the other process
+        with opened_gpu() as backend:
+            with recorded() as record:
+                train_step(...)
+        return record
+
+    def test_a_step(gpu: SimulatedGpu) -> None:
+        assert gpu.run(body).host_waits == []
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pickle
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
+
+from tests.support import ROOT
+from tests.support.ports import patient_s
+from tests.support.processes import rank_variables
+
+SOURCES = ROOT / "tests" / "cuda_sim" / "device"
+LIBRARY, DRIVER = "libcuda_sim.so", "libcuda.so.1"
+LIMIT_S = patient_s(240)
+T = TypeVar("T")
+
+
+class Event(NamedTuple):
+    """A call of the pretended GPU: kind, and fields as `record.h` and its callers write them."""
+
+    kind: str
+    fields: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Events in the order of the calls. The list is filled when `recorded` ends."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Events of some kinds."""
+        return [event for event in self.events if event.kind in kinds]
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels launched, mangled as their compiler wrote them; products have names of cuBLAS."""
+        return [event.fields["name"] for event in self.of("kernel")]
+
+    @property
+    def host_waits(self) -> list[Event]:
+        """Synchronizations, and copies that make the host wait."""
+        waits = [event for event in self.of("copy") if event.fields["way"] == "sync"]
+        return self.of("sync") + waits + self.pageable_copies
+
+    @property
+    def pageable_copies(self) -> list[Event]:
+        """Copies between the device and memory of the host that is not pinned, for which CUDA lets the host wait."""
+        return [event for event in self.of("copy") if "pageable" in (event.fields["from"], event.fields["to"])]
+
+    @property
+    def copied_bytes(self) -> Counter[tuple[str, str]]:
+        """Bytes copied by kind of source and destination: device, pinned or pageable."""
+        total = Counter[tuple[str, str]]()
+        for event in self.of("copy"):
+            total[event.fields["from"], event.fields["to"]] += int(event.fields["bytes"])
+        return total
+
+
+def why_not() -> str:
+    """Reason why no GPU can be pretended here; empty: one can."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return "a pretended GPU needs Linux on x86-64"
+    lacking = [name for name in ("gcc", "nm") if not shutil.which(name)]
+    if lacking:
+        return f"a pretended GPU needs {' and '.join(lacking)}"
+    if not (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return f"a pretended GPU needs torch's wheel for CUDA, not {version('torch')}"
+    if not _include_folders():
+        return "a pretended GPU needs the headers of CUDA 12 and NCCL that come with torch's wheel"
+    return ""
+
+
+def _torch_folder() -> Path:
+    found = find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _include_folders() -> list[Path]:
+    """Folders with headers in the wheels that torch's needs; empty if one is absent."""
+    site = _torch_folder().parent
+    headers = {
+        site / "triton" / "backends" / "nvidia" / "include": "cuda.h",
+        site / "nvidia" / "cuda_runtime" / "include": "cuda_runtime_api.h",
+        site / "nvidia" / "nccl" / "include": "nccl.h",
+    }
+    return list(headers) if all((folder / name).exists() for folder, name in headers.items()) else []
+
+
+@cache
+def build() -> Path:
+    """Folder with the stubs for torch as installed, compiled once per state of their sources."""
+    sources = sorted(SOURCES.iterdir())
+    known = hashlib.sha256(version("torch").encode())
+    for path in (Path(__file__), *sources):
+        known.update(path.read_bytes())
+    folder = ROOT / "build" / "cuda-sim" / known.hexdigest()[:16]
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    wanted = _undefined(_torch_folder() / "lib")
+    _link(made, LIBRARY, [SOURCES / "runtime.c", SOURCES / "libraries.c"], wanted)
+    declared = (_include_folders()[0] / "cuda.h").read_text(encoding="utf-8")
+    functions = {*re.findall(r"CUDAAPI (cu\w+)\(", declared)}
+    _link(made, DRIVER, [SOURCES / "driver.c"], functions | {f"{name}_v2" for name in functions})
+    (made / "libcuda.so").symlink_to(DRIVER)
+    try:
+        made.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(made)
+    return folder
+
+
+def _undefined(folder: Path) -> set[str]:
+    """Functions of the CUDA libraries that torch's libraries call."""
+    found = set[str]()
+    for path in folder.glob("libtorch*.so"):
+        found |= _symbols(path, "--dynamic", "--undefined-only")
+    found |= _symbols(folder / "libc10_cuda.so", "--dynamic", "--undefined-only")
+    kinds = ("cuda", "cublas", "cudnn", "nccl")
+    return {name for name in found if name.startswith(kinds)}
+
+
+def _symbols(path: Path, *options: str) -> set[str]:
+    lines = subprocess.run(["nm", *options, path], check=True, capture_output=True, text=True).stdout.splitlines()
+    return {line.split()[-1].partition("@")[0] for line in lines if line.split()}
+
+
+def _link(folder: Path, name: str, sources: Sequence[Path], wanted: set[str]) -> None:
+    """Compile a library that has the wanted functions, of which those that no source defines return success."""
+    flags = ["-O1", "-w", "-fPIC", *(f"-I{path}" for path in _include_folders())]
+    # The headers of Triton and of the runtime would declare these types twice.
+    flags += [f"-D__CUDA_{kind}_H__" for kind in ("FP16", "BF16", "FP8")]
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    defined = set[str]()
+    for source, compiled in zip(sources, objects, strict=True):
+        subprocess.run(["gcc", *flags, "-c", source, "-o", compiled], check=True)
+        defined |= _symbols(compiled, "--extern-only", "--defined-only")
+    rest = folder / f"{name}.c"
+    stubs = [f"long {function}(void) {{ return 0; }}\n" for function in sorted(wanted - defined)]
+    rest.write_text("".join(stubs), encoding="ascii")
+    shared = ["-shared", f"-Wl,-soname,{name}", "-o", str(folder / name)]
+    subprocess.run(["gcc", *flags, *objects, rest, *shared, "-ldl", "-lpthread"], check=True)
+
+
+class SimulatedGpu:
+    """A process with a pretended GPU, which calls functions one after the other.
+
+    Args:
+        settings: Environment variables of the device, such as `CUDA_SIM_CAPABILITY="100"`: see `runtime.c`.
+    """
+
+    def __init__(self, **settings: str) -> None:
+        libraries = build()
+        here, there = Pipe()
+        variables = {
+            "LD_PRELOAD": str(libraries / LIBRARY),
+            "LD_LIBRARY_PATH": str(libraries),
+            "TRITON_LIBCUDA_PATH": str(libraries),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.cuda_sim", str(there.fileno())],
+            cwd=ROOT,
+            env={**os.environ, **variables, **settings},
+            pass_fds=[there.fileno()],
+        )
+        there.close()
+        self._pipe = here
+
+    def run(self, body: Callable[..., T], *args: Any) -> T:
+        """Call a function, importable by name, in the process, and return what it returns."""
+        self._pipe.send((body, args))
+        assert self._pipe.poll(LIMIT_S), f"{body.__name__}: not done in {LIMIT_S:g} s"
+        done, found = self._pipe.recv()
+        assert done, found
+        return found  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(pipe: Connection) -> None:
+    while True:
+        try:
+            body, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[bool, Any] = (True, body(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """Record what the pretended GPU is asked in this context, in a process of `SimulatedGpu`."""
+    library = ctypes.CDLL(str(build() / LIBRARY))
+    record = Record()
+    with tempfile.NamedTemporaryFile("r", encoding="ascii") as file:
+        library.cuda_sim_record(file.name.encode())
+        try:
+            yield record
+        finally:
+            library.cuda_sim_record(None)
+            record.events.extend(map(_event, file))
+
+
+def _event(line: str) -> Event:
+    thread, kind, *words = line.split()
+    pairs = [word.partition("=") for word in (thread, *words)]
+    return Event(kind, {name: value for name, _, value in pairs})
+
+
+@contextmanager
+def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, **settings: Any) -> Iterator[Any]:
+    """The CUDA backend of one rank, in a process of `SimulatedGpu`.
+
+    Ranks of a world come one after the other and share a store, in which each finds what those before it wrote. Their
+    hosts have a group that does nothing.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the group that does nothing
+
+    from nxtrain.backends import c10d, open_backend
+
+    join = c10d.C10dBackend._join
+
+    def join_alone(self: Any, process_group: str, *args: Any) -> None:
+        join(self, process_group.replace("gloo", "fake"), *args)
+
+    variables = rank_variables(rank, world, port=1)
+    with (
+        patch.dict(os.environ, variables),
+        patch.object(c10d, "meet", lambda *_: store),
+        patch.object(c10d.C10dBackend, "_join", join_alone),
+    ):
+        backend = open_backend("cuda", **settings)
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+
+def play(world: int, body: Callable[..., T], *args: Any, **settings: Any) -> list[T]:
+    """Call `body(backend, *args)` as each rank of a world, one after the other; returns what each returned."""
+    from torch.distributed import HashStore
+
+    store, found = HashStore(), []
+    for rank in range(world):
+        with opened_gpu(rank, world, store, **settings) as backend:
+            found.append(body(backend, *args))
+    return found
+
+
+if __name__ == "__main__":
+    from tests.support import cuda_sim  # whose functions and types are those that the bodies import
+
+    cuda_sim._serve(Connection(int(sys.argv[1])))
