@@ -67,7 +67,7 @@ class AttentionShape:
             head_size=dimensions.head_size,
             params=config.precision.params,
             documents=config.data.doc_mask,
-            compiled=config.compile.torch_compile,
+            compiled=bool(config.compile.torch_compile),
             cp=config.parallel.cp,
             cp_method=config.parallel.cp_method,
             window=dimensions.window,

@@ -25,7 +25,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, ParallelConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -318,6 +318,24 @@ def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
+    if config.compile.torch_compile == "step":
+        yield from _whole_pass(config.parallel)
+
+
+def _whole_pass(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Problems of one graph from tokens to the loss, which gathers parameters itself."""
+    if parallel.pp > 1:
+        reason = f"step makes one graph from tokens to the loss, but pp={parallel.pp} cuts it into stages"
+        yield Problem("compile.torch_compile", reason, hint="use true, or parallel.pp=1")
+    if parallel.shard not in FULLY_SHARDED:
+        return
+    for key, does in _OF_UNITS.items():
+        if getattr(parallel, key) != getattr(type(parallel)(), key):
+            reason = f"{does}, and with compile.torch_compile=step the compiler decides on that"
+            yield Problem(f"parallel.{key}", reason, hint="leave it out, or use compile.torch_compile=true")
+    if "params" in parallel.offload:
+        reason = "brings parameters from host memory between graphs, and compile.torch_compile=step has one graph"
+        yield Problem("parallel.offload", reason, hint='use ["optimizer"] or false, or compile.torch_compile=true')
 
 
 def _layers(config: RunConfig) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
-"""`torch.compile`, block by block.
+"""`torch.compile`, block by block or of the whole pass.
 
 Model code is unchanged. Blocks are alike, so one of them is compiled for all. Sharding hooks of a block run outside its
-graph; recomputation and the collectives of tensor parallelism are inside.
+graph; recomputation and the collectives of tensor parallelism are inside. A whole pass is one graph forward and one
+backward, with embedding, loss, and the collectives of `graph_sharding`. Its compilation takes longer with each block.
 
 Source: torchtitan compiles the same parts, after recomputation and before sharding (`apply_compile` in
 torchtitan/distributed/compile.py of https://github.com/pytorch/torchtitan at b5bcd76).
@@ -9,6 +10,7 @@ torchtitan/distributed/compile.py of https://github.com/pytorch/torchtitan at b5
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,12 +21,13 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
 
 
-def compile_blocks(model: nn.Module, backend: Backend) -> None:
-    """Compile the blocks of a model.
+def compile_model(model: nn.Module, backend: Backend, *, whole: bool) -> None:
+    """Compile the blocks of a model, or its whole loss.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.
         backend: Backend, whose compiler is used.
+        whole: One graph from token ids to the loss, in place of one per block.
 
     Raises:
         ConfigError: `torch.compile` does not support the device.
@@ -32,8 +35,12 @@ def compile_blocks(model: nn.Module, backend: Backend) -> None:
     if backend.compiler is None:
         reason = f"the backend {backend.name} records whole steps, and its own compiler gets them"
         raise ConfigError([Problem("compile.torch_compile", reason, hint="use false")])
-    for block in cast(CausalLM, model).blocks:
-        # Static shapes: graphs with dynamic shapes are slower, and TorchNeuron has none. A graph break in a block is
-        # an error, not a slow run.
-        compiled = torch.compile(block.forward, backend=backend.compiler, dynamic=False, fullgraph=True)
-        block.forward = compiled
+    # Static shapes: graphs with dynamic shapes are slower, and TorchNeuron has none. A graph break is an error, not a
+    # slow run.
+    compiled = partial(torch.compile, backend=backend.compiler, dynamic=False, fullgraph=True)
+    lm = cast(CausalLM, model)
+    if whole:
+        lm.loss = compiled(lm.loss)  # type: ignore[method-assign]
+        return
+    for block in lm.blocks:
+        block.forward = compiled(block.forward)

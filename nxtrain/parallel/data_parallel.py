@@ -32,10 +32,12 @@ class DataParallel(ABC):
     Attributes:
         layout: The entries of the model that this rank updates.
         shards: This rank's tensors of these entries, by parameter name.
+        has_whole_parameters: Between steps, each rank holds whole parameters.
     """
 
     layout: Layout
     shards: Mapping[str, Tensor]
+    has_whole_parameters = True
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
@@ -132,10 +134,10 @@ class Bucketed(DataParallel):
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def finished(parameter: Tensor) -> None:
             if name in self.sums:
-                self.sums[name].add_(_take_grad(parameter))
+                self.sums[name].add_(take_grad(parameter))
             elif not self._is_last and parameter.dtype != self._precision.accumulate:
                 # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept in `sums`.
-                self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
+                self.sums[name] = take_grad(parameter).to(self._precision.accumulate)
             if self._is_last and self._copies.size > 1 and not self._comm.lazy:
                 bucket = self._bucket_of[name]
                 self._missing[bucket] -= 1
@@ -159,7 +161,7 @@ class Bucketed(DataParallel):
             return total
         if name in self.sums:
             return self.sums.pop(name)
-        return _take_grad(self._parameters[name])
+        return take_grad(self._parameters[name])
 
     @abstractmethod
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
@@ -217,7 +219,7 @@ class Zero1(Bucketed):
         for name, parameter in parameters.items():
             shard = layout.axes_of(name).shard
             # Rows of zeros at the end, so that all ranks have equally many.
-            padded = _pad_rows(parameter.detach().cpu(), shard.size)
+            padded = pad_rows(parameter.detach().cpu(), shard.size)
             shards[name] = put(padded.chunk(shard.size)[shard.rank].clone())
         self.shards = shards
 
@@ -237,7 +239,7 @@ class Zero1(Bucketed):
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
         shard, scale = self.layout.axes_of(names[0]).shard, 1.0 / self._copies.size
-        padded = [_pad_rows(grad.to(self._precision.reduce), shard.size) for grad in grads]
+        padded = [pad_rows(grad.to(self._precision.reduce), shard.size) for grad in grads]
         packed = torch.cat([grad.reshape(shard.size, -1) for grad in padded], dim=1)
         if shard.size == 1:
             packed = packed * scale
@@ -269,14 +271,16 @@ def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
     return buckets
 
 
-def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+def pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """Append rows of zeros, so that the number of rows is a multiple."""
     rows = -x.shape[0] % multiple
     if rows == 0:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows))
 
 
-def _take_grad(parameter: Tensor) -> Tensor:
+def take_grad(parameter: Tensor) -> Tensor:
+    """Gradient of a parameter, which has none afterwards."""
     grad = parameter.grad
     assert grad is not None, "every parameter takes part in every step"
     parameter.grad = None

@@ -194,6 +194,8 @@ class FullySharded(DataParallel):
         layout: The entries that this rank holds.
     """
 
+    has_whole_parameters = False
+
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.layout = layout
         self._model = cast(FSDPModule, model)

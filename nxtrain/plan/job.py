@@ -91,7 +91,7 @@ class Job:
     @property
     def meets_all_keys(self) -> bool:
         """True if queries of a context parallel rank meet all keys of a row, since a graph holds no positions."""
-        return self.is_lazy or self.config.compile.torch_compile
+        return self.is_lazy or bool(self.config.compile.torch_compile)
 
     @property
     def copies(self) -> int:

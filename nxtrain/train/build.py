@@ -27,7 +27,7 @@ from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig, TrainConfig
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
-from nxtrain.nn.compiled import compile_blocks
+from nxtrain.nn.compiled import compile_model
 from nxtrain.nn.dropout import Dropout
 from nxtrain.nn.init import Fill, draw, materialize
 from nxtrain.nn.lora import adapt, is_adapter
@@ -41,6 +41,7 @@ from nxtrain.parallel.data_parallel import Bucketed, DataParallel, Reduction, Re
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
+from nxtrain.parallel.graph_sharding import GatheredInGraph, GraphSharding
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.noise_scale import NoiseScale
@@ -146,6 +147,17 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         backend.binding.mark(model, mesh.tp)
         return
     parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
+
+    def stored(parameter: nn.Parameter) -> torch.dtype:
+        return precision.sharded_params if parameter.requires_grad else parameter.dtype
+
+    def fill_module(module: nn.Module) -> None:
+        materialize(model, backend.put, fill, within=module, stored=stored)
+
+    if plan.config.compile.torch_compile == "step":
+        keep_gathered = parallel.shard == "grad_op"
+        GraphSharding(mesh.dense, backend.collectives, precision, keep_gathered).apply(model, fill_module)
+        return
     sharding = Sharding(
         backend.device_mesh(mesh.dense),
         keep_gathered=parallel.shard == "grad_op",
@@ -156,11 +168,7 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         chunks=[len(part.blocks) for part in parts_of(plan, mesh)],
         expert_mesh=backend.device_mesh(mesh.experts) if mesh.ep_size > 1 else None,
     )
-
-    def stored(parameter: nn.Parameter) -> torch.dtype:
-        return precision.sharded_params if parameter.requires_grad else parameter.dtype
-
-    sharding.apply(model, lambda module: materialize(model, backend.put, fill, within=module, stored=stored))
+    sharding.apply(model, fill_module)
 
 
 def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
@@ -221,7 +229,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     if "activations" in run.parallel.offload:
         offload_activations(model)
     if run.compile.torch_compile:
-        compile_blocks(model, backend)
+        compile_model(model, backend, whole=run.compile.torch_compile == "step")
     return model
 
 
@@ -399,6 +407,8 @@ def _data_parallel(
 ) -> DataParallel:
     run = plan.config
     if is_fully_sharded(plan, layout.mesh):
+        if run.compile.torch_compile == "step":
+            return GatheredInGraph(model, layout, backend.collectives, precision)
         return FullySharded(model, layout)
     how = Reduction(
         precision=precision,

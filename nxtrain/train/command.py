@@ -78,7 +78,7 @@ def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | 
     name, layers, reason = _choose_device(config)
     settings = BackendSettings(
         hang_timeout_s=limit_s,
-        torch_compile=config.compile.torch_compile,
+        torch_compile=bool(config.compile.torch_compile),
         cpu_transport=config.backend.cpu_transport,
         allow_unverified=config.backend.allow_unverified,
     )

@@ -1,7 +1,8 @@
-"""Blocks under `torch.compile` train as they do without, whatever else takes hold of them, and share one graph."""
+"""Blocks and whole passes under `torch.compile` train as they do without it; equal blocks share one graph."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nxtrain.backends.base import Backend, Binding
@@ -67,6 +70,55 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
     assert {graphs for _, graphs in found} == {1}
 
 
+STEP_CASES = [
+    {"tp": 1, "remat": "none", "micro": 2},
+    {"tp": 1, "dp": 2, "micro": 2, "shard": "full"},
+    {"tp": 1, "dp": 2, "micro": 1, "shard": "grad_op", "remat": "selective", "family": "qwen2"},
+    {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "full", "remat": "full"},
+    {"tp": 1, "dp": 4, "micro": 1, "shard": "hybrid", "shard_size": 2, "remat": "full", "family": "qwen3"},
+    {"tp": 1, "cp": 2, "dp": 2, "cp_method": "gather", "micro": 1, "seq_len": 40, "shard": "full"},
+]
+
+
+@pytest.mark.parametrize("how", STEP_CASES, ids=str)
+def test_a_whole_compiled_pass_trains_as_transformers_does_by_one_graph(ranks: RankPool, how: dict[str, Any]) -> None:
+    resolved = layout("gqa2", **how, config=LAYERS)
+    compiled = changed(resolved, compile={"torch_compile": "step"})
+    world = how["tp"] * how.get("dp", 1) * how.get("cp", 1)
+    found = ranks.run(world, run, compiled, weights_of(resolved))
+    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in found} == {1}
+
+
+def collectives_of_a_step(backend: Backend, resolved: Resolved) -> list[Counter[str]]:
+    """Train a step; count the collectives of the graph forward and of the graph backward."""
+    torch._dynamo.reset()
+    counts: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = (str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target))
+        counts.append(Counter(name for name in names if name != "wait_tensor"))
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    with patch.object(backend, "compiler", compiler):
+        run_ours(backend, resolved, 1, weights_of(resolved))
+    return counts
+
+
+@pytest.mark.parametrize(("shard", "again"), [("full", 5), ("grad_op", 0)])
+def test_a_graph_gathers_each_unit_once_and_again_only_if_units_are_freed(
+    ranks: RankPool, shard: str, again: int
+) -> None:
+    """Units are 3 blocks, embedding, norm and head; the backward pass needs no row of the embedding."""
+    resolved = changed(
+        layout("gqa2", tp=1, dp=2, micro=1, shard=shard, config=LAYERS), compile={"torch_compile": "step"}
+    )
+    for forward, backward in ranks.run(2, collectives_of_a_step, resolved):
+        assert forward == {"all_gather_into_tensor": 6}
+        assert backward == {"reduce_scatter_tensor": 6} | ({"all_gather_into_tensor": again} if again else {})
+
+
 @pytest.mark.parametrize("dropout", one_in(2, [0.3, 0.0]))
 def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool, dropout: float) -> None:
     """The first block has a graph of its own, since its input has no gradient."""
@@ -88,9 +140,9 @@ def train_compiled(backend: Backend, resolved: Resolved) -> None:
         train_rank(backend, resolved)
 
 
-@pytest.mark.parametrize("shard", one_in(2, ["full", "zero1"]))
+@pytest.mark.parametrize(("shard", "how"), [*one_in(2, [("full", True), ("zero1", True)]), ("full", "step")])
 def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
-    ranks: RankPool, tmp_path: Path, shard: str
+    ranks: RankPool, tmp_path: Path, shard: str, how: bool | str
 ) -> None:
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 16)), "shuffle": True}
 
@@ -102,7 +154,7 @@ def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
             parallel={"tp": 1, "dp": 2, "shard": shard},
             optim={"decay_steps": 4},
             checkpoint={"every": 2, "resume": "auto"},
-            compile={"torch_compile": compiled},
+            compile={"torch_compile": compiled and how},
         )
 
     ranks.run(2, train_rank, part("plain", 4, compiled=False))

@@ -47,7 +47,7 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
     return dist.get_backend(), dist.get_backend(backend.host_group), course
 
 
-def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world: int = 2) -> None:
+def check(neuron: RankPool, resolved: Resolved, *, compiled: bool | str = False, world: int = 2) -> None:
     chosen = changed(resolved, compile={"torch_compile": compiled})
     found = neuron.run(world, run, chosen, weights_of(resolved))
     assert {(device, host) for device, host, _ in found} == {("neuron", "gloo")}
@@ -57,6 +57,10 @@ def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world
 @pytest.mark.parametrize(("sp", "remat", "compiled"), [(False, "none", False), (True, "full", True)])
 def test_tensor_parallel_training_equals_transformers(neuron: RankPool, sp: bool, remat: str, compiled: bool) -> None:
     check(neuron, layout("gqa2", tp=2, sp=sp, remat=remat), compiled=compiled)
+
+
+def test_a_graph_that_gathers_its_parameters_equals_transformers(neuron: RankPool) -> None:
+    check(neuron, layout("gqa2", tp=1, dp=2, micro=2, shard="full", remat="full"), compiled="step")
 
 
 def test_a_pipeline_equals_transformers_and_sends_over_the_group_of_its_axis(neuron: RankPool) -> None:

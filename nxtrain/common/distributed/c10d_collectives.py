@@ -243,11 +243,12 @@ class C10dCollectives(Collectives):
     def lay_out(self, mesh: Mesh) -> None:
         """Make all groups that ranks of different pipeline stages would otherwise make in different orders.
 
-        The group of cp may be used in compiled graphs alone, which cannot make one.
+        Some groups may be used in compiled graphs alone, which cannot make one.
         """
         self._mesh = mesh
-        if mesh.cp_size > 1:
-            self.group(mesh.cp)
+        for axis in (mesh.cp, mesh.tp, mesh.dense.shard):
+            if axis.size > 1:
+                self.group(axis)
         if mesh.pp_size == 1:
             return
         for axis in axes_of(mesh):

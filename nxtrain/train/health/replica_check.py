@@ -27,7 +27,6 @@ from nxtrain.backends.rounding import folded, mix_
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import Layout, ParamTable
-from nxtrain.parallel.fully_sharded import FullySharded
 from nxtrain.train.step import TrainState
 
 
@@ -99,7 +98,7 @@ class ReplicaCheck:
 
     def __init__(self, state: TrainState) -> None:
         self._state, self._mesh = state, state.mesh
-        self._is_whole = not isinstance(state.data_parallel, FullySharded)
+        self._is_whole = state.data_parallel.has_whole_parameters
         held = sorted(self._held(), key=lambda holders_and_part: holders_and_part[0])
         self._tensors = {part.name: part.tensor for _, part in held}
         self.ballots: dict[Holders, list[str]] = {}
