@@ -25,7 +25,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, ParallelConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -275,12 +275,18 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard_size and parallel.shard != "hybrid":
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
+    without_units = instead = ""
     if parallel.shard not in FULLY_SHARDED:
+        without_units = f"but shard={parallel.shard} does not shard parameters"
+        instead = f"parallel.shard={', '.join(FULLY_SHARDED)}"
+    elif config.compile.torch_compile == "step":
+        without_units = "and with compile.torch_compile=step the compiler decides on that"
+        instead = "compile.torch_compile=true"
+    if without_units:
         for key, does in _OF_UNITS.items():
             if getattr(parallel, key) != getattr(type(parallel)(), key):
-                reason = f"{does}, but shard={parallel.shard} does not shard parameters"
-                hint = f"leave it out, or use parallel.shard={', '.join(FULLY_SHARDED)}"
-                yield Problem(f"parallel.{key}", reason, hint=hint)
+                hint = f"leave it out, or use {instead}"
+                yield Problem(f"parallel.{key}", f"{does}, {without_units}", hint=hint)
     elif parallel.backward_prefetch == "after" and not parallel.prefetch:
         reason = "after gathers prefetch=0 units ahead, which is none"
         yield Problem("parallel.backward_prefetch", reason, hint="use parallel.prefetch=1 or more, or none")
@@ -297,6 +303,9 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
         reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
         hint = f'use ["optimizer"] or false, or parallel.shard={", ".join(FULLY_SHARDED)}'
         yield Problem(key, reason, hint=hint)
+    elif "params" in parallel.offload and config.compile.torch_compile == "step":
+        reason = "brings parameters from host memory between graphs, and compile.torch_compile=step has one graph"
+        yield Problem(key, reason, hint='use ["optimizer"] or false, or compile.torch_compile=true')
     elif "params" in parallel.offload and backend == "neuron-native":
         reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
         yield Problem(key, reason, hint="use false")
@@ -318,24 +327,9 @@ def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
-    if config.compile.torch_compile == "step":
-        yield from _whole_pass(config.parallel)
-
-
-def _whole_pass(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Problems of one graph from tokens to the loss, which gathers parameters itself."""
-    if parallel.pp > 1:
-        reason = f"step makes one graph from tokens to the loss, but pp={parallel.pp} cuts it into stages"
+    if config.compile.torch_compile == "step" and config.parallel.pp > 1:
+        reason = f"step makes one graph from tokens to the loss, but pp={config.parallel.pp} cuts it into stages"
         yield Problem("compile.torch_compile", reason, hint="use true, or parallel.pp=1")
-    if parallel.shard not in FULLY_SHARDED:
-        return
-    for key, does in _OF_UNITS.items():
-        if getattr(parallel, key) != getattr(type(parallel)(), key):
-            reason = f"{does}, and with compile.torch_compile=step the compiler decides on that"
-            yield Problem(f"parallel.{key}", reason, hint="leave it out, or use compile.torch_compile=true")
-    if "params" in parallel.offload:
-        reason = "brings parameters from host memory between graphs, and compile.torch_compile=step has one graph"
-        yield Problem("parallel.offload", reason, hint='use ["optimizer"] or false, or compile.torch_compile=true')
 
 
 def _layers(config: RunConfig) -> Iterator[Problem]:

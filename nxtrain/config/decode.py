@@ -92,6 +92,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], pref
         return "missing, and has no default", ""
     if kind == "literal_error":
         choices = [c.strip("'") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        choices = [{"False": "false", "True": "true"}.get(choice, choice) for choice in choices]  # as in TOML
         return f"{_shown(value)} is not one of {', '.join(choices)}", _suggest(value, choices)
     if kind in _WANTED:
         what = _KINDS.get(type(value), "a date or time")

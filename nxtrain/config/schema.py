@@ -363,7 +363,7 @@ class CompileConfig(Section):
     """Optimization level of Neuron's compiler, 1 to 3; 0: the default of the compiler or of TorchNeuron."""
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
-    torch_compile: bool | Literal["step"] = False
+    torch_compile: Literal[False, True, "step"] = False
     """torch.compile of each block, on TorchNeuron also of loss, norm and update; step: of the whole pass, in which
     parallel.shard gathers parameters; PyTorch/XLA compiles anyway."""
     allow_fallbacks: bool = False

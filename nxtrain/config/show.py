@@ -81,5 +81,5 @@ def _keys(section: BaseModel, prefix: str) -> Iterator[Key]:
 
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
-        return " | ".join(get_args(annotation))
+        return " | ".join(value if isinstance(value, str) else toml_value(value) for value in get_args(annotation))
     return _KIND_NAMES[get_origin(annotation) or annotation]

@@ -30,7 +30,7 @@ from nxtrain.parallel.precision import Precision
 
 
 @dataclass(frozen=True)
-class _Shards:
+class UnitShards:
     """Sharding of the parameters of one unit.
 
     Args:
@@ -46,11 +46,11 @@ class _Shards:
     precision: Precision
 
 
-class _Gather(torch.autograd.Function):
+class _GatherUnit(torch.autograd.Function):
     """Whole parameters of a unit, from the shards of all ranks; the gradients of trained ones are scattered."""
 
     @staticmethod
-    def forward(ctx: Any, how: _Shards, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, how: UnitShards, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.how, ctx.shapes, ctx.dtypes = how, [shard.shape for shard in shards], [shard.dtype for shard in shards]
         flat = torch.cat([shard.to(how.precision.params).reshape(1, -1) for shard in shards], dim=1)
         gathered = how.comm.all_gather(flat, how.axes.shard)
@@ -135,13 +135,13 @@ class GraphSharding:
             setattr(unit.get_submodule(path), leaf, shards[parameter])
             names.append(name)
             rows.append(parameter.shape[0])
-        how = _Shards(tuple(rows), self.axes, self.comm, self.precision)
+        how = UnitShards(tuple(rows), self.axes, self.comm, self.precision)
         for method in ("forward", "loss", "logits"):
             if hasattr(unit, method):
                 setattr(unit, method, self._gathering(unit, getattr(unit, method).__func__, names, how))
 
     def _gathering(
-        self, unit: nn.Module, function: Callable[..., Any], names: Sequence[str], how: _Shards
+        self, unit: nn.Module, function: Callable[..., Any], names: Sequence[str], how: UnitShards
     ) -> Callable[..., Any]:
         """A method of a unit that gathers its parameters first."""
         replaceable = _Method(unit, function)
@@ -150,10 +150,15 @@ class GraphSharding:
         def gathered(*inputs: Any) -> Any:
             shards = [unit.get_parameter(name) for name in names]
             if self.keep_gathered or not torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                whole = _Gather.apply(how, *shards)
+                whole = _GatherUnit.apply(how, *shards)
             else:
                 whole = checkpoint(
-                    _Gather.apply, how, *shards, use_reentrant=False, preserve_rng_state=False, context_fn=_recomputed
+                    _GatherUnit.apply,
+                    how,
+                    *shards,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=_recomputed,
                 )
             return functional_call(replaceable, dict(zip(inner_names, whole, strict=True)), inputs)
 

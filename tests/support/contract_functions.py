@@ -31,6 +31,7 @@ from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.dispatch import _Collect, _Spread
 from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
+from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
@@ -66,7 +67,7 @@ from tests.support.contract_kernels import (
     swiglu_shape,
 )
 from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context
-from tests.support.contract_regions import gather_sequence, reduce_gradient, reduce_sum, scatter_sequence
+from tests.support.contract_regions import gather_sequence, gather_unit, reduce_gradient, reduce_sum, scatter_sequence
 
 
 class Echo(Collectives):
@@ -430,6 +431,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Sleep: sleep,
     _Backward: record_backward,
     _GatherSequence: gather_sequence,
+    _GatherUnit: gather_unit,
     _ScatterSequence: scatter_sequence,
     _ReduceGradient: reduce_gradient,
     _ReduceSum: reduce_sum,

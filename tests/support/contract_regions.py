@@ -6,13 +6,20 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from nxtrain.common.mesh import Axis, StateAxes
+from nxtrain.parallel.graph_sharding import UnitShards, _GatherUnit
+from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
 from tests.support.contract import Operand, Work
 
 if TYPE_CHECKING:
     from tests.support.contract_functions import Ranks
+
+
+IN_FLOAT32 = Precision(torch.float32, torch.float32, torch.float32, "fp32", torch.float32)
 
 
 def gather_sequence(ranks: Ranks, rng: Random) -> Work:
@@ -34,6 +41,26 @@ def reduce_gradient(ranks: Ranks, rng: Random) -> Work:
 def reduce_sum(ranks: Ranks, rng: Random) -> Work:
     """A sum, in place."""
     return _region(ranks, rng, _ReduceSum, ranks.summed, written=True)
+
+
+def gather_unit(ranks: Ranks, rng: Random) -> Work:
+    """Parameters of a unit, made whole from the rows of each rank."""
+    shapes = [(rng.choice((1, 2, 3)), 4), (rng.choice((1, 2)),)]
+    rows = [ranks.axis.size * shape[0] - rng.choice((0, ranks.axis.size - 1)) for shape in shapes]
+    alone = Axis("replica", 0, ((0,),))
+    how = UnitShards(tuple(rows), StateAxes(ranks.axis, ranks.axis, alone), ranks.comm, IN_FLOAT32)
+
+    def call(matrix: Tensor, vector: Tensor) -> Tensor:
+        whole = _GatherUnit.apply(how, matrix, vector)
+        return torch.cat([tensor.flatten() for tensor in whole])
+
+    def exact(matrix: Tensor, vector: Tensor) -> Tensor:
+        # The gradient of each rank's rows is a mean over the ranks, which all have the same gradients.
+        whole = [ranks.gathered(x)[:number] for x, number in zip((matrix, vector), rows, strict=True)]
+        return torch.cat([tensor.flatten() for tensor in whole])
+
+    label = f"_GatherUnit on {shapes} over {ranks.axis.size}"
+    return Work(label, {"matrix": Operand(shapes[0]), "vector": Operand(shapes[1])}, call, exact)
 
 
 def _region(

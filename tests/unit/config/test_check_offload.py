@@ -50,6 +50,10 @@ def test_offload_names_kinds_of_state_and_true_means_two_of_them(
         (('parallel.offload=["optimizer", "optimizer"]',), "names a kind twice"),
         (('parallel.offload=["optimizer"]', "backend.name=xla"), "runs on cpu and cuda, not on xla"),
         (('parallel.offload=["activations"]', "backend.name=neuron-native"), "not on neuron-native"),
+        (
+            ('parallel.offload=["params"]', "parallel.shard=full", "parallel.dp=2", "compile.torch_compile=step"),
+            "between graphs",
+        ),
         (('parallel.offload=["activations"]', "compile.torch_compile=true", "backend.name=cpu"), "moves what autograd"),
         (('parallel.offload=["weights"]',), "is not one of params, optimizer, activations"),
         (("parallel.offload=1",), "is an integer, but a list is needed"),
