@@ -1,15 +1,21 @@
 """Activations of blocks in host memory from their forward to their backward pass.
 
-Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it. A block's
-tensors leave the device at the end of its forward pass. Parameters and tables of positions stay on the device.
+Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it. Parameters
+and tables of positions stay on the device.
+
+On a device with memory of its own, copies have streams of their own. The copies of a block run beside the forward pass
+of the next block, whose end waits for them. In the backward pass, a block's tensors come back beside the pass of the
+block after it. At most two blocks have tensors on the device at once.
 
 Source: `torch.autograd.graph.save_on_cpu`, which also copies parameters, and a tensor once per operation that saves it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -25,44 +31,160 @@ def offload_activations(model: nn.Module) -> None:
     Args:
         model: A `CausalLM`, changed in place; blocks that are recomputed keep their inputs only.
     """
+    transfers = Transfers()
     for block in cast(CausalLM, model).blocks:
-        block.forward = MethodType(_offloaded(block.forward, model), block)
+        block.forward = MethodType(_offloaded(block.forward, model, transfers), block)
 
 
-def _offloaded(forward: Callable[..., Tensor], model: nn.Module) -> Callable[..., Tensor]:
+def _offloaded(forward: Callable[..., Tensor], model: nn.Module, transfers: Transfers) -> Callable[..., Tensor]:
     def run(block: nn.Module, *inputs: Any) -> Tensor:
-        with saved_on_host(model):
+        with saved_on_host(model, transfers):
             return forward(*inputs)
 
     return run
 
 
+class Transfers:
+    """Streams of the copies between device and host, for all blocks of a model.
+
+    Attributes:
+        newest: Tensors of the newest call of a block, as long as they may leave the device.
+    """
+
+    def __init__(self) -> None:
+        self.newest: SavedTensors | None = None
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+
+    def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+        """Streams to the host and back."""
+        if self._streams is None:
+            self._streams = torch.Stream(device), torch.Stream(device)
+        return self._streams
+
+
+@dataclass
+class _Copy:
+    """A saved tensor.
+
+    Attributes:
+        host: Values in host memory.
+        here: The tensor on the device; None while its memory there is free.
+    """
+
+    host: Tensor
+    here: Tensor | None
+
+
+class SavedTensors:
+    """Tensors that autograd saves of one call of a block.
+
+    Args:
+        transfers: Streams for the copies.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._copies: list[_Copy] = []
+        self._device = torch.device("cpu")
+        self._sent: torch.Event | None = None
+        self._arrived: torch.Event | None = None
+        self._before: Callable[[], SavedTensors | None] = lambda: None
+
+    def add(self, x: Tensor) -> _Copy:
+        """Begin to copy a tensor to the host."""
+        # An operation's own result would keep the operation, and the operation its result.
+        here = x.detach()
+        if here.device.type == "cpu":
+            return _Copy(to_host(here), here)
+        if torch.empty_like(here, device="meta").stride() != here.stride():
+            # A slice would go through memory that the device cannot read, with the host waiting.
+            here = here.clone()
+        self._device = here.device
+        out, _ = self._transfers.streams(here.device)
+        out.wait_stream(torch.accelerator.current_stream())
+        with out:
+            copy = _Copy(to_host(here), here)
+        self._copies.append(copy)
+        return copy
+
+    def end_forward(self) -> None:
+        """Free the tensors of the call before, for whose copies the device waits."""
+        if not self._copies:
+            return
+        out, _ = self._transfers.streams(self._device)
+        self._sent = out.record_event()
+        if self._transfers.newest is not None:
+            self._transfers.newest.release()
+            self._before = weakref.ref(self._transfers.newest)
+        self._transfers.newest = self
+
+    def release(self) -> None:
+        """Free the memory on the device, after the copies to the host."""
+        assert self._sent is not None
+        torch.accelerator.current_stream().wait_event(self._sent)
+        for copy in self._copies:
+            copy.here = None
+
+    def await_return(self) -> None:
+        """Let the device wait until all tensors are there, and begin to bring back those of the call before."""
+        self.begin_return()
+        if self._arrived is not None:
+            torch.accelerator.current_stream().wait_event(self._arrived)
+            self._arrived = None
+        before = self._before()
+        if before is not None:
+            before.begin_return()
+
+    def begin_return(self) -> None:
+        """Begin to bring back all tensors, unless they are there or on their way."""
+        if self._transfers.newest is self:
+            self._transfers.newest = None
+        away = [copy for copy in self._copies if copy.here is None]
+        # From here on autograd alone holds a copy, whose memory is thus free after the last use.
+        self._copies.clear()
+        if not away:
+            return
+        # Memory of the stream that computes: what the stream frees, it can use again at once.
+        arriving = [torch.empty_like(copy.host, device=self._device) for copy in away]
+        _, back = self._transfers.streams(self._device)
+        back.wait_stream(torch.accelerator.current_stream())
+        with back:
+            for copy, here in zip(away, arriving, strict=True):
+                copy.here = here.copy_(copy.host, non_blocking=True)
+        self._arrived = back.record_event()
+
+
 @contextmanager
-def saved_on_host(module: nn.Module) -> Iterator[None]:
+def saved_on_host(module: nn.Module, transfers: Transfers) -> Iterator[None]:
     """Save tensors for backward in host memory in this context, other than parameters and buffers of a module."""
     stays = {buffer.untyped_storage().data_ptr() for buffer in module.buffers()}
+    saved = SavedTensors(transfers)
     # The tensor stays alive with its copy, so that nothing else gets its memory and its key.
-    copies: dict[object, tuple[Tensor, Tensor]] = {}
+    copies: dict[object, tuple[Tensor, _Copy]] = {}
 
-    def pack(x: Tensor) -> tuple[torch.device, Tensor]:
+    def pack(x: Tensor) -> Tensor | tuple[_Copy, torch.Size]:
         is_parameter = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
         if is_parameter or x.untyped_storage().data_ptr() in stays:
-            return x.device, x
+            return x
         key = _key(x)
         if key not in copies:
-            copies[key] = x, to_host(x)
-        copy = copies[key][1]
-        if x.is_contiguous():
-            copy = copy.view_as(x)
-        return x.device, copy
+            copies[key] = x, saved.add(x)
+        return copies[key][1], x.shape
 
-    def unpack(saved: tuple[torch.device, Tensor]) -> Tensor:
-        device, x = saved
-        return x.to(device, non_blocking=True)
+    def unpack(packed: Tensor | tuple[_Copy, torch.Size]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        copy, shape = packed
+        if copy.here is not None and copy.here.device.type == "cpu":
+            return copy.host.view(shape)
+        saved.await_return()
+        assert copy.here is not None
+        return copy.here.view(shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
     copies.clear()
+    saved.end_forward()
 
 
 def _key(x: Tensor) -> object:

@@ -261,9 +261,9 @@ def offloaded_bytes(job: Job, stage: int) -> int:
 
 
 def _on_device(job: Job, of_blocks: int) -> int:
-    """Kept bytes of blocks that stay on the device: of one block alone, if those of others are in host memory."""
+    """Kept bytes of blocks on the device: of two blocks, one of them on its way, if others are in host memory."""
     if job.has_activations_on_host:
-        return min(of_blocks, block_bytes(job))
+        return min(of_blocks, 2 * block_bytes(job))
     return of_blocks
 
 

@@ -14,6 +14,8 @@ from nxtrain.common.run_folder import LOGS_DIR, PROFILES_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.train import trainer
 from nxtrain.train.step import StepResult
+from tests.support.models import changed, weights_of
+from tests.support.parity import layout, rank_gradient
 from tests.support.runs import run_plan, token_file, train_rank
 
 pytestmark = pytest.mark.cuda
@@ -60,3 +62,20 @@ def test_a_failed_allocation_leaves_a_snapshot_and_names_keys(
     assert said.startswith("error: rank 0 is out of memory; it holds parameters ")
     assert "keys that would help: " in said
     assert snapshot(logs / "memory-rank-0.pickle")["segments"]
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_activations_in_host_memory_change_no_bit_and_free_the_memory_of_blocks(backend: Backend, remat: str) -> None:
+    found, peaks = {}, {}
+    resolved = layout("gqa2", tp=1, params="bf16", remat=remat, config={"num_hidden_layers": 8})
+    for offload in ((), ("activations",)):
+        torch.cuda.reset_peak_memory_stats()
+        run = changed(resolved, parallel={"offload": offload})
+        found[offload] = rank_gradient(backend, run, weights_of(resolved))
+        peaks[offload] = backend.diagnostics.peak_memory_bytes()
+    resident, moved = found.values()
+    assert (moved.loss, moved.norm) == (resident.loss, resident.norm)
+    for name, shard in resident.shards.items():
+        assert torch.equal(moved.shards[name], shard)
+    if remat == "none":
+        assert peaks["activations",] < peaks[()]

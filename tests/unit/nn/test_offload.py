@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,3 +144,90 @@ def test_backward_reads_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         copy.zero_()
     out.sum().backward()
     assert model.blocks[0].weight.grad is not None and not model.blocks[0].weight.grad.any()
+
+
+class Device:
+    """Streams of a device with memory of its own, which record their waits; the meta device has the tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.sent: list[tuple[torch.Size, tuple[int, ...]]] = []
+        streams = iter(("out", "back"))
+        monkeypatch.setattr(torch, "Stream", lambda device: Stream(next(streams), self.log))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: Stream("compute", self.log))
+        monkeypatch.setattr(offload, "to_host", self._send)
+
+    def _send(self, x: Tensor) -> Tensor:
+        self.log.append("sent")
+        self.sent.append((x.shape, x.stride()))
+        return torch.empty_like(x, device="cpu")
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    wait_event = wait_stream
+
+    def record_event(self) -> Stream:
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Blocks(nn.Module):
+    def __init__(self, forward: Callable[[Tensor], Tensor], number: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Identity() for _ in range(number))
+        for block in self.blocks:
+            block.forward = forward
+
+
+def test_copies_run_beside_the_next_block_forward_and_the_one_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, model = Device(monkeypatch), Blocks(torch.sin, 3)
+    offload.offload_activations(model)
+    for _ in range(2):  # a second step needs no other waits than the first
+        device.log.clear()
+        x = torch.ones(2, 3, device="meta", requires_grad=True)
+        for block in model.blocks:
+            x = block(x)
+        out = ["out waits for compute", "sent"]
+        assert device.log == [*out, *out, "compute waits for out", *out, "compute waits for out"]
+        device.log.clear()
+        x.sum().backward()
+        back = ["back waits for compute", "compute waits for back"]
+        assert device.log == back * 2
+
+
+def test_a_block_frees_its_tensors_on_the_device_once_the_next_block_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    kept: list[weakref.ref[Any]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        big = x * 2
+        kept.append(weakref.ref(big.untyped_storage()))
+        return big.sin().sum(dim=0, keepdim=True) + x
+
+    model = Blocks(forward, 3)
+    offload.offload_activations(model)
+    x = torch.ones(2, 3, device="meta", requires_grad=True)
+    alive = []
+    for block in model.blocks:
+        x = block(x)
+        alive.append([storage() is not None for storage in kept])
+    assert alive == [[True], [False, True], [False, False, True]]
+
+
+def test_a_slice_goes_as_a_tensor_that_one_copy_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    model = Blocks(lambda x: x[:, 1:3].sin() + x.transpose(0, 1)[1:3].cos().transpose(0, 1), 1)
+    offload.offload_activations(model)
+    model.blocks[0](torch.ones(2, 4, device="meta", requires_grad=True))
+    assert device.sent == [((2, 2), (2, 1)), ((2, 2), (1, 2))]
