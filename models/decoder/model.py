@@ -20,7 +20,7 @@ from nxtrain.common.family import BuildContext
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.common.stages import StagePart
 from nxtrain.nn.attention import Attention, Heads
-from nxtrain.nn.mixture import MixtureOfExperts
+from nxtrain.nn.mixture import MixtureOfExperts, load_of
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope
@@ -100,6 +100,7 @@ class DecoderBody(nn.Module):
             original_length=config.max_position_embeddings,
             positions=positions,
         )
+        self.loads: Tensor | None = None
 
     def forward(
         self, x: Tensor, part: StagePart, *documents: Tensor, routing: Tensor | None = None
@@ -110,13 +111,18 @@ class DecoderBody(nn.Module):
         """
         if part.first:
             x = self.embed_tokens(x)
+        loads: dict[int, Tensor] = {}
         for index in part.blocks:
             block = self.layers[str(index)]
             if isinstance(block, MixtureBlock):
                 x, own = block(x, self.rope, *documents)
+                loads[index] = load_of(own)
                 routing = own if routing is None else routing + own
             else:
                 x = block(x, self.rope, *documents)
+        if loads and self.loads is not None and torch.is_grad_enabled():
+            blank = torch.zeros_like(self.loads[0])
+            self.loads.add_(torch.stack([loads.get(index, blank) for index in range(len(self.loads))]))
         return self.norm(x) if part.last else x, routing
 
 
@@ -142,6 +148,10 @@ class CausalDecoder(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
+    def count_loads(self, loads: Tensor) -> None:
+        """Add the loads of the experts to a tensor; see `CausalLM.count_loads`."""
+        self.model.loads = loads
+
     def run(
         self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
     ) -> Sequence[Tensor]:
@@ -155,7 +165,7 @@ class CausalDecoder(nn.Module):
         if self._num_experts == 0:
             return (hidden,)
         if routing is None:
-            routing = torch.zeros(2 * self._num_experts + 2, device=hidden.device)
+            routing = torch.zeros(2 * self._num_experts + 4, device=hidden.device)
         return hidden, routing
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:

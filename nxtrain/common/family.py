@@ -95,10 +95,17 @@ class CausalLM(Protocol):
 
     @property
     def routing(self) -> Tensor | None:
-        """Measures of the routers in the last loss of a training step, (2 + E,) float32; None without experts.
+        """Losses of the routers in the last loss of a training step, (2,) float32; None without experts.
 
-        Load balancing loss, z-loss and share of the tokens of each expert, times the targets that count. Each rank of
-        dp x cp has its part of a sum.
+        Load balancing loss and z-loss, times the targets that count. Each rank of dp x cp has its part of a sum.
+        """
+        ...
+
+    def count_loads(self, loads: Tensor) -> None:
+        """Add the loads of the experts to a tensor, in every forward pass of training.
+
+        Args:
+            loads: (num_hidden_layers, E + 3) float32, the rows of `nxtrain.metrics.routers.Loads`.
         """
         ...
 
@@ -109,7 +116,7 @@ class CausalLM(Protocol):
 
         Args:
             state: (B, S) tokens for the first part. For others (S/tp, B, D), and in a model with E experts the routing
-                of all blocks before the part, (2E + 2,) float32.
+                of all blocks before the part, (2E + 4,) float32.
             targets: (B, S) for the last part.
             starts: As for `loss`, in every part.
 

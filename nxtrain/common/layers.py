@@ -71,7 +71,7 @@ class RouterLosses(ABC):
 
         Args:
             loss: (), sum of this rank's cross entropies.
-            routing: (2E + 2,) float32, statistics of the routing over all layers.
+            routing: (2E + 4,) float32, statistics of the routing over all layers.
             targets: (S, B) integers; `IGNORE_INDEX` does not count.
             scale: Factor of the gradients, () float32; None: 1.
 
@@ -108,7 +108,10 @@ class LayerSet(ABC):
     def experts(
         self, hidden_size: int, mixture: MoeShape, init: Init, init_out: Init, *, capacity_factor: float | None
     ) -> nn.Module:
-        """Experts: (S/tp, B, D), with weights and indices of each token's experts, (S/tp, B, k), to (S/tp, B, D)."""
+        """Experts: (S/tp, B, D), with weights and indices of each token's experts, (S/tp, B, k), to (S/tp, B, D).
+
+        With the output comes the number of slots beyond the capacity, () float32, or None without a capacity.
+        """
 
     @abstractmethod
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:

@@ -87,7 +87,7 @@ class StepRecord:
     noise_scale: float | None = None
     val_loss: float | None = None
     verdict: Verdict = field(default_factory=Verdict)
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; optional values are absent if they are empty."""

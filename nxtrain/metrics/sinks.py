@@ -22,10 +22,19 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.io import jsonl
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.process.console import standard_error
-from nxtrain.common.run_folder import METRICS_FILE, MLFLOW_DIR, PROMETHEUS_FILE, TENSORBOARD_DIR, WANDB_DIR
+from nxtrain.common.run_folder import (
+    EXPERTS_FILE,
+    LOGS_DIR,
+    METRICS_FILE,
+    MLFLOW_DIR,
+    PROMETHEUS_FILE,
+    TENSORBOARD_DIR,
+    WANDB_DIR,
+)
 from nxtrain.config.load import values
 from nxtrain.metrics.meters import Clock
 from nxtrain.metrics.progress import open_progress
+from nxtrain.metrics.routers import EXPERT_SLOTS
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
@@ -174,7 +183,7 @@ class JsonlSink:
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null."""
         refuse_deleted(self._file.fileno(), self._path)
-        finite = dict(record)
+        finite = {key: value for key, value in record.items() if key != EXPERT_SLOTS}
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 finite[key] = None
@@ -185,7 +194,19 @@ class JsonlSink:
         self._file.close()
 
 
-def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[RetryingSink]:
+class SlotsSink(JsonlSink):
+    """File of the slots of each expert, apart from the other numbers, which are read often."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        super().__init__(path, resume_step)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append the slots of the record, for each block."""
+        super().log({"step": record["step"], "slots": record[EXPERT_SLOTS]})
+
+
+def open_sinks(config: RunConfig, resume_step: int, leader: bool, *, has_experts: bool = False) -> list[RetryingSink]:
     """Open the configured sinks of the leader; a sink that cannot write does not end the run."""
     if not leader:
         return []
@@ -200,6 +221,9 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[Retryi
         event_sink = TensorBoardSink
     trackers = _trackers(config)
     sinks = [RetryingSink(METRICS_FILE, partial(JsonlSink, run_dir / METRICS_FILE), resume_step)]
+    if has_experts:
+        name = f"{LOGS_DIR}/{EXPERTS_FILE}"
+        sinks.append(RetryingSink(name, partial(SlotsSink, run_dir / LOGS_DIR / EXPERTS_FILE), resume_step))
     if event_sink is not None:
         open_events = partial(event_sink, run_dir / TENSORBOARD_DIR)
         sinks.append(RetryingSink(TENSORBOARD_DIR, open_events, resume_step))

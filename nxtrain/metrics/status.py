@@ -53,6 +53,10 @@ def details(record: Mapping[str, Any]) -> list[str]:
         texts.append(f"margin {numbers['reward_margin']:.3g}")
     if "reward_accuracy" in numbers:
         texts.append(f"accuracy {numbers['reward_accuracy']:.0%}")
+    if {"expert_load_min", "expert_load_max"} <= numbers.keys():
+        texts.append(f"expert load {numbers['expert_load_min']:.2f} to {numbers['expert_load_max']:.2f}")
+    if numbers.get("dropped_share"):
+        texts.append(f"dropped {numbers['dropped_share']:.1%}")
     if "mfu" in numbers:
         texts.append(f"MFU {numbers['mfu']:.1%}")
     if "grad_norm" in numbers:

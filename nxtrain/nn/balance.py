@@ -1,6 +1,6 @@
 """Losses of routers: the load balancing loss over all experts, and the z-loss of the logits.
 
-The statistics of a routing are sums over tokens and layers, (2E + 2,) float32, as `nxtrain.nn.mixture.Router` gives
+The statistics of a routing are sums over tokens and layers, (2E + 4,) float32, as `nxtrain.nn.mixture.Router` gives
 them. Both losses are functions of the sums over all ranks that have tokens of the same micro-step.
 
 Source: Fedus et al. 2021 (arXiv:2101.03961) section 2.2; `load_balancing_loss_func` of transformers' Mixtral; Zoph et
@@ -28,8 +28,9 @@ def balance_loss(routing: Tensor) -> tuple[Tensor, Tensor]:
     The load balancing loss is E * sum(f * P): f is the mean number of slots of each expert for a token, P the mean
     probability of each expert. f has no gradient.
     """
-    num_experts = (routing.shape[0] - 2) // 2
-    slots, probabilities, (squares, tokens) = routing[:num_experts], routing[num_experts:-2], routing[-2:].unbind()
+    num_experts = (routing.shape[0] - 4) // 2
+    slots, probabilities = routing[: 2 * num_experts].unflatten(0, (2, -1)).unbind()
+    squares, tokens = routing[2 * num_experts : -2].unbind()
     load, mean = slots / tokens, probabilities / tokens
     return num_experts * (load * mean).sum(), squares / tokens
 
@@ -74,7 +75,8 @@ class BatchRouterLosses(RouterLosses):
         sums = sum_over(torch.cat([routing, counted]), self.comm, self.axis)
         losses = torch.stack(balance_loss(sums[:-1]))
         num_targets = sums[-1].detach() / self.num_same
-        measured = self._measured(sums[:-1].detach(), losses.detach()) * num_targets
+        # This rank's part of a sum over the ranks of dp x cp.
+        measured = losses.detach() * num_targets / (self.axis.size // self.num_same)
         if not (self.aux_coef or self.z_coef):
             return loss, measured
         # The update divides by the tokens of the global batch. So the factor makes a mean over them.
@@ -83,10 +85,3 @@ class BatchRouterLosses(RouterLosses):
             other = other * scale
         added: Tensor = _WithGradientOf.apply(loss, other)
         return added, measured
-
-    def _measured(self, routing: Tensor, losses: Tensor) -> Tensor:
-        """Losses, and share of the slots of each expert, as this rank's part of a sum over the ranks of dp x cp."""
-        num_experts = (routing.shape[0] - 2) // 2
-        slots = routing[:num_experts]
-        num_copies = self.axis.size // self.num_same
-        return torch.cat([losses, slots / slots.sum()]) / num_copies

@@ -41,8 +41,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(S/tp, B, D) to the weights of the experts (S/tp, B, k) float32, their indices, and the routing of the layer.
 
-        The routing is (2E + 2,) float32, sums over tokens: slots of each expert, probabilities of each expert, squared
-        logarithms of the sums of the exponentials of the logits, and tokens. The slots have no gradient.
+        The routing is (2E + 4,) float32, sums over tokens: slots of each expert, probabilities of each expert, squared
+        logarithms of the sums of the exponentials of the logits, tokens, entropies of the probabilities, and slots that
+        no expert computes, here 0. Slots and entropies have no gradient.
         """
         mixture = self._mixture
         logits = self._kernels.linear(x.float(), self.weight.float())
@@ -54,10 +55,18 @@ class Router(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         numbers = torch.arange(mixture.num_experts, device=x.device)
         slots = (indices.flatten().unsqueeze(1) == numbers).sum(0, dtype=torch.float32)
-        squares = logits.logsumexp(dim=-1).square().sum()
+        scales = logits.logsumexp(dim=-1)
+        entropy = (scales - (probabilities * logits).sum(-1)).sum().detach()
         tokens = logits.new_full((), logits.shape[:-1].numel())
-        routing = torch.cat([slots, probabilities.flatten(0, -2).sum(0), torch.stack([squares, tokens])])
+        sums = torch.stack([scales.square().sum(), tokens, entropy, torch.zeros_like(tokens)])
+        routing = torch.cat([slots, probabilities.flatten(0, -2).sum(0), sums])
         return weights, indices, routing
+
+
+def load_of(routing: Tensor) -> Tensor:
+    """Load of a layer, (E + 3,) float32 without gradient: slots of each expert, tokens, entropies, dropped slots."""
+    num_experts = (routing.shape[0] - 4) // 2
+    return torch.cat([routing[:num_experts], routing[-3:]]).detach()
 
 
 class MixtureOfExperts(nn.Module):
@@ -80,6 +89,9 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer as from `Router`."""
+        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer, with the slots that no expert computes."""
         weights, indices, routing = self.gate(x)
-        return self.experts(x, weights, indices), routing
+        out, num_dropped = self.experts(x, weights, indices)
+        if num_dropped is not None:
+            routing = torch.cat([routing[:-1], num_dropped.unsqueeze(0)])
+        return out, routing

@@ -34,6 +34,13 @@ def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
     return math.ceil(num_slots * factor / num_experts)
 
 
+def num_dropped(indices: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Number of slots beyond the capacities of their experts, () float32."""
+    numbers = torch.arange(num_experts, device=indices.device)
+    counts = (indices.flatten().unsqueeze(1) == numbers).sum(0, dtype=torch.float32)
+    return (counts - capacity).clamp(min=0).sum()
+
+
 @dataclass(frozen=True)
 class SlotRows:
     """Rows of the slots that are computed.

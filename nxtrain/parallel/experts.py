@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.sharding import Init, ShardSpec
-from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
+from nxtrain.parallel.dispatch import capacity_of, dispatch, num_dropped, static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.regions import TensorParallel
 
@@ -59,19 +59,26 @@ class Experts(nn.Module):
         self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
         self._expert_parallel = expert_parallel
 
-    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D)."""
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D).
+
+        The number of slots beyond a capacity comes with the output, () float32; None without a capacity. Under sequence
+        parallelism each rank has an equal part of the number.
+        """
         tp = self._tp
         x, weights = tp.enter(x), tp.enter(weights)
         if tp.sequence_parallel:
             indices = tp.comm.all_gather(indices, tp.axis)
-        capacity = None
+        capacity, dropped = None, None
         if self._capacity_factor is not None:
             capacity = capacity_of(indices.numel(), self._num_experts, self._capacity_factor)
+            dropped = num_dropped(indices, self._num_experts, capacity)
+            if tp.sequence_parallel:
+                dropped = dropped / tp.axis.size
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
         matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
         if tp.comm.lazy or tp.kernels.static_shapes:
             out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
         else:
             out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)
-        return tp.exit(out.unflatten(0, x.shape[:2]))
+        return tp.exit(out.unflatten(0, x.shape[:2])), dropped

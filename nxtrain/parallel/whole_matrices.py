@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.distributed.collectives import Collectives
+from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Axis, Mesh
-from nxtrain.common.sharding import ShardSpec
+from nxtrain.common.sharding import ParamTable, ShardSpec
 from nxtrain.parallel.matrix_rounds import Round, num_helpers, piece_shape, rounds_of
+
+
+def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]:
+    """Sharding of the weights of all linear layers of the blocks, by parameter name."""
+    inner: set[int] = set()
+    for block in cast(CausalLM, model).blocks:
+        inner.update(id(parameter) for parameter in block.parameters())
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in inner and is_matrix(table[name]):
+            matrices[name] = table[name]
+    return matrices
 
 
 class WholeMatrices:

@@ -100,7 +100,7 @@ def assemble(context: RunContext) -> Run:
         validation=validation_loader(context, data),
         schedule=Schedule.of(config, begun.rewarm_after),
         meter=_throughput_meter(context, begun),
-        sinks=open_sinks(config, begun.step, context.is_leader),
+        sinks=open_sinks(config, begun.step, context.is_leader, has_experts=state.loads is not None),
         checkpoints=checkpoints,
         guard=guard,
         observers=observers,

@@ -14,17 +14,17 @@ from nxtrain.backends.attention_choice import context_method
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.convert.hf_folder import HfWeights
 from nxtrain.checkpoint.convert.peft import AdapterWeights
-from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import BuildContext, CausalLM
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import SequenceCut
-from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig, TrainConfig
+from nxtrain.metrics.routers import NUM_OTHERS
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
 from nxtrain.nn.compiled import compile_model
@@ -49,7 +49,7 @@ from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
-from nxtrain.parallel.whole_matrices import WholeMatrices
+from nxtrain.parallel.whole_matrices import WholeMatrices, hidden_matrices
 from nxtrain.train.health.step_history import StepHistory
 from nxtrain.train.preferences import SUMS, Preferences
 from nxtrain.train.step import TrainState
@@ -311,12 +311,14 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
     context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
     preferences: Preferences | None = None
-    num_sums = 2
+    num_sums, loads = 2, None
     if run.finetune.compares:
         preferences = Preferences(run.finetune, mesh.cp, backend.collectives, backend.put)
         num_sums = len(SUMS)
     elif mixture is not None:
-        num_sums = 4 + mixture.num_experts
+        num_sums = 4
+        loads = backend.put(torch.zeros(plan.model.num_hidden_layers, mixture.num_experts + NUM_OTHERS))
+        cast(CausalLM, model).count_loads(loads)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -335,6 +337,8 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         accumulates=_accumulates(run.train, mesh),
         positions=None if context_parallel is None else context_parallel.positions,
         preferences=preferences,
+        loads=loads,
+        sequence_parallel=run.parallel.sequence_parallel and mesh.tp_size > 1,
     )
 
 
@@ -352,18 +356,6 @@ def _optimizer(
     num_blocks = -(-plan.model.num_hidden_layers // layout.mesh.pp_size)
     matrices = WholeMatrices(hidden, layout.mesh, num_blocks, backend.collectives, backend.put)
     return Muon(shards, layout, kernels, put, matrices, precision=precision, seed=seed, optim=run.optim, apart=apart)
-
-
-def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]:
-    """Sharding of the weights of all linear layers of the blocks, by parameter name."""
-    inner: set[int] = set()
-    for block in cast(CausalLM, model).blocks:
-        inner.update(id(parameter) for parameter in block.parameters())
-    matrices = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in inner and is_matrix(table[name]):
-            matrices[name] = table[name]
-    return matrices
 
 
 def _noise_scale(run: RunConfig, data_parallel: DataParallel, backend: Backend) -> NoiseScale | None:
@@ -431,7 +423,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     blanks = [torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)]
     mixture = plan.dimensions.mixture
     if mixture is not None:
-        blanks.append(torch.zeros(2 * mixture.num_experts + 2))
+        blanks.append(torch.zeros(2 * mixture.num_experts + 4))
     return Pipeline(
         cast(CausalLM, model),
         parts_of(plan, mesh),

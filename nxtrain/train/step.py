@@ -47,8 +47,8 @@ class TrainState:
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
-        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with E experts
-            (4 + E,), the measures of the routers as well; on pairs, the sums that `Preferences.loss` names.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with experts
+            (4,), the losses of the routers as well; on pairs, the sums that `Preferences.loss` names.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
@@ -57,6 +57,9 @@ class TrainState:
         accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
         preferences: Objective on pairs; None: the cross entropy of tokens.
+        loads: Loads of the experts in the forward passes since the last update, as of `CausalLM.count_loads`; None
+            without experts.
+        sequence_parallel: Ranks of tp have different tokens between layers, whose loads are summed as well.
     """
 
     model: nn.Module
@@ -77,6 +80,8 @@ class TrainState:
     accumulates: bool = False
     positions: Tensor | None = None
     preferences: Preferences | None = None
+    loads: Tensor | None = None
+    sequence_parallel: bool = False
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
         """The same state, whose steps report their sections."""
@@ -183,7 +188,8 @@ class StepResult:
         num_tokens: Number of targets that counted; of an objective on pairs, the number of pairs.
         others: Further numbers by name: `z_loss`, the mean of the terms that the z-loss adds to the tokens' losses, and
             that `loss` is without; sums over pairs.
-        routing: (2 + E,) load balancing loss, z-loss, and share of the tokens of each expert; None without experts.
+        routing: (2,) load balancing loss and z-loss of the routers; None without experts.
+        loads: (layers, E + 3) loads of the experts, the rows of `nxtrain.metrics.routers.Loads`; None without experts.
     """
 
     loss: Tensor
@@ -191,6 +197,7 @@ class StepResult:
     num_tokens: Tensor
     others: Mapping[str, Tensor] = field(default_factory=dict)
     routing: Tensor | None = None
+    loads: Tensor | None = None
 
 
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
@@ -209,7 +216,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """
     _accumulate(state, batch)
     state.section("reduce")
-    sums = _take_sums(state)
+    sums, loads = _take_sums(state)
     loss, num_tokens, *_ = sums.unbind()
     per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
@@ -220,18 +227,32 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         state.noise.add(grads, per_token, num_tokens, skip)
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
-    return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums))
+    return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums), loads)
 
 
-def _take_sums(state: TrainState) -> Tensor:
-    """Sums over the global batch: those of `TrainState.sums`, and of the z-loss, if any; the next step begins at 0."""
-    if state.z_sum is None:
-        total = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch)
-    else:
-        total = state.backend.collectives.all_reduce(torch.cat([state.sums, state.z_sum]), state.mesh.batch)
+def _take_sums(state: TrainState) -> tuple[Tensor, Tensor | None]:
+    """Sums over the global batch: those of `TrainState.sums` and of the z-loss, if any, and the loads of experts.
+
+    The next step begins at 0.
+    """
+    comm, parts = state.backend.collectives, [state.sums]
+    if state.z_sum is not None:
+        parts.append(state.z_sum)
+    num_sums = sum(map(len, parts))
+    if state.loads is not None:
+        own = state.loads
+        if state.sequence_parallel:
+            own = comm.all_reduce(own.clone(), state.mesh.tp)
+        parts.append(own.flatten())
+    total = comm.all_reduce(torch.cat(parts), state.mesh.batch)
+    loads = None
+    if state.loads is not None:
+        total, loads = total[:num_sums], total[num_sums:].view_as(state.loads)
+        state.loads.zero_()
+    if state.z_sum is not None:
         state.z_sum.zero_()
     state.sums.zero_()
-    return total
+    return total, loads
 
 
 def _add(state: TrainState, sums: Tensor) -> None:

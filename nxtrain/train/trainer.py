@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.data.batch_source import Batches
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter, Verdict
+from nxtrain.metrics.routers import ROUTER_NUMBERS, Loads, router_numbers
 from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
@@ -26,8 +27,8 @@ from nxtrain.train.preferences import take_means
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
-ROUTERS = ("aux_loss", "router_z_loss", "expert_load_min", "expert_load_max")
-"""Keys of a record about the routers: their losses, and the least and the greatest load, relative to an even one."""
+ROUTERS = ("aux_loss", "router_z_loss")
+"""Keys of a record with the losses of the routers."""
 
 
 class SavesCheckpoints(Protocol):
@@ -100,7 +101,7 @@ class Trainer:
                     throughput = self.meter.read()
                     with self.meter.paused():
                         val_loss = self.evaluate(step) if evaluates else None
-                        others = {key: read.pop(key) for key in ROUTERS if key in read}
+                        others = {key: read.pop(key) for key in (*ROUTERS, *ROUTER_NUMBERS) if key in read}
                         if self.state.preferences is not None:
                             others |= take_means(read)
                         record = StepRecord(
@@ -144,16 +145,27 @@ class Trainer:
 
     def _read(
         self, step: int, result: StepResult, lr: float, *, recorded: bool = True
-    ) -> tuple[dict[str, float], Verdict]:
+    ) -> tuple[dict[str, Any], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
         counted = "targets" if self.state.preferences is None else "pairs"
         numbers = {"loss": result.loss, counted: result.num_tokens, "grad_norm": result.grad_norm}
         if self.state.noise is not None:
             numbers["noise_scale"] = self.state.noise.value()
-        numbers |= {**result.others, **_of_routers(result), **self.guard.values()}
+        numbers |= {**result.others, **self.guard.values()}
+        if result.routing is not None:
+            numbers |= dict(zip(ROUTERS, result.routing, strict=True))
+        if result.loads is not None:
+            numbers["loads"] = result.loads
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
-        return read, self.guard.judge(step, read, recorded=recorded)
+        loads: Loads = ()
+        if result.loads is not None:
+            num_rows, width = result.loads.shape
+            loads = [[read.pop(f"loads_{row * width + i}") for i in range(width)] for row in range(num_rows)]
+        verdict = self.guard.judge(step, read, loads, recorded=recorded)
+        if loads:
+            read |= router_numbers(loads)
+        return read, verdict
 
     def _compare(self, step: int, *, saves: bool) -> None:
         """Compare the replicas if a vote is due."""
@@ -206,15 +218,6 @@ def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     result = train_step(state, batch, lr)
     state.backend.step_boundary()
     return result
-
-
-def _of_routers(result: StepResult) -> dict[str, Tensor]:
-    """Measures of the routers as () float32 tensors by key; none without experts."""
-    if result.routing is None:
-        return {}
-    losses, shares = result.routing[:2], result.routing[2:]
-    loads = shares * shares.shape[0]
-    return dict(zip(ROUTERS, (*losses, loads.min(), loads.max()), strict=True))
 
 
 def _total(backend: Backend, values: Sequence[Tensor]) -> float:

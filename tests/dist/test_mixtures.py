@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,7 @@ def mixture(family: str, **degrees: Any) -> Resolved:
 class _LosesWeights(Experts):
     """A rank takes the gradient of the weights by its part of the experts for the whole one."""
 
-    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
         size = self._tp.axis.size
         return super().forward(x, weights * (1 / size) + weights.detach() * (1 - 1 / size), indices)
 
@@ -101,13 +102,26 @@ def lost_router(state: TrainState) -> None:
     held.layout = Layout(ParamTable({**state.table, **specs}), state.mesh)
 
 
-def measured(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Tensor:
-    """Measures of the routers in a step."""
+Change = Callable[[TrainState], None]
+
+
+def unchanged(_: TrainState) -> None:
+    """No defect."""
+
+
+def measured(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], change: Change
+) -> tuple[Tensor, Tensor]:
+    """Losses of the routers in a step, and the loads of the experts."""
     state = start(backend, resolved, weights)
+    change(state)
     (batch,) = batches(resolved, 1)
-    found = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3).routing
-    assert found is not None
-    return found.clone()
+    own = local_batch(state, batch, resolved.config.train.micro_batch)
+    train_step(state, own, 0.0)
+    found = train_step(state, own, 1e-3)
+    assert found.routing is not None
+    assert found.loads is not None
+    return found.routing.clone(), found.loads.clone()
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -119,14 +133,54 @@ def test_a_step_measures_the_losses_of_transformers_and_the_load_of_each_expert(
     (batch,) = batches(resolved, 1)
     theirs = hf_model(resolved)(input_ids=batch[:, :-1], output_router_logits=True)
     logits = torch.cat(theirs.router_logits)
-    chosen = logits.softmax(-1).topk(2, dim=-1).indices.flatten()
-    shares = torch.bincount(chosen, minlength=5) / len(chosen)
-    want = torch.cat([torch.stack([theirs.aux_loss, logits.logsumexp(-1).square().mean()]), shares])
-    for found in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved)):
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    losses = torch.stack([theirs.aux_loss, logits.logsumexp(-1).square().mean()])
+    loads = torch.stack([load_of_logits(own) for own in theirs.router_logits])
+    for found in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved), unchanged):
+        torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found[1], loads, rtol=1e-5, atol=0)
 
 
-Change = Callable[[TrainState], None]
+def load_of_logits(logits: Tensor, capacity: int | None = None) -> Tensor:
+    """Load of a block by the logits of transformers' router."""
+    probabilities = logits.softmax(-1)
+    slots = torch.bincount(probabilities.topk(2, dim=-1).indices.flatten(), minlength=5)
+    entropy = -(probabilities * probabilities.log()).sum()
+    dropped = torch.zeros(()) if capacity is None else (slots - capacity).clamp(min=0).sum()
+    return torch.cat([slots.float(), torch.stack([torch.tensor(float(len(logits))), entropy, dropped])]).detach()
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2, "sp": True}, {"tp": 2}])
+def test_slots_beyond_the_capacity_are_counted(ranks: RankPool, degrees: dict[str, Any]) -> None:
+    resolved = mixture("qwen3_moe", **degrees)
+    resolved = changed(resolved, model={"moe_dispatch": "capacity", "moe_capacity_factor": 0.75})
+    (batch,) = batches(resolved, 1)
+    logits = hf_model(resolved)(input_ids=batch[:, :-1], output_router_logits=True).router_logits[0]
+    capacity = math.ceil(0.75 * 2 * len(logits) / 5)
+    want = load_of_logits(logits, capacity)
+    assert want[-1] > 0
+    for _, loads in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved), unchanged):
+        torch.testing.assert_close(loads[0], want, rtol=1e-5, atol=0)
+
+
+def loads_by_slice(state: TrainState) -> None:
+    """The sum over tp is left out for the loads of sequence parallel ranks."""
+    object.__setattr__(state, "sequence_parallel", False)
+
+
+def kept_loads(state: TrainState) -> None:
+    """A step adds to the loads of the step before."""
+    loads: Any = state.loads
+    loads.zero_ = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("degrees", "change", "factor"), [({"tp": 2, "sp": True}, loads_by_slice, 0.5), ({}, kept_loads, 2.0)]
+)
+def test_a_defect_of_loads_is_seen(ranks: RankPool, degrees: dict[str, Any], change: Change, factor: float) -> None:
+    resolved = mixture("mixtral", **degrees)
+    num_tokens = 4 * resolved.config.train.seq_len
+    for _, loads in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved), change):
+        assert loads[:, -3].tolist() == [factor * num_tokens] * len(loads)
 
 
 def changed_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], change: Change) -> Gradient:
@@ -137,10 +191,6 @@ def changed_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str,
     broken = replace(state, gradients=gradients)
     (batch,) = batches(resolved, 1)
     return gradient(broken, local_batch(broken, batch, resolved.config.train.micro_batch))
-
-
-def unchanged(_: TrainState) -> None:
-    """No defect."""
 
 
 @pytest.mark.parametrize("family", MIXTURES)

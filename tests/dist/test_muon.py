@@ -22,8 +22,8 @@ from nxtrain.config.check import Resolved
 from nxtrain.optim.muon import Muon
 from nxtrain.parallel import whole_matrices
 from nxtrain.parallel.matrix_rounds import Round, exchanged_bytes, rounds_of
-from nxtrain.parallel.whole_matrices import WholeMatrices
-from nxtrain.train.build import build_mesh, hidden_matrices
+from nxtrain.parallel.whole_matrices import WholeMatrices, hidden_matrices
+from nxtrain.train.build import build_mesh
 from tests.dist.test_checkpoint_shard_modes import SAVED, resumed, saved_tensors, straight
 from tests.dist.test_update_rules import whole_of
 from tests.support.adamw import cut, part

@@ -195,7 +195,7 @@ def experts(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put
 
     def call(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         matrices = {"gate_up_proj.weight": gate_up, "down_proj.weight": down}
-        return functional_call(layer, matrices, (x, weights, chosen))  # type: ignore[no-any-return]
+        return functional_call(layer, matrices, (x, weights, chosen))[0]  # type: ignore[no-any-return]
 
     def exact(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         x, weights = ranks.heard(x), ranks.heard(weights)

@@ -24,6 +24,7 @@ from pyarrow import json as arrow_json
 from nxtrain.common.io.jsonl import is_begun
 from nxtrain.common.io.regular import open_regular
 from nxtrain.common.process.progress import Progress
+from nxtrain.metrics.routers import EXPERT_SLOTS, ROUTER_NUMBERS
 from nxtrain.metrics.status import KINDS_S, PREFERENCES, SECTIONS_S
 
 Column = NDArray[np.float64]
@@ -42,6 +43,7 @@ NUMBERS = (
     ),
     *("param_norm_expected", "lost_update_frac", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "goodput"),
     *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, *PREFERENCES),
+    *("aux_loss", *(key for key in ROUTER_NUMBERS if key != EXPERT_SLOTS)),
 )
 """Keys of a record that hold a number."""
 

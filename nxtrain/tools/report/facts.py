@@ -172,6 +172,11 @@ def _overview(run: RecordedRun) -> Iterator[tuple[str, str]]:
     if "reward_margin" in columns.numbers:
         yield "margin of rewards", _text(columns.last("reward_margin"), "{:.4f}".format)
         yield "pairs in order", _text(columns.last("reward_accuracy"), _percent)
+    if "expert_load_max" in columns.numbers:
+        yield "load of experts, least", _text(columns.last("expert_load_min"), "{:.2f}".format)
+        yield "load of experts, greatest", _text(columns.last("expert_load_max"), "{:.2f}".format)
+        yield "entropy of routers", _text(columns.last("router_entropy"), "{:.2f}".format)
+        yield "dropped slots", _text(columns.last("dropped_share"), _percent)
     bits = run.summary.get("bits_per_byte")
     if isinstance(bits, float) and math.isfinite(bits):
         yield "bits per byte", f"{bits:.4f}"

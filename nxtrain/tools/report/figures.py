@@ -51,6 +51,10 @@ QUANTITIES = (
     ("goodput", "Goodput", "% of the time since the first start", "goodput", 100.0),
     ("reward-accuracy", "Pairs in the preferred order", "%", "reward_accuracy", 100.0),
     ("kl", "Divergence from the reference", "nats per answer", "kl", 1.0),
+    ("expert-load", "Load of the busiest expert", "times an even load", "expert_load_max", 1.0),
+    ("idle-expert", "Load of the idlest expert", "times an even load", "expert_load_min", 1.0),
+    ("router-entropy", "Entropy of the routers", "of even probabilities", "router_entropy", 1.0),
+    ("dropped", "Slots beyond the capacity", "%", "dropped_share", 100.0),
     ("lost-updates", "Updates lost to rounding", "% of the parameters", "lost_update_frac", 100.0),
 )
 """Charts of one column each: key, title, unit, column and scale."""

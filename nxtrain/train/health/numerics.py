@@ -20,6 +20,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics.meters import Verdict
+from nxtrain.metrics.routers import Loads, RouterWatch
 from nxtrain.metrics.spikes import NormSpikes
 from nxtrain.metrics.stability import Stability
 from nxtrain.train.health.replica_check import ReplicaCheck
@@ -31,8 +32,9 @@ NON_FINITE = "non_finite.jsonl"
 VOTES = "votes.jsonl"
 UNRECORDED = "skipped_unrecorded"
 """Key of the checkpoint's stability state for skipped steps that no record contains yet."""
-SPIKES, ALARMS = "spikes", "alarms"
-"""Keys of the checkpoint's stability state for spikes of the gradient norm, and for alarms that no record contains."""
+SPIKES, ALARMS, ROUTERS = "spikes", "alarms", "routers"
+"""Keys of the checkpoint's stability state: spikes of the gradient norm, alarms without a record, and findings about
+routers."""
 MOST_ALARMS = 3
 """Most alarms whose texts a record contains, the first since the record before."""
 HOPELESS = 50
@@ -70,6 +72,7 @@ class NumericsGuard:
         rollbacks: Rollbacks | None = None,
     ) -> None:
         self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
+        self.routers = RouterWatch()
         self._alarms: list[tuple[int, str, str]] = []
         self._config, self._state = config, state
         self._heeds = heeds
@@ -96,12 +99,16 @@ class NumericsGuard:
             self._in_a_row += 1
         self.stability.restore(stability)
         self.spikes.restore(stability.get(SPIKES, {}))
+        self.routers.restore(stability.get(ROUTERS, {}))
         self._alarms = [(at, kind, alarm) for at, kind, alarm in stability.get(ALARMS, ())]
         self._unrecorded = tuple(stability.get(UNRECORDED, ()))
 
     def kept(self) -> dict[str, Any]:
         """State for a checkpoint, read by `begin`; includes skipped steps and alarms that no record contains yet."""
         state = self.stability.state() | {SPIKES: self.spikes.state()}
+        routers = self.routers.state()
+        if routers["since"]:
+            state[ROUTERS] = routers
         if self._unrecorded:
             state[UNRECORDED] = list(self._unrecorded)
         if self._alarms:
@@ -115,8 +122,8 @@ class NumericsGuard:
             return values
         return values | self._state.loss_scale.values()
 
-    def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
-        """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
+    def judge(self, step: int, read: dict[str, float], loads: Loads = (), *, recorded: bool = True) -> Verdict:
+        """Evaluate the numbers and loads fetched after a step, and remove the guard's own values from the numbers.
 
         Findings of a read that is not recorded, before a stop, wait for the next record.
         """
@@ -143,6 +150,9 @@ class NumericsGuard:
             kind, alarm = self.stability.see(numbers.loss, numbers.grad_norm)
             if kind:
                 self._alarms.append((numbers.step, kind, alarm))
+        router = self.routers.see(step, loads)
+        if router:
+            self._alarms.insert(0, (step, "router", router))  # it stays so, where spikes pass
         if not recorded:
             self._unrecorded = skipped
             return Verdict(skipped)

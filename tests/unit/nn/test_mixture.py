@@ -62,11 +62,14 @@ def test_the_statistics_are_sums_over_tokens(is_normalized: bool) -> None:
     weight, x = random(5, 8), random(7, 3, 8, seed=1)
     weights, indices, routing = router(weight, 2, is_normalized=is_normalized)(x)
     logits = (x @ weight.t()).flatten(0, 1).double()
-    slots, probabilities, (squares, tokens) = routing[:5], routing[5:10], routing[10:]
+    slots, probabilities, (squares, tokens, entropy, dropped) = routing[:5], routing[5:10], routing[10:]
     assert slots.tolist() == [(indices == expert).sum().item() for expert in range(5)]
     torch.testing.assert_close(probabilities.double(), logits.softmax(-1).sum(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(squares.double(), logits.logsumexp(-1).square().sum(), rtol=1e-6, atol=0)
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropy.double(), entropies.sum(), rtol=1e-6, atol=0)
     assert tokens.item() == 21
+    assert dropped.item() == 0
     assert bool((weights.sum(-1) - 1).abs().max() < 1e-6) is is_normalized
     balance, z_loss = balance_loss(routing)
     torch.testing.assert_close(balance, 5 * (slots / 21 * probabilities / 21).sum())
