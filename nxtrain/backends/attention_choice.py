@@ -14,14 +14,27 @@ from nxtrain.backends.limits import LONGEST_SCORES, MIN_FLEX_HEAD, block_rows
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.sequence_cut import ContextMethod
-from nxtrain.config.schema import ON_XLA
+from nxtrain.config.schema import ATTENTION, ON_GPUS, ON_XLA
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
-AttentionKind = Literal["flash", "flex", "plain", "blocked", "per-document"]
-"""Kernel without scores in memory; torch's FlexAttention; elementary operations on all scores; elementary operations on
-the scores of a block of queries at a time; a call per document."""
+GpuKernel = Literal["sdpa", "cudnn", "flash", "flash3", "flash4", "efficient", "fused"]
+AttentionKind = Literal[GpuKernel, "flex", "plain", "blocked", "per-document"]
+"""Kernels without scores in memory: FlashAttention or NKI's, its releases 3 and 4, cuDNN's, torch's memory-efficient
+one, the first of them that a GPU has, and the one that torch takes. Torch's FlexAttention; elementary operations on all
+scores; those on the scores of a block of queries at a time; a call per document."""
+
+CUDA_KERNELS: dict[str, str] = {
+    "sdpa": "as torch's release chooses between its kernels",
+    "cudnn": "cuDNN's kernel",
+    "flash": "FlashAttention 2 of torch",
+    "flash3": "FlashAttention 3, from the package flash-attn-3",
+    "flash4": "FlashAttention 4, from the package flash-attn-4",
+    "efficient": "torch's memory-efficient kernel",
+    "fused": "the first of cuDNN's, FlashAttention's and torch's kernels whose trial on the device is right",
+}
+"""Kernels of torch's causal attention on GPUs, and their names in lines."""
 
 DOCUMENTS = "data.doc_mask=true keeps documents apart"
 """Beginning of the reason for attention inside of documents."""
@@ -192,17 +205,19 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
 
     Args:
         backend: `cpu`, `cuda`, `xla` ...
-        wanted: `auto`, `plain` or `flash`.
+        wanted: `backend.attention`.
         shape: Shape of one rank's attention.
 
     Raises:
-        ConfigError: A flash kernel is wanted.
+        ConfigError: The backend has no such kernel, or the kernel does not compute such attention.
     """
     if shape.is_mixed:
         return choose_mixed(partial(choose_torch, backend, wanted), shape)
-    if wanted == "flash":
-        reason = f"flash is a kernel of backend.name=neuron and neuron-native; {backend} has torch's attention only"
+    if wanted not in ATTENTION[backend]:
+        reason = f"{wanted} is no kernel of {backend}, which has torch's attention only"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+    if backend == ON_GPUS:
+        return _choose_cuda(wanted, shape)
     limits = "; ".join(shape.limits)
     if not limits:
         if backend != "xla" or not shape.is_long:
@@ -212,11 +227,59 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     apart = shape.cp == 1 and not shape.has_window
     if backend == "cpu" and apart and not shape.compiled:
         return AttentionChoice("per-document", f"{limits} by a call for each; no score between documents is computed")
-    if backend == "cuda" and shape.cp == 1 and wanted != "plain":
-        if shape.head_size >= MIN_FLEX_HEAD:
-            reason = "by torch's FlexAttention, tried when a run starts; blocks without a visible key are left out"
-            return AttentionChoice("flex", f"{limits} {reason}")
-        limits = f"{limits}; heads are {shape.head_size} wide, and FlexAttention takes {MIN_FLEX_HEAD} at least"
+    return _blocked(backend, wanted, shape, limits)
+
+
+def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
+    """Choose attention on GPUs for layers that are all alike; trials on the device follow when a run starts.
+
+    Raises:
+        ConfigError: The wanted kernel does not compute such attention.
+    """
+    limits, flex = "; ".join(shape.limits), ""
+    if shape.cp > 1:
+        flex = f"parallel.cp={shape.cp} shares the positions of a sequence, and flex takes whole rows"
+    elif shape.head_size < MIN_FLEX_HEAD:
+        flex = f"heads are {shape.head_size} wide, and FlexAttention takes {MIN_FLEX_HEAD} at least"
+    obstacles = _obstacles(wanted, shape)
+    if wanted == "flex" and flex:
+        obstacles = [flex]
+    if obstacles:
+        reason = f"{wanted} cannot be had: {'; '.join(obstacles)}"
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+    if wanted == "flex" or (wanted == "auto" and limits and not flex):
+        reason = "by torch's FlexAttention, tried when a run starts; blocks without a visible key are left out"
+        return AttentionChoice("flex", f"{limits or 'backend.attention=flex'} {reason}")
+    if limits:
+        if shape.cp == 1 and wanted == "auto":
+            limits = f"{limits}; {flex}"
+        return _blocked(ON_GPUS, wanted, shape, limits)
+    if wanted == "plain" and shape.is_long:
+        return AttentionChoice("blocked", f"as backend.attention=plain asks; {shape.blocks_cost(ON_GPUS)}")
+    if wanted == "plain":
+        return AttentionChoice("plain", f"as backend.attention=plain asks; {shape.scores_cost}")
+    kernel = cast(GpuKernel, wanted)
+    if wanted == "auto" and shape.params == "fp32":
+        return AttentionChoice("efficient", f"{CUDA_KERNELS['efficient']}, the only one for precision.params=fp32")
+    if wanted == "auto":
+        kernel = "fused"
+    return AttentionChoice(kernel, CUDA_KERNELS[kernel])
+
+
+def _obstacles(wanted: str, shape: AttentionShape) -> list[str]:
+    """Reasons against a causal kernel that is asked for; none for other values."""
+    if wanted not in CUDA_KERNELS:
+        return []
+    obstacles = []
+    if shape.limits:
+        obstacles.append(f"{'; '.join(shape.limits)}, and {wanted} takes no mask")
+    if shape.params == "fp32" and wanted != "sdpa":
+        obstacles.append("precision.params=fp32, and the kernel takes bf16 and fp16")
+    return obstacles
+
+
+def _blocked(backend: str, wanted: str, shape: AttentionShape, limits: str) -> AttentionChoice:
+    """Attention by the scores of a block at a time, since queries do not see all keys before them."""
     because = "torch's flash kernels take no mask"
     if wanted == "plain":
         because = "backend.attention=plain asks for elementary operations"

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nxtrain.backends import flex_attention
-from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape
+from nxtrain.backends import flex_attention, sdpa_kernels
+from nxtrain.backends.attention_choice import (
+    CUDA_KERNELS,
+    AttentionChoice,
+    AttentionKind,
+    AttentionShape,
+    choose_mixed,
+    choose_torch,
+)
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support
 from nxtrain.backends.c10d import AcceleratorBackend, C10dDiagnostics
 from nxtrain.backends.capability import bf16_warning
@@ -19,7 +29,7 @@ from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.backends.flex_attention import Attend
 from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
-from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import Rows
@@ -33,6 +43,9 @@ PEAK_FLOPS = {
 """Operations per second by a part of the device's name; the first match counts."""
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of `precision.params`."""
+
 ALLOCATIONS = 100_000
 """Newest allocations that a snapshot of the memory holds."""
 
@@ -45,10 +58,12 @@ class CudaKernels(FusedKernels):
 
     Attributes:
         flex: FlexAttention for documents; None: attention goes block by block.
+        causal: Attention of rows whose queries see all keys before them.
     """
 
     adds_products = True
     flex: Attend | None = None
+    causal: Literal["fused", "flex", "plain"] = "fused"
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         if a.is_cuda and a.dtype != total.dtype:
@@ -57,6 +72,10 @@ class CudaKernels(FusedKernels):
             total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.causal == "plain":
+            return PlainKernels.attention(self, q, k, v)
+        if self.causal == "flex" and self.flex is not None:
+            return self.flex(q, k, v, torch.zeros(q.shape[1], q.shape[0], dtype=torch.int64, device=q.device))
         # Of torch's kernels without scores in memory, the only one for float32 takes no grouped heads.
         return sdpa(q, k, v, grouped=q.dtype != torch.float32)
 
@@ -136,6 +155,7 @@ class CudaBackend(AcceleratorBackend):
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
         self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
+        self._pins = ExitStack()
         self.diagnostics = CudaDiagnostics(self.device)
         # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
         self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device)
@@ -149,16 +169,62 @@ class CudaBackend(AcceleratorBackend):
         return Support(True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        super().choose_attention(wanted, shape)
-        if self.attention is None or self.attention.kind != "flex":
-            return
+        self._unpin()
+        self.kernels.flex, self.kernels.causal = None, "fused"
+        choose = partial(self._choose, wanted)
+        self.attention = choose_mixed(choose, shape) if shape.is_mixed else choose(shape)
+
+    def _choose(self, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
+        """Choose attention for layers that are all alike, by trials on this device."""
+        choice = choose_torch(self.name, wanted, shape)
+        assert choice is not None, "a GPU announces its kernel"
+        if choice.kind == "flex":
+            return self._try_flex(wanted, choice, shape)
+        if not shape.limits and choice.kind in ("plain", "blocked"):
+            self.kernels.causal = "plain"
+            self._pins.enter_context(sdpa_kernels.pinned("plain"))
+        elif choice.kind in sdpa_kernels.BACKENDS or choice.kind == "fused":
+            return self._pin(choice, shape)
+        return choice
+
+    def _try_flex(self, wanted: str, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
+        """FlexAttention if it computes on this device."""
         attend = flex_attention.compiled()
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[shape.params]
-        if why := flex_attention.failure(attend, self.device, dtype, shape.head_size):
+        if why := flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size):
+            if wanted == "flex":
+                raise BackendError(f"backend.attention=flex: FlexAttention fails here: {why}; use auto")
             reason = f"{'; '.join(shape.limits)}, and FlexAttention fails here: {why}. {shape.blocks_cost(self.name)}"
-            self.attention = AttentionChoice("blocked", reason)
-            return
+            return AttentionChoice("blocked", reason)
         self.kernels.flex = attend
+        if not shape.limits:
+            self.kernels.causal = "flex"
+        return choice
+
+    def _pin(self, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
+        """Pin the kernel that was asked for, or the first whose trial is right."""
+        tried: list[str] = []
+        kinds: tuple[AttentionKind, ...] = (choice.kind,)
+        if choice.kind == "fused":
+            kinds = sdpa_kernels.order(torch.cuda.get_device_capability(self.device))
+        for kind in kinds:
+            self._pins.enter_context(sdpa_kernels.pinned(kind))
+            why = sdpa_kernels.failure(kind, self.device, DTYPES[shape.params], shape.head_size)
+            if not why:
+                reason = choice.reason if kind == choice.kind else "; ".join([CUDA_KERNELS[kind], *tried])
+                return AttentionChoice(kind, reason)
+            self._unpin()
+            tried.append(f"{kind} fails here: {why}")
+        if choice.kind in ("fused", "efficient"):
+            self.kernels.causal = "plain"
+            return AttentionChoice("blocked", f"{'; '.join(tried)}. {shape.blocks_cost(self.name)}")
+        raise BackendError(f"backend.attention={choice.kind} cannot run on this GPU: {tried[0]}; use auto")
+
+    def _unpin(self) -> None:
+        self._pins.close()
+
+    def close(self) -> None:
+        self._unpin()
+        super().close()
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

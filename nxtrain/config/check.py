@@ -25,7 +25,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import ATTENTION, FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -321,9 +321,11 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:
-    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron", "neuron-native"):
-        reason = f"flash is a kernel of backend.name=neuron and neuron-native, not of {config.backend.name}"
-        yield Problem("backend.attention", reason, hint="use auto")
+    backend = config.backend
+    if backend.name != "auto" and backend.attention not in ATTENTION[backend.name]:
+        those = [name for name, kernels in ATTENTION.items() if backend.attention in kernels]
+        reason = f"{backend.attention} is a kernel of backend.name={' and '.join(those)}, not of {backend.name}"
+        yield Problem("backend.attention", reason, hint=f"use {' or '.join(ATTENTION[backend.name])}")
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")

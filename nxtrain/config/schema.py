@@ -60,6 +60,15 @@ ON_XLA = ("xla", "neuron")
 ON_GPUS = "cuda"
 """Value of backend.name that GPUs have."""
 
+ATTENTION = {
+    "cpu": ("auto", "plain"),
+    "cuda": ("auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"),
+    "xla": ("auto", "plain"),
+    "neuron": ("auto", "plain", "flash"),
+    "neuron-native": ("auto", "plain", "flash"),
+}
+"""Values of backend.attention that each backend has."""
+
 QUANTIZING = ("auto", "cpu", "cuda")
 """Values of backend.name that may have a library for quantized weights."""
 
@@ -302,8 +311,9 @@ class BackendConfig(Section):
     """Kind of device; auto takes the best one present and says why."""
     layers: Literal["auto", "native", "nxd"] = "auto"
     """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
-    attention: Literal["auto", "plain", "flash"] = "auto"
-    """On Neuron devices, attention by elementary operations or by a flash kernel; auto says why which."""
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"] = "auto"
+    """Kernel of attention; auto says why which. Neuron devices have plain and flash, cuda has all, others have plain.
+    plain are elementary operations; sdpa leaves the choice to torch."""
     rounding: Literal["auto", "software", "hardware"] = "auto"
     """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
     generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""

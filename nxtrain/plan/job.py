@@ -217,9 +217,11 @@ class Job:
         if self.backend == "cpu":
             is_short = keeps_probabilities(train.micro_batch, self.local_heads, train.seq_len, self.params_size)
             return "probabilities" if is_short else "fused"
-        if self.backend == ON_GPUS and chosen is None and self.config.precision.params == "fp32":
-            return "fused"
-        return "scores" if self.backend == "xla" else "grouped"
+        if self.backend == "xla" or (chosen is not None and chosen.kind == "plain"):
+            return "scores"
+        # Of the kernels of GPUs, FlexAttention alone takes grouped heads in float32.
+        is_wide = self.config.precision.params == "fp32"
+        return "fused" if is_wide and chosen is not None and chosen.kind != "flex" else "grouped"
 
     def _attention_on_trainium(self, shape: AttentionShape) -> Attention:
         seq_len = self.config.train.seq_len

@@ -10,7 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.backends.attention_choice import choose_torch
 from nxtrain.common.text import duration
+from nxtrain.config.schema import ON_GPUS
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Prediction
 from nxtrain.plan.search import Found
@@ -72,6 +74,10 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     ]
     if found.job.attention_shape.limits or found.job.attention == "blocked":
         rows.append(("attention", found.job.attention, _attention_cost(found.job)))
+    elif found.job.backend == ON_GPUS:
+        kernel = choose_torch(ON_GPUS, found.job.config.backend.attention, found.job.attention_shape)
+        assert kernel is not None, "a GPU announces its kernel"
+        rows.append(("attention", kernel.kind, kernel.reason))
     rows += [
         (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
         for t in time.traffic

@@ -1,11 +1,14 @@
-"""Attention on NVIDIA GPUs: no scores in memory, whatever the type."""
+"""Attention on NVIDIA GPUs: no scores in memory, whatever the type, and the kernel that is announced."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
+from nxtrain.common.errors import BackendError
+from tests.support.contract_kernels import exact_attention
 
 pytestmark = pytest.mark.cuda
 
@@ -27,3 +30,30 @@ def test_memory_is_linear_in_the_sequence(backend: Backend, dtype: torch.dtype) 
         peaks.append(torch.cuda.max_memory_allocated(backend.device) - before)
     assert peaks[1] < 2.5 * peaks[0]
     assert peaks[1] < 8192**2 * 4 * dtype.itemsize / 2
+
+
+@pytest.mark.parametrize("wanted", ["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"])
+@pytest.mark.parametrize(("params", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_announced_kernel_computes_the_formula(
+    backend: Backend, wanted: str, params: str, dtype: torch.dtype
+) -> None:
+    """A kernel of another package or of newer GPUs may be missing; auto has always one."""
+    length = 1000
+    try:
+        backend.choose_attention(wanted, AttentionShape(2, length, 4, 64, params))
+    except BackendError as error:
+        assert wanted in ("cudnn", "flash3", "flash4", "flex"), error
+        pytest.skip(str(error))
+    assert backend.attention is not None
+    assert wanted in ("auto", backend.attention.kind)
+    q, grad = (torch.randn(length, 2, 4, 64, device=backend.device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(length, 2, 2, 64, device=backend.device, dtype=dtype) for _ in range(2))
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out = backend.kernels.attention(given[0], given[1], given[2])
+    wanted_out = exact_attention(exact[0], exact[1], exact[2])
+    ours = [out, *torch.autograd.grad(out, given, grad)]
+    theirs = [wanted_out, *torch.autograd.grad(wanted_out, exact, grad.double())]
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found.double() - expected).norm() <= 3e-2 * expected.norm()
+    backend.choose_attention("auto", AttentionShape(2, length, 4, 64, params))

@@ -10,7 +10,7 @@ from nxtrain.backends.attention_choice import AttentionChoice
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, detect, installed, unverified_notes
 from nxtrain.common.machines import Machine
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, attention_of, machine_of
 
 TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
@@ -78,6 +78,9 @@ def choose(config: RunConfig) -> Choices:
         if chosen.layers == "nxd":
             stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
         attention = announced_attention(config, name, os.environ)
+        if name == ON_GPUS and attention is not None and chosen.attention not in ("auto", "plain"):
+            reason = f"{attention.reason}; elementary operations are traced"
+            stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
         if attention is not None and attention.kind in ("flash", "plain"):
             attention = None
     else:

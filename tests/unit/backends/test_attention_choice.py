@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
-from nxtrain.backends import cpu_kernels, flex_attention, torch_attention, torch_kernels
-from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends import cpu_kernels, flex_attention, sdpa_kernels, torch_attention, torch_kernels
+from nxtrain.backends.attention_choice import AttentionShape, choose_torch
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaBackend, CudaKernels
 from nxtrain.backends.limits import block_rows
@@ -36,7 +38,7 @@ from nxtrain.backends.neuron.sdk import Package, SdkVersion
 from nxtrain.backends.ranged_attention import Blocks
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.cli.main import app
-from nxtrain.common.errors import ConfigError
+from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import SequenceCut
@@ -56,6 +58,8 @@ from tests.unit.backends.test_neuron_attention import MODULE, fake_nki_flash_att
 BACKENDS = ("cpu", "cpu compiled", "cuda", "xla", "neuron", "neuron-native")
 NXD = Package("neuronx-distributed", "0.17.26814")
 DRAWS = 48
+PINS = ExitStack()
+"""Kernels that GPUs of a test pin, until the test ends."""
 SHORT = 6
 """Tokens of the small attention of a short sequence; a long one has twice as many."""
 
@@ -100,7 +104,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(Blocks, "attend", blocked)
     monkeypatch.setattr(torch_kernels, "LONGEST_SCORES", SHORT)
     monkeypatch.setattr(flex_attention, "compiled", lambda: flex)
-    monkeypatch.setattr(flex_attention, "failure", lambda *_: "")
+    for trials in (flex_attention, sdpa_kernels):
+        monkeypatch.setattr(trials, "failure", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     module = ModuleType(MODULE)
     module.nki_flash_attn_func = flash  # type: ignore[attr-defined]
     for name in ("neuronx_distributed", "neuronx_distributed.kernels"):
@@ -115,7 +121,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         monkeypatch.setattr(place, "detect", lambda: SdkVersion(2, 28))
         monkeypatch.setattr(place, "installed", lambda _: NXD)
     monkeypatch.delenv("TORCH_NEURONX_ENABLE_NKI_SDPA", raising=False)
-    with recorder:
+    with recorder, PINS:
         yield recorder
 
 
@@ -130,12 +136,16 @@ def opened(name: str) -> Backend:
         "xla": XlaKernels,
         "neuron-native": NeuronNativeKernels,
     }
-    kinds: dict[str, type[Any]] = {"xla": XlaBackend, "neuron-native": NeuronNativeBackend}
-    backend: Backend = object.__new__(kinds.get(name, CudaBackend))
+    kinds: dict[str, type[Any]] = {"cuda": CudaBackend, "xla": XlaBackend, "neuron-native": NeuronNativeBackend}
+    backend: Backend = object.__new__(kinds.get(name, CpuBackend))
     backend.name, backend.kernels = name.split(maxsplit=1)[0], kernels[name]()
     backend.device = torch.device("cpu")
     if isinstance(backend, NeuronNativeBackend):
         backend._rounding = ""
+    if isinstance(backend, CpuBackend):
+        backend._transport_note = ""
+    if isinstance(backend, CudaBackend):
+        backend._pins = PINS
     return backend
 
 
@@ -195,6 +205,9 @@ def test_the_announced_attention_is_the_one_that_runs(
             assert recorder.kinds <= {"plain", "grouped"}
             continue
         ran = {"grouped": "flash"} if name == "neuron-native" else {}
+        if name == "cuda" and found.kind in ("flash", "efficient"):
+            # The recorder's tensors are float32 on a CPU, so that heads are repeated.
+            ran = {"plain": found.kind}
         kinds = {ran.get(kind, kind) for kind in recorder.kinds}
         assert found.kind in kinds if found.kind == "per-document" else kinds == {found.kind}
         assert ("seq_len^2" in str(found)) == (found.kind == "plain")
@@ -202,6 +215,8 @@ def test_the_announced_attention_is_the_one_that_runs(
         if shape.cp > 1 and wanted == "auto":
             assert "parallel.cp=2" in str(found)
     expected = {"flash", "plain"} if name.startswith("neuron") else {""}
+    if name == "cuda":
+        expected = {"flash", "efficient", "plain"}
     if documents:
         expected = {"cpu": {"per-document"}, "cuda": {"flex"}}.get(name, set())
     assert announced == {"blocked", *expected}
@@ -274,6 +289,66 @@ def test_where_flex_attention_fails_blocks_replace_it(recorder: Recorder, monkey
     assert recorder.kinds == {"blocked"}
 
 
+CAUSAL = AttentionShape(1, 1024, 4, 64, "bf16")
+
+
+@pytest.mark.parametrize(("right", "failed"), [("cudnn", []), ("flash", ["cudnn"]), ("efficient", ["cudnn", "flash"])])
+def test_the_first_kernel_whose_trial_is_right_is_pinned_and_announced(
+    right: str, failed: list[str], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(sdpa_kernels, "failure", lambda kernel, *_: "" if kernel == right else "no kernel image")
+    backend = opened("cuda")
+    backend.choose_attention("auto", CAUSAL)
+    assert backend.attention is not None and backend.attention.kind == right
+    tried = [f"{other} fails here: no kernel image" for other in failed]
+    assert backend.attention.reason.split("; ")[1:] == tried
+    assert torch._C._get_sdp_priority_order()[0] == sdpa_kernels.BACKENDS[right].value
+
+
+def test_where_no_kernel_is_right_auto_goes_block_by_block_and_a_wanted_one_ends_the_run(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa_kernels, "failure", lambda *_: "no kernel image")
+    backend = opened("cuda")
+    before = torch._C._get_sdp_priority_order()
+    for params in ("bf16", "fp32"):
+        backend.choose_attention("auto", replace(CAUSAL, params=params))
+        assert backend.attention is not None and backend.attention.kind == "blocked"
+        attend(backend.kernels, replace(CAUSAL, seq_len=4096))
+        assert recorder.kinds == {"blocked"}
+    with pytest.raises(BackendError, match=r"attention=cudnn cannot run on this GPU: .* no kernel image; use auto"):
+        backend.choose_attention("cudnn", CAUSAL)
+    assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.parametrize("wanted", ["sdpa", "cudnn", "flash", "flex", "plain"])
+def test_a_kernel_that_is_asked_for_is_the_one_that_runs(wanted: str, recorder: Recorder) -> None:
+    backend = opened("cuda")
+    backend.choose_attention(wanted, CAUSAL)
+    assert backend.attention is not None and backend.attention.kind == wanted
+    attend(backend.kernels, CAUSAL)
+    assert recorder.kinds == {"flex" if wanted == "flex" else "plain"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "change", "why"),
+    [
+        ("cudnn", {"params": "fp32"}, "takes bf16 and fp16"),
+        ("flash3", {"params": "fp32"}, "takes bf16 and fp16"),
+        ("sdpa", {"documents": True}, "sdpa takes no mask"),
+        ("flash4", {"window": 16}, "a query sees 16 keys"),
+        ("flex", {"cp": 2}, "flex takes whole rows"),
+        ("flex", {"head_size": 8}, "FlexAttention takes 16 at least"),
+    ],
+)
+def test_a_kernel_that_cannot_compute_a_shape_is_refused(
+    wanted: str, change: dict[str, Any], why: str, recorder: Recorder
+) -> None:
+    with pytest.raises(ConfigError, match=rf"backend\.attention: {wanted} cannot be had: .*{why}"):
+        opened("cuda").choose_attention(wanted, replace(CAUSAL, **change))
+
+
 @pytest.mark.parametrize(("params", "kept"), [("fp32", "fused"), ("bf16", "grouped"), ("fp16", "grouped")])
 def test_a_gpu_repeats_the_heads_of_float32_alone(params: str, kept: str, recorder: Recorder) -> None:
     """Of torch's kernels, the one for float32 takes no grouped heads, and the others need none repeated."""
@@ -293,7 +368,7 @@ def test_a_flash_kernel_that_is_insisted_on_is_refused_with_documents(name: str,
         shape = replace(AttentionShape(1, 4096, 4, 128, "bf16"), **change)
         with pytest.raises(ConfigError, match=r"backend\.attention.*flash") as refused:
             opened(name).choose_attention("flash", shape)
-        if name.startswith("neuron"):
+        if name in ("neuron", "neuron-native", "cuda"):
             assert why in refused.value.problems[0].reason
 
 
@@ -322,8 +397,14 @@ def test_doctor_graphs_and_plan_announce_what_the_run_does(
     config = load(TINY, overrides).config
     resolved = resolve_config(load(TINY, overrides), 1, name)
     backend = opened(name)
-    backend.choose_attention(config.backend.attention, AttentionShape.of(config, resolved.dimensions))
+    shape = AttentionShape.of(config, resolved.dimensions)
+    backend.choose_attention(config.backend.attention, shape)
     announced = "" if backend.attention is None else str(backend.attention)
+    if name == "cuda" and documents == "false":
+        # Trials on the device come later: they take the first of the kernels that are named.
+        assert backend.attention is not None and backend.attention.kind == "flash"
+        announced = str(choose_torch("cuda", "auto", shape))
+        assert "FlashAttention's" in announced
 
     machine = sick_machine.gpus(tmp_path / "m") if name == "cuda" else sick_machine.trainium(tmp_path / "m")
     findings = examine.examine(TINY, overrides, collectives=False, world=None, host=machine.host)
@@ -341,4 +422,5 @@ def test_doctor_graphs_and_plan_announce_what_the_run_does(
     shown = CliRunner().invoke(app, ["plan", str(TINY), *overrides, "--instance", machine_name, "--nodes", "1"])
     assert shown.exit_code == 0, shown.output
     assert ("data.doc_mask=true" in shown.output) == (documents == "true")
+    assert ("cuDNN's, FlashAttention's" in shown.output) == (name == "cuda" and documents == "false")
     assert ("memory is linear in the sequence" in " ".join(shown.output.split())) == is_blocked

@@ -121,7 +121,9 @@ def test_attention_that_cannot_be_is_refused_before_a_rank_starts(monkeypatch: p
     monkeypatch.setattr(neuron, "installed", lambda _: None)
     with pytest.raises(ConfigError, match=r"backend\.attention \(override\): flash cannot be had: neuronx-distributed"):
         render(TINY, [*ON_TRN2, "backend.attention=flash"], None, {})
-    with pytest.raises(ConfigError, match=r"flash is a kernel of backend\.name=neuron and neuron-native, not of cpu"):
+    with pytest.raises(
+        ConfigError, match=r"flash is a kernel of backend\.name=cuda and neuron and neuron-native, not of cpu"
+    ):
         render(TINY, ["backend.name=cpu", "backend.attention=flash"], None, {})
 
 

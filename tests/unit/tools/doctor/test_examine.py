@@ -311,4 +311,4 @@ def test_a_driver_that_shows_no_compute_capability_is_no_fault(tmp_path: Path) -
     machine.program("nvidia-smi", 'Field "compute_cap" is not a valid field to query.', 2)
     bf16 = ["backend.name=cuda", "precision.params=bf16", "precision.update=fp32_master"]
     found = check(machine, *bf16, config="configs/tiny_cpu.toml")
-    assert not [finding for finding in found if finding.name in ("bf16", "attention")]
+    assert not [finding for finding in found if finding.name == "bf16"]
