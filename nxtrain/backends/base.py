@@ -101,12 +101,14 @@ class BackendSettings:
         torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
         cpu_transport: Transport between the ranks of a CPU host: `auto`, `gloo` or `shared_memory`.
         allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
+        deterministic: Kernels of a GPU repeat their bits.
     """
 
     hang_timeout_s: float = 1800.0
     torch_compile: bool = False
     cpu_transport: str = "auto"
     allow_unverified: bool = False
+    deterministic: bool = False
 
 
 DEFAULTS = BackendSettings()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +52,37 @@ ALLOCATIONS = 100_000
 
 TILE_ENTRIES = 1 << 26
 """Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")
+"""Variable of cuBLAS, and its values with which products repeat their bits; the first costs no time.
+
+Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility.
+"""
+
+
+@contextmanager
+def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
+    """Let torch take kernels that repeat their bits, and refuse operations that have none.
+
+    Raises:
+        BackendError: cuBLAS would not repeat its bits, since it reads the environment of the process alone.
+    """
+    if environ.get(WORKSPACE) not in WORKSPACES:
+        raise BackendError(
+            f"backend.deterministic=true needs {WORKSPACE}={WORKSPACES[0]}, and the environment has "
+            f"{environ.get(WORKSPACE) or 'none'}; nxtrain launch and nxtrain train set it, unless a shell does"
+        )
+    switches: Any = torch.utils.deterministic
+    fills = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    switches.fill_uninitialized_memory = False  # costs time, and nothing reads such memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        switches.fill_uninitialized_memory = fills
 
 
 class CudaKernels(FusedKernels):
@@ -140,12 +172,17 @@ class CudaBackend(AcceleratorBackend):
     name = "cuda"
     compiler = "inductor"
     kernels: CudaKernels
+    _is_deterministic = False
 
     def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
         self.compiles_at_first_use = settings.torch_compile
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
+        self._settings, self._pins = ExitStack(), ExitStack()
+        self._is_deterministic = settings.deterministic
+        if settings.deterministic:
+            self._settings.enter_context(deterministic(os.environ))
         self._take_place()
         gpus = torch.cuda.device_count()
         if self.local_rank >= gpus:
@@ -155,7 +192,6 @@ class CudaBackend(AcceleratorBackend):
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
         self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
-        self._pins = ExitStack()
         self.diagnostics = CudaDiagnostics(self.device)
         # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
         self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device)
@@ -205,7 +241,8 @@ class CudaBackend(AcceleratorBackend):
         tried: list[str] = []
         kinds: tuple[AttentionKind, ...] = (choice.kind,)
         if choice.kind == "fused":
-            kinds = sdpa_kernels.order(torch.cuda.get_device_capability(self.device))
+            capability = torch.cuda.get_device_capability(self.device)
+            kinds = sdpa_kernels.order(capability, deterministic=self._is_deterministic)
         for kind in kinds:
             self._pins.enter_context(sdpa_kernels.pinned(kind))
             why = sdpa_kernels.failure(kind, self.device, DTYPES[shape.params], shape.head_size)
@@ -224,7 +261,13 @@ class CudaBackend(AcceleratorBackend):
 
     def close(self) -> None:
         self._unpin()
+        self._settings.close()
         super().close()
+
+    def notes(self) -> tuple[str, ...]:
+        if self._is_deterministic:
+            return (*super().notes(), "backend.deterministic=true: kernels that repeat their bits, at a cost in time")
+        return super().notes()
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

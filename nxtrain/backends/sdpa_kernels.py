@@ -44,9 +44,12 @@ TRIAL_ERROR = 0.05
 """Largest relative error of a trial: twelve times the rounding of bf16, and far below that of a wrong mask."""
 
 
-def order(capability: tuple[int, int]) -> tuple[GpuKernel, ...]:
-    """Kernels in the order in which `auto` tries them; all take 16-bit numbers, the last one float32 too."""
-    if capability >= CUDNN_CAPABILITY:
+def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[GpuKernel, ...]:
+    """Kernels in the order in which `auto` tries them; all take 16-bit numbers, the last one float32 too.
+
+    torch knows no order of the sums in cuDNN's gradients, and keeps cuDNN out of deterministic runs.
+    """
+    if capability >= CUDNN_CAPABILITY and not deterministic:
         return "cudnn", "flash", "efficient"
     return "flash", "efficient"
 

@@ -326,6 +326,12 @@ def _compile(config: RunConfig) -> Iterator[Problem]:
         those = [name for name, kernels in ATTENTION.items() if backend.attention in kernels]
         reason = f"{backend.attention} is a kernel of backend.name={' and '.join(those)}, not of {backend.name}"
         yield Problem("backend.attention", reason, hint=f"use {' or '.join(ATTENTION[backend.name])}")
+    if backend.deterministic and backend.name in (*ON_XLA, "neuron-native"):
+        reason = f"true is a switch of torch's kernels for GPUs, and backend.name={backend.name} has none"
+        yield Problem("backend.deterministic", reason, hint="use false")
+    elif backend.deterministic and backend.attention in ("cudnn", "flash3", "flash4"):
+        reason = f"true needs gradients whose terms have one order, which {backend.attention} does not promise"
+        yield Problem("backend.attention", reason, hint="use auto, flash, flex or plain")
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")

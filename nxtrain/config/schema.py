@@ -314,6 +314,8 @@ class BackendConfig(Section):
     attention: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"] = "auto"
     """Kernel of attention; auto says why which. Neuron devices have plain and flash, cuda has all, others have plain.
     plain are elementary operations; sdpa leaves the choice to torch."""
+    deterministic: bool = False
+    """On cuda, equal bits each time that a step is repeated, by slower kernels; cpu has equal bits in any case."""
     rounding: Literal["auto", "software", "hardware"] = "auto"
     """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
     generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""

@@ -114,6 +114,14 @@ QUIET_PROFILER = Variable(
 )
 
 
+CUBLAS_WORKSPACE = Variable(
+    "CUBLAS_WORKSPACE_CONFIG",
+    ":4096:8",
+    "cuBLAS repeats its bits with workspaces of fixed sizes, as backend.deterministic=true asks",
+    "https://docs.nvidia.com/cuda/cublas/#results-reproducibility",
+)
+
+
 def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Variables for a child of a shell; where the shell has a value, that value."""
     chosen = []

@@ -20,7 +20,7 @@ from nxtrain.config.load import Loaded, load
 from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import agent_settings, debug_variables
-from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
+from nxtrain.launch.environment import CUBLAS_WORKSPACE, QUIET_PROFILER, Variable, beside
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.launch.threads import thread_variables
 
@@ -214,6 +214,8 @@ def _render(
     variables += debug_variables(config, environ, neuron=is_neuron(config))
     if config.metrics.profile_steps and config.backend.name in {"cpu", "xla"}:
         variables += beside([QUIET_PROFILER], environ)
+    if config.backend.deterministic:
+        variables += beside([CUBLAS_WORKSPACE], environ)
     given = {**environ, **{variable.name: variable.value for variable in variables}}
     variables += thread_variables(config, given, nproc, neuron=is_neuron(config))
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")

@@ -23,7 +23,7 @@ from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import debug_variables
-from nxtrain.launch.environment import Variable
+from nxtrain.launch.environment import CUBLAS_WORKSPACE, Variable, beside
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.threads import inference_variables, thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
@@ -120,6 +120,8 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
             wanted += _missing_on_neuron(config, environ, local_world)
     else:
         wanted += thread_variables(config, environ, local_world)
+        if config.backend.deterministic:
+            wanted += beside([CUBLAS_WORKSPACE], environ)
     _reexec(wanted, environ)
 
 

@@ -81,6 +81,7 @@ def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | 
         torch_compile=bool(config.compile.torch_compile),
         cpu_transport=config.backend.cpu_transport,
         allow_unverified=config.backend.allow_unverified,
+        deterministic=config.backend.deterministic,
     )
     backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
     ended: BaseException | None = None

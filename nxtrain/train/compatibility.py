@@ -255,6 +255,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     precision = {f"precision.{key}": value for key, value in types.items()}
     tuning = config.finetune
     given: dict[str, Any] = {"finetune.dropout": tuning.dropout, "train.z_loss": config.train.z_loss}
+    given |= {f"backend.{key}": getattr(config.backend, key) for key in ("attention", "deterministic")}
     if tuning.compares:
         keys = ("objective", "beta", "label_smoothing", "orpo_lambda")
         given |= {f"finetune.{key}": getattr(tuning, key) for key in keys}

@@ -7,6 +7,7 @@ import torch
 
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cuda import WORKSPACE, WORKSPACES, deterministic
 from nxtrain.common.errors import BackendError
 from tests.support.contract_kernels import exact_attention
 
@@ -56,4 +57,30 @@ def test_an_announced_kernel_computes_the_formula(
     theirs = [wanted_out, *torch.autograd.grad(wanted_out, exact, grad.double())]
     for found, expected in zip(ours, theirs, strict=True):
         assert (found.double() - expected).norm() <= 3e-2 * expected.norm()
+    backend.choose_attention("auto", AttentionShape(2, length, 4, 64, params))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "flash", "flex", "plain"])
+@pytest.mark.parametrize(("params", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_deterministic_gradients_repeat_their_bits(
+    backend: Backend, wanted: str, params: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen blocks of keys add to each gradient of a query, so that an order exists."""
+    if (wanted, params) == ("flash", "fp32"):
+        pytest.skip("FlashAttention takes 16-bit numbers")
+    monkeypatch.setenv(WORKSPACE, WORKSPACES[0])
+    length = 2048
+    q, grad = (torch.randn(length, 2, 4, 64, device=backend.device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(length, 2, 2, 64, device=backend.device, dtype=dtype) for _ in range(2))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    with deterministic({WORKSPACE: WORKSPACES[0]}):
+        monkeypatch.setattr(backend, "_is_deterministic", True)
+        backend.choose_attention(wanted, AttentionShape(2, length, 4, 64, params))
+        first = None
+        for _ in range(8):
+            out = backend.kernels.attention(q, k, v)
+            found = [out, *torch.autograd.grad(out, given, grad)]
+            first = first or found
+            assert all(map(torch.equal, found, first))
+    monkeypatch.undo()
     backend.choose_attention("auto", AttentionShape(2, length, 4, 64, params))

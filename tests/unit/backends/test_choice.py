@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend, CudaDiagnostics
+from nxtrain.backends.cuda import PEAK_FLOPS, WORKSPACE, CudaBackend, CudaDiagnostics, deterministic
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
@@ -80,6 +82,21 @@ def test_a_local_rank_beyond_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(BackendError, match=r"local rank 2 has no GPU: this node shows 2; start at most 2 ranks"):
         open_backend("cuda")
+
+
+def test_deterministic_kernels_last_until_the_backend_closes_and_need_cublas_to_take_part() -> None:
+    switches: Any = torch.utils.deterministic
+    assert not torch.are_deterministic_algorithms_enabled()
+    for value in (":4096:8", ":16:8"):
+        with deterministic({WORKSPACE: value}):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not switches.fill_uninitialized_memory
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert switches.fill_uninitialized_memory
+    for environ, shown in (({}, "none"), ({WORKSPACE: ":0:0"}, ":0:0")):
+        with pytest.raises(BackendError, match=rf"needs {WORKSPACE}=:4096:8, and the environment has {shown}"):
+            deterministic(environ).__enter__()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_a_pinned_kernel_comes_first_until_it_is_let_go() -> None:
 def test_cudnn_comes_first_from_hopper_on() -> None:
     assert order((8, 9)) == order((7, 5)) == ("flash", "efficient")
     assert order((9, 0)) == order((12, 0)) == ("cudnn", "flash", "efficient")
+    assert order((9, 0), deterministic=True) == ("flash", "efficient")
 
 
 def test_other_releases_of_flash_attention_are_activated_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,19 @@ def test_a_rank_that_lacks_variables_starts_anew_with_them_once(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("given", [{}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}])
+def test_deterministic_ranks_of_gpus_have_cublas_take_part(started: list[Program], given: dict[str, str]) -> None:
+    """A value of the shell stays; the backend refuses those that do not serve."""
+    overrides = ["backend.name=cuda", "backend.deterministic=true"]
+    shell = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **given}
+    wanted = {} if given else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert wanted.items() <= {**given, **render(TINY, overrides, None, shell).env}.items()
+    reexec_with_environment(load(TINY, overrides).config, shell, local_world=1)
+    reached = {**shell, **(started[-1].environ if started else {})}
+    assert reached["CUBLAS_WORKSPACE_CONFIG"] == {**wanted, **given}["CUBLAS_WORKSPACE_CONFIG"]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in render(TINY, ["backend.name=cuda"], None, shell).env
+
+
 @pytest.mark.parametrize(("nodes", "started_on"), [(1, 2), (2, 1)])
 def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
     monkeypatch: pytest.MonkeyPatch, started: list[Program], nodes: int, started_on: int

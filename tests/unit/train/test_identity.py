@@ -128,6 +128,7 @@ def test_settings_that_move_the_course_are_told_and_not_refused(tmp_path: Path) 
 
     assert told() == ""
     assert told({"optim": {"lr": 1e-5}}) == "settings have changed since step 2: optim.lr 0.01 there, 1e-05 here"
+    assert told({"backend": {"deterministic": True}}).endswith("backend.deterministic False there, True here")
     assert told({"train": {"steps": 9}}) == "settings have changed since step 2: optim.decay_steps 4 there, 9 here"
     assert told({"train": {"steps": 9}, "optim": {"decay_steps": 4}}) == ""
     assert "precision.reduce fp32 there, bf16 here" in told({"precision": {"reduce": "bf16"}})
