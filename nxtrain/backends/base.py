@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
 from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.backends.rank_group import RankGroup
 from nxtrain.common.distributed.collectives import Collectives, Pending
+from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Backend(RankGroup):
         binding: Binding to a vendor's library.
         diagnostics: Measurements of the device.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
+        compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
     """
 
     compiler: str | None = None
@@ -143,6 +145,7 @@ class Backend(RankGroup):
     binding: Binding = Binding()
     diagnostics: Diagnostics = Diagnostics()
     attention: AttentionChoice | None = None
+    compiler_options: dict[str, Any] | None = None
 
     @abstractmethod
     def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
@@ -197,6 +200,15 @@ class Backend(RankGroup):
 
     def compile_kernels(self) -> None:
         """Let kernels make graphs of the work around a model's blocks; most devices gain nothing by that."""
+
+    def overlap_products(self, tp: Axis) -> None:
+        """Let compiled blocks gather and scatter over tp while they multiply; called before a model is built.
+
+        Raises:
+            ConfigError: The device has no such products.
+        """
+        reason = f"is for GPUs, whose memory their peers can reach, not for backend.name={self.name}"
+        raise ConfigError([Problem("parallel.async_tp", reason, hint="use false")])
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""

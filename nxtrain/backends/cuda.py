@@ -34,6 +34,7 @@ from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import Rows
+from nxtrain.common.mesh import Axis
 
 PEAK_FLOPS = {
     "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16
@@ -258,6 +259,12 @@ class CudaBackend(AcceleratorBackend):
 
     def _unpin(self) -> None:
         self._pins.close()
+
+    def overlap_products(self, tp: Axis) -> None:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(self.collectives.group(tp).group_name)
+        self.compiler_options = {"_micro_pipeline_tp": True}
 
     def close(self) -> None:
         self._unpin()

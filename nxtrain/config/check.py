@@ -25,7 +25,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import ATTENTION, FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import ATTENTION, FULLY_SHARDED, ON_GPUS, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -335,8 +335,16 @@ def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
-    if config.compile.torch_compile == "step" and config.parallel.pp > 1:
-        reason = f"step makes one graph from tokens to the loss, but pp={config.parallel.pp} cuts it into stages"
+    parallel = config.parallel
+    if parallel.async_tp and not (config.compile.torch_compile and parallel.sequence_parallel and parallel.tp > 1):
+        reason = "overlaps the collectives of sequence_parallel with products, in blocks that torch.compile compiles"
+        hint = "use false, or compile.torch_compile=true, parallel.sequence_parallel=true and parallel.tp=2 or more"
+        yield Problem("parallel.async_tp", reason, hint=hint)
+    elif parallel.async_tp and config.backend.name not in ("auto", ON_GPUS):
+        reason = f"is for GPUs, whose memory their peers can reach, not for backend.name={config.backend.name}"
+        yield Problem("parallel.async_tp", reason, hint="use false, or backend.name=cuda")
+    if config.compile.torch_compile == "step" and parallel.pp > 1:
+        reason = f"step makes one graph from tokens to the loss, but pp={parallel.pp} cuts it into stages"
         yield Problem("compile.torch_compile", reason, hint="use true, or parallel.pp=1")
 
 

@@ -143,6 +143,9 @@ class ParallelConfig(Section):
     """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
+    async_tp: bool = False
+    """On cuda, compiled blocks overlap gathers and scatters of sequence_parallel with their products, through torch's
+    symmetric memory."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
     """State sharded over dp x cp: nothing, optimizer state, gradients too, parameters too, or those in a node."""
     shard_size: DerivedDegree = 0

@@ -37,7 +37,9 @@ def compile_model(model: nn.Module, backend: Backend, *, whole: bool) -> None:
         raise ConfigError([Problem("compile.torch_compile", reason, hint="use false")])
     # Static shapes: graphs with dynamic shapes are slower, and TorchNeuron has none. A graph break is an error, not a
     # slow run.
-    compiled = partial(torch.compile, backend=backend.compiler, dynamic=False, fullgraph=True)
+    compiled = partial(
+        torch.compile, backend=backend.compiler, dynamic=False, fullgraph=True, options=backend.compiler_options
+    )
     lm = cast(CausalLM, model)
     if whole:
         lm.loss = compiled(lm.loss)  # type: ignore[method-assign]

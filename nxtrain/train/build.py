@@ -182,6 +182,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     dtype = Precision.of(run.precision).params
     if run.compile.torch_compile:
         backend.compile_kernels()
+    if run.parallel.async_tp:
+        backend.overlap_products(mesh.tp)
     parallel = TensorParallel(
         mesh.tp,
         backend.collectives,

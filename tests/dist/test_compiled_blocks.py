@@ -185,3 +185,8 @@ def test_a_device_that_compiles_whole_steps_refuses() -> None:
     resolved = changed(layout("gqa2", tp=1), compile={"torch_compile": True})
     with pytest.raises(ConfigError, match=r"compile\.torch_compile.*the backend xla records whole steps"):
         build_meta(resolved, _Lazy(), Mesh.build(1, 0))  # type: ignore[arg-type]
+
+
+def test_a_device_whose_memory_no_peer_reaches_joins_no_products() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.async_tp.*not for backend\.name=xla"):
+        Backend.overlap_products(_Lazy(), Mesh.build(1, 0).tp)  # type: ignore[arg-type]

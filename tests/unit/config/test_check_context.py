@@ -77,3 +77,23 @@ def test_sequence_parallelism_alone_asks_for_its_own_division(tmp_path: Path) ->
 def test_ranks_of_one_sequence_count_once_for_the_batch(tmp_path: Path) -> None:
     config = checked(tmp_path, "parallel.cp=2", "parallel.tp=2", "train.global_batch=2", world=8).config
     assert config.parallel.ranks_per_replica == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "hint"),
+    [
+        (["parallel.tp=2", "compile.torch_compile=true"], "overlaps the collectives of sequence_parallel", "tp=2"),
+        (["parallel.tp=2", "parallel.sequence_parallel=true"], "blocks that torch.compile compiles", "use false"),
+        (
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "compile.torch_compile=true", "backend.name=cpu"],
+            "not for backend.name=cpu",
+            "backend.name=cuda",
+        ),
+    ],
+)
+def test_products_overlap_with_nothing_where_no_compiler_joins_them(
+    tmp_path: Path, overrides: list[str], reason: str, hint: str
+) -> None:
+    found = only(tmp_path, "parallel.async_tp=true", *overrides, world=2)
+    assert found.key == "parallel.async_tp" and reason in found.reason
+    assert hint in (found.hint or "")
