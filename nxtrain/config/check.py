@@ -18,6 +18,7 @@ from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
+from nxtrain.config.device import kernels_and_graphs, layers
 from nxtrain.config.duration import duration
 from nxtrain.config.experts import experts
 from nxtrain.config.finetune import finetune
@@ -25,7 +26,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import ATTENTION, FULLY_SHARDED, ON_GPUS, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -126,8 +127,8 @@ def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = T
     yield from precision(config)
     yield from _sharding(config)
     yield from _offload(config)
-    yield from _layers(config)
-    yield from _compile(config)
+    yield from layers(config)
+    yield from kernels_and_graphs(config)
     yield from finetune(config, has_weights=has_weights)
     yield from muon_problems(config.optim, lr=config.optim.lr, method=config.finetune.method)
     yield from transport(config)
@@ -318,45 +319,6 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
     if "activations" in parallel.offload and config.compile.torch_compile:
         reason = "moves what autograd saves, and compile.torch_compile decides by itself what that is"
         yield Problem(key, reason, hint="leave activations out, or use compile.torch_compile=false")
-
-
-def _compile(config: RunConfig) -> Iterator[Problem]:
-    backend = config.backend
-    if backend.name != "auto" and backend.attention not in ATTENTION[backend.name]:
-        those = [name for name, kernels in ATTENTION.items() if backend.attention in kernels]
-        reason = f"{backend.attention} is a kernel of backend.name={' and '.join(those)}, not of {backend.name}"
-        yield Problem("backend.attention", reason, hint=f"use {' or '.join(ATTENTION[backend.name])}")
-    if backend.deterministic and backend.name in (*ON_XLA, "neuron-native"):
-        reason = f"true is a switch of torch's kernels for GPUs, and backend.name={backend.name} has none"
-        yield Problem("backend.deterministic", reason, hint="use false")
-    elif backend.deterministic and backend.attention in ("cudnn", "flash3", "flash4"):
-        reason = f"true needs gradients whose terms have one order, which {backend.attention} does not promise"
-        yield Problem("backend.attention", reason, hint="use auto, flash, flex or plain")
-    if config.compile.torch_compile and config.backend.name in ON_XLA:
-        reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
-        yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
-    parallel = config.parallel
-    if parallel.async_tp and not (config.compile.torch_compile and parallel.sequence_parallel and parallel.tp > 1):
-        reason = "overlaps the collectives of sequence_parallel with products, in blocks that torch.compile compiles"
-        hint = "use false, or compile.torch_compile=true, parallel.sequence_parallel=true and parallel.tp=2 or more"
-        yield Problem("parallel.async_tp", reason, hint=hint)
-    elif parallel.async_tp and config.backend.name not in ("auto", ON_GPUS):
-        reason = f"is for GPUs, whose memory their peers can reach, not for backend.name={config.backend.name}"
-        yield Problem("parallel.async_tp", reason, hint="use false, or backend.name=cuda")
-    if config.compile.torch_compile == "step" and parallel.pp > 1:
-        reason = f"step makes one graph from tokens to the loss, but pp={parallel.pp} cuts it into stages"
-        yield Problem("compile.torch_compile", reason, hint="use true, or parallel.pp=1")
-
-
-def _layers(config: RunConfig) -> Iterator[Problem]:
-    if config.backend.layers != "nxd":
-        return
-    if config.backend.name not in ("auto", "neuron", "cpu"):  # on cpu it runs for tests
-        reason = f"nxd runs on the backend neuron, not on {config.backend.name}"
-        yield Problem("backend.layers", reason, hint="use backend.layers=native")
-    elif config.parallel.shard in FULLY_SHARDED:
-        reason = f"nxd has layers of whole parameters, but parallel.shard={config.parallel.shard} cuts them further"
-        yield Problem("backend.layers", reason, hint="use backend.layers=native, or parallel.shard=zero1")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:
