@@ -18,13 +18,9 @@ def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
             if value != off:
                 reason = f"{value} is for models with experts, and this one has none"
                 yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
-    else:
-        if config.compile.torch_compile:
-            reason = "the host reads the number of rows of each expert, which a compiled block cannot"
-            yield Problem("compile.torch_compile", reason, hint="use false")
-        if config.optim.name == "muon":
-            reason = "muon has no update for the matrices of experts"
-            yield Problem("optim.name", reason, hint="use adamw")
+    elif config.compile.torch_compile:
+        reason = "the host reads the number of rows of each expert, which a compiled block cannot"
+        yield Problem("compile.torch_compile", reason, hint="use false")
     if config.parallel.ep > 1:
         yield from _division(config, 0 if mixture is None else mixture.num_experts)
 

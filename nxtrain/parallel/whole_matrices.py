@@ -6,38 +6,58 @@ Every rank runs the same collectives on tensors of the same shapes. On a lazy de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.family import CausalLM
-from nxtrain.common.mesh import Axis, Mesh
+from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.sharding import ParamTable, ShardSpec
 from nxtrain.parallel.matrix_rounds import Round, num_helpers, piece_shape, rounds_of
 
 
 def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]:
-    """Sharding of the weights of all linear layers of the blocks, by parameter name."""
+    """Sharding of all matrices of the blocks, those of routers and experts too, by parameter name."""
     inner: set[int] = set()
     for block in cast(CausalLM, model).blocks:
         inner.update(id(parameter) for parameter in block.parameters())
     matrices = {}
     for name, parameter in model.named_parameters():
-        if id(parameter) in inner and is_matrix(table[name]):
+        if id(parameter) in inner and parameter.dim() > 1:
             matrices[name] = table[name]
     return matrices
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """Ranks that share the work on some matrices.
+
+    Args:
+        holders: Ranks of shard x tp, which hold one copy of each matrix.
+        helpers: Replicas that compute some of the matrices each.
+        helper: (1,) position among the replicas as data, since replicas run the same graph.
+    """
+
+    holders: Axis
+    helpers: Axis
+    helper: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.holders.size * self.helpers.size
 
 
 class WholeMatrices:
     """Functions of whole matrices, whose work the ranks of a pipeline stage share.
 
     The ranks of shard x tp hold one copy of each matrix, and exchange rows for whole matrices. Replicas of this copy
-    compute some matrices each, and gather the results of all.
+    compute some matrices each, and gather the results of all. Under expert parallelism, the ranks that hold the same
+    experts share the work on these.
 
     Attributes:
         rounds: Matrices that are computed at once; each rank owns one matrix or none.
@@ -59,12 +79,17 @@ class WholeMatrices:
         put: Callable[[Tensor], Tensor],
     ) -> None:
         self._mesh, self._comm = mesh, comm
-        self._holders = mesh.over("shard", "tp")
-        self._helpers = mesh.replica.neighbours(num_helpers(mesh.replica.size, self._holders.size, num_blocks))
-        self.rounds = rounds_of(matrices, self._holders.size * self._helpers.size)
-        self._place = self._helpers.rank * self._holders.size + self._holders.rank
-        # Data, since replicas run the same graph.
-        self._helper = put(torch.tensor([self._helpers.rank]))
+        self._sharings: dict[bool, _Sharing] = {}
+        self.rounds: list[Round] = []
+        for expert, shard, axes in ((False, "shard", mesh.dense), (True, "expert_shard", mesh.experts)):
+            own = {name: spec for name, spec in matrices.items() if spec.expert == expert}
+            if not own:
+                continue
+            holders = mesh.over(shard, "tp")
+            helpers = axes.replica.neighbours(num_helpers(axes.replica.size, holders.size, num_blocks))
+            sharing = _Sharing(holders, helpers, put(torch.tensor([helpers.rank])))
+            self._sharings[expert] = sharing
+            self.rounds += rounds_of(own, sharing.size)
 
     def apply(self, of: Round, rows: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Apply a function to each segment of the matrices of a round.
@@ -78,21 +103,23 @@ class WholeMatrices:
         Returns:
             This rank's rows of the results, shaped like `rows`, on the same device.
         """
-        shape = piece_shape(of.spec, self._mesh.tp, self._mesh.shard.size)
-        home, device = rows[of.names[0]].device, self._helper.device
+        sharing = self._sharings[of.spec.expert]
+        holders, helpers = sharing.holders, sharing.helpers
+        shape = piece_shape(of.spec, self._mesh.tp, _axes_of(of.spec, self._mesh).shard.size)
+        home, device = rows[of.names[0]].device, sharing.helper.device
         idle = torch.zeros(shape, device=device)
         here = {name: _padded(x.to(device), 0, shape[0]) for name, x in rows.items()}
         pieces = torch.stack([here.get(name, idle) for name in of.owned])
-        if self._helpers.size > 1:
-            by_helper = pieces.unflatten(0, (self._helpers.size, self._holders.size))
-            pieces = by_helper.index_select(0, self._helper).squeeze(0)
-        gathered = self._comm.start_all_to_all(pieces, self._holders).wait()
+        if helpers.size > 1:
+            by_helper = pieces.unflatten(0, (helpers.size, holders.size))
+            pieces = by_helper.index_select(0, sharing.helper).squeeze(0)
+        gathered = self._comm.start_all_to_all(pieces, holders).wait()
         results = gathered
-        if of.owned[self._place] or self._comm.lazy:
+        if of.owned[helpers.rank * holders.size + holders.rank] or self._comm.lazy:
             segments = assemble(of.spec, self._mesh, gathered)
             results = divide(of.spec, self._mesh, {name: function(whole) for name, whole in segments.items()})
-        returned = self._comm.start_all_to_all(results, self._holders).wait()
-        everyones = self._comm.start_all_gather(returned, self._helpers).wait()
+        returned = self._comm.start_all_to_all(results, holders).wait()
+        everyones = self._comm.start_all_gather(returned, helpers).wait()
         found = {}
         for index, name in enumerate(of.owned):
             if name:
@@ -108,10 +135,10 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
         mesh: The axes.
         pieces: (shard * tp, rows, columns), each rank's rows with padding; of replicas the first is taken.
     """
-    tp, dim = mesh.tp, spec.dim or 0
+    tp, dim, shard_size = mesh.tp, spec.dim or 0, _axes_of(spec, mesh).shard.size
     num_rows = spec.local_shape(tp)[0]
     # (tp, rows of a shard, columns)
-    shards = pieces.unflatten(0, (mesh.shard.size, tp.size)).transpose(0, 1).flatten(1, 2)[:, :num_rows]
+    shards = pieces.unflatten(0, (shard_size, tp.size)).transpose(0, 1).flatten(1, 2)[:, :num_rows]
     parts: dict[str, list[Tensor]] = {segment.name: [] for segment in spec.segments}
     for rank, shard in enumerate(shards.unbind()):
         for piece, view in spec.views(shard, _seen_from(tp, rank)):
@@ -122,7 +149,7 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
 
 def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tensor:
     """Pieces of whole segments for each rank of shard x tp: the inverse of `assemble`."""
-    tp, dim = mesh.tp, spec.dim or 0
+    tp, dim, shard_size = mesh.tp, spec.dim or 0, _axes_of(spec, mesh).shard.size
     shards = []
     for rank in range(tp.size):
         views = []
@@ -130,10 +157,14 @@ def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tenso
             view = segments[piece.segment.name].narrow(dim, piece.start, piece.length)
             views.append(_padded(view, dim, piece.local_length))
         shards.append(torch.cat(views, dim))
-    num_rows, _ = piece_shape(spec, tp, mesh.shard.size)
-    by_tp = _padded(torch.stack(shards), 1, num_rows * mesh.shard.size)
-    pieces: Tensor = by_tp.unflatten(1, (mesh.shard.size, num_rows)).transpose(0, 1).flatten(0, 1)
+    num_rows, _ = piece_shape(spec, tp, shard_size)
+    by_tp = _padded(torch.stack(shards), 1, num_rows * shard_size)
+    pieces: Tensor = by_tp.unflatten(1, (shard_size, num_rows)).transpose(0, 1).flatten(0, 1)
     return pieces.contiguous()
+
+
+def _axes_of(spec: ShardSpec, mesh: Mesh) -> StateAxes:
+    return mesh.experts if spec.expert else mesh.dense
 
 
 def _seen_from(tp: Axis, rank: int) -> Axis:

@@ -57,7 +57,8 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
     """Moments of a step on a pipeline stage."""
     accumulated = accumulated_bytes(job, stage)
     if job.config.optim.name == "muon":
-        yield Moment(reduced_bytes(job, stage), 0, 0, muon_work(job, stage).memory)
+        memory = max(work.memory for work in muon_work(job, stage))
+        yield Moment(reduced_bytes(job, stage), 0, 0, memory)
     if job.is_fully_sharded:
         if job.has_params_on_host:
             accumulated = 0

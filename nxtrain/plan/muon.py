@@ -6,10 +6,10 @@ Counts mirror `parallel/whole_matrices.py` and `optim/newton_schulz.py`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.parallel.matrix_rounds import (
     EXCHANGED_BYTES,
@@ -51,17 +51,23 @@ class MuonWork(NamedTuple):
 
 def hidden_specs(stage: Stage, tp: int) -> dict[str, ShardSpec]:
     """Matrices of each block of a stage, by their names inside the block."""
-    return {name: spec for name, spec in stage.block_specs(tp).items() if is_matrix(spec)}
+    return {name: spec for name, spec in stage.block_specs(tp).items() if len(spec.shape) > 1}
+
+
+def _hidden_kinds(stage: Stage, tp: int) -> list[tuple[int, dict[str, ShardSpec]]]:
+    """Number and matrices of the blocks with experts, if the model has some, and of those without."""
+    with_experts = stage.num_blocks - stage.num_dense
+    return [(with_experts, hidden_specs(stage, tp)), (stage.num_dense, hidden_specs(stage.dense, tp))]
 
 
 def hidden_entries(job: Job, stage: int) -> Entries:
     """Entries of a stage that have one running mean; none if AdamW updates all."""
-    if job.config.optim.name != "muon":
-        return Entries(0, 0, 0)
-    kind = job.stage(stage)
-    return sum_entries(hidden_specs(kind, job.config.parallel.tp), job.config.parallel.tp, job.shard_size).times(
-        kind.num_blocks
-    )
+    total = Entries(0, 0, 0)
+    if job.config.optim.name == "muon":
+        kind, tp = job.stage(stage), job.config.parallel.tp
+        for number, specs in _hidden_kinds(kind, tp):
+            total = total.plus(sum_entries(specs, tp, job.shard_size, kind.ep).times(number))
+    return total
 
 
 def num_hidden(job: Job) -> int:
@@ -70,28 +76,35 @@ def num_hidden(job: Job) -> int:
         return 0
     total = 0
     for kind in job.stages:
-        total += kind.num_blocks * sum(math.prod(spec.shape) for spec in hidden_specs(kind, 1).values())
+        for number, specs in _hidden_kinds(replace(kind, ep=1), 1):
+            total += number * sum(math.prod(spec.shape) for spec in specs.values())
     return total
 
 
-def muon_work(job: Job, stage: int) -> MuonWork:
-    """Work of Muon on a rank of a stage; nothing if AdamW updates all."""
+def muon_work(job: Job, stage: int) -> tuple[MuonWork, ...]:
+    """Work of Muon on a rank of a stage: on matrices of all ranks of dp x cp, and on experts; empty without Muon."""
     optim, parallel = job.config.optim, job.config.parallel
     if optim.name != "muon":
-        return MuonWork(0, 1, 1, 0, 0, 0)
+        return ()
     blocks = -(-job.dimensions.num_layers // parallel.pp)
-    replicas = job.copies // job.shard_size
-    return _work(job.stage(stage), parallel.tp, job.shard_size, replicas, blocks, optim.muon_steps)
+    kind, shard = job.stage(stage), job.shard_size
+    work = [_work(kind, parallel.tp, shard, job.copies // shard, blocks, optim.muon_steps, False)]
+    if job.dimensions.mixture is not None:
+        shard = max(1, shard // parallel.ep)
+        replicas = job.copies // (shard * parallel.ep)
+        work.append(_work(kind, parallel.tp, shard, replicas, blocks, optim.muon_steps, True))
+    return tuple(work)
 
 
 @lru_cache(maxsize=4096)
-def _work(  # 6 arguments that a search repeats
-    stage: Stage, tp: int, shard: int, replicas: int, blocks: int, steps: int
+def _work(  # 7 arguments that a search repeats
+    stage: Stage, tp: int, shard: int, replicas: int, blocks: int, steps: int, of_experts: bool
 ) -> MuonWork:
     matrices = {}
-    for block in range(stage.num_blocks):
-        for name, spec in hidden_specs(stage, tp).items():
-            matrices[f"{block}.{name}"] = spec
+    for kind, (number, specs) in enumerate(_hidden_kinds(stage, tp)):
+        for block in range(number):
+            own = {name: spec for name, spec in specs.items() if spec.expert == of_experts}
+            matrices.update({f"{kind}.{block}.{name}": spec for name, spec in own.items()})
     axis, holders = axis_of(tp), shard * tp
     helpers = num_helpers(replicas, holders, blocks)
     rounds = rounds_of(matrices, holders * helpers)
@@ -118,4 +131,4 @@ def products_s(job: Job, stage: int, products: float) -> float:
     share = 1.0
     if job.config.optim.muon_precision == "fp32":
         share = FP32_SHARE.get(job.machine.kind, GPU_FP32_SHARE)
-    return muon_work(job, stage).flops / (job.machine.device_flops * products * share)
+    return sum(work.flops for work in muon_work(job, stage)) / (job.machine.device_flops * products * share)

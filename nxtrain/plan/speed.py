@@ -371,8 +371,11 @@ def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tup
 
 def _update_traffic(job: Job, stage: int, links: Links) -> Iterator[Traffic]:
     """Rows that Muon exchanges for whole matrices, and results that replicas gather."""
-    work, parallel = muon_work(job, stage), job.config.parallel
-    groups = ((work.holders, 1, work.exchanged), (work.helpers, parallel.tp * job.shard_size, work.gathered))
+    groups, parallel = [], job.config.parallel
+    for distance, work in zip((1, parallel.ep), muon_work(job, stage), strict=False):
+        spread = distance if work.holders > parallel.tp else 1
+        groups.append((work.holders, spread, work.exchanged))
+        groups.append((work.helpers, distance * work.holders, work.gathered))
     for size, spread, sent in groups:
         if sent:
             seconds = ring_s(job, size, sent, links, spread=spread)

@@ -209,7 +209,7 @@ class Rank:
                 params += count * held.num_bytes
                 trained += count * math.prod(held.shape)
                 updated += count * math.prod(held.state_shape)
-                if has_muon and is_matrix(held.parameter.spec) and held in self.block:
+                if has_muon and len(held.parameter.spec.shape) > 1 and held not in self.others:
                     with_one_mean += count * math.prod(held.state_shape)
             else:
                 frozen += count * held.num_bytes

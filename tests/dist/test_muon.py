@@ -16,6 +16,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory as folders
 from nxtrain.common.distributed.collectives import Pending
+from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import Layout, ShardSpec
 from nxtrain.config.check import Resolved
@@ -23,11 +24,13 @@ from nxtrain.optim.muon import Muon
 from nxtrain.parallel import whole_matrices
 from nxtrain.parallel.matrix_rounds import Round, exchanged_bytes, rounds_of
 from nxtrain.parallel.whole_matrices import WholeMatrices, hidden_matrices
+from nxtrain.plan.job import Job
+from nxtrain.plan.muon import muon_work
 from nxtrain.train.build import build_mesh
 from tests.dist.test_checkpoint_shard_modes import SAVED, resumed, saved_tensors, straight
 from tests.dist.test_update_rules import whole_of
 from tests.support.adamw import cut, part
-from tests.support.drawn import SEED, TRIES, Drawn, draw
+from tests.support.drawn import SEED, TRIES, Drawn, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, random, weights_of
@@ -53,6 +56,26 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 """Layouts; ranks of shard x tp exchange rows, and replicas share the work."""
 
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "config": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5},
+}
+EXPERT_CUTS: dict[str, dict[str, Any]] = {
+    "ep1-dp2": {"dp": 2},
+    "ep1-tp2-zero1": {"tp": 2, "sp": True, "dp": 2, "shard": "zero1"},
+    "ep1-full": {"dp": 2, "shard": "full"},
+    "ep2": {"dp": 2, "ep": 2},
+    "ep2-copies": {"dp": 4, "ep": 2},
+    "ep4": {"dp": 4, "ep": 4},
+    "ep2-tp2": {"tp": 2, "dp": 2, "ep": 2},
+    "ep2-cp2": {"cp": 2, "ep": 2},
+    "ep2-zero1": {"dp": 4, "ep": 2, "shard": "zero1"},
+    "ep2-full": {"dp": 4, "ep": 2, "shard": "full"},
+    "ep2-hybrid": {"dp": 4, "ep": 2, "shard": "hybrid", "shard_size": 2},
+    "ep2-tp2-pp2": {"tp": 2, "pp": 2, "dp": 2, "ep": 2},
+}
+CUTS |= {name: {"tp": 1, "micro": 1, **EXPERTS, **cuts} for name, cuts in EXPERT_CUTS.items()}
+
 RULES = [("fp32", "fp32"), ("fp32_master", "fp32"), ("bf16_stochastic", "bf16"), ("bf16_kahan", "fp32")]
 
 
@@ -73,6 +96,14 @@ def broken(mutant: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if mutant == "shard alone":
             patch.setattr(WholeMatrices, "apply", _alone)
+        if mutant == "shared with other experts":
+            # All ranks of dp x cp are taken for replicas.
+            plain_init = WholeMatrices.__init__
+
+            def init(self: WholeMatrices, matrices: Any, mesh: Mesh, *rest: Any) -> None:
+                plain_init(self, matrices, replace(mesh, ep_size=1), *rest)
+
+            patch.setattr(WholeMatrices, "__init__", init)
         if mutant == "fused":
             patch.setattr(whole_matrices, "assemble", _assemble_fused)
             patch.setattr(whole_matrices, "divide", _divide_fused)
@@ -110,8 +141,8 @@ def updated_by_given_gradients(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], mutant: str = ""
 ) -> Weights:
     """Weights of this rank after three updates from whole float32 gradients, equal in every layout."""
-    state = start(backend, resolved, weights)
     with broken(mutant):
+        state = start(backend, resolved, weights)
         for step in range(3):
             grads = {name: random(*w.shape, seed=100 * step + i) for i, (name, w) in enumerate(sorted(weights.items()))}
             local = cut(state.layout, grads, state.data_parallel.shards)
@@ -124,7 +155,7 @@ def updated_by_given_gradients(
 
 def different(ranks: RankPool, rule: tuple[str, str], cuts: dict[str, Any], mutant: str = "") -> set[str]:
     """Global names of the tensors with bits that differ from those of one rank."""
-    model = {key: cuts[key] for key in ("shape", "config") if key in cuts}
+    model = {key: cuts[key] for key in ("shape", "family", "config") if key in cuts}
     alone, resolved = run_of(*rule, tp=1, **model), run_of(*rule, **cuts)
     weights = weights_of(alone)
     (expected,) = ranks.run(1, updated_by_given_gradients, alone, weights)
@@ -132,7 +163,7 @@ def different(ranks: RankPool, rule: tuple[str, str], cuts: dict[str, Any], muta
     for rank, shards in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights, mutant)):
         mesh = build_mesh(resolved, world, rank, world)
         if cuts.get("shard") == "zero1":
-            mesh = Mesh.build(world, rank, tp=cuts["tp"])
+            mesh = Mesh.build(world, rank, tp=cuts["tp"], ep=cuts.get("ep", 1))
         held = Layout(table_of(resolved, mesh), mesh)
         for name, blocks in held.items():
             for block in blocks:
@@ -164,6 +195,9 @@ def test_equal_gradients_give_equal_bits_under_every_rule(ranks: RankPool, name:
         ("tp2", "shard alone", {"q_proj", "o_proj", "up_proj", "down_proj"}),
         ("zero1", "shard alone", {"v_proj", "o_proj", "down_proj"}),
         ("dp2", "fused", {"q_proj", "v_proj", "up_proj"}),
+        ("ep2", "fused", {"gate_proj", "up_proj", "down_proj"}),
+        ("ep2-zero1", "shard alone", {"gate", "gate_proj", "down_proj"}),
+        ("ep2", "shared with other experts", {"gate_proj", "up_proj", "down_proj"}),
         ("dp2", "rounded momentum", {"q_proj", "o_proj", "up_proj", "down_proj"}),
     ],
 )
@@ -179,14 +213,15 @@ def test_matrices_that_are_not_whole_and_single_are_seen(
 
 DRAWS = 8
 MORE_DRAWS = 24
+EXPERT_DRAWS = 16
 
 
-def drawn(index: int, degrees: Degrees) -> Drawn:
+def drawn(index: int, degrees: Degrees, lane: str = "muon") -> Drawn:
     """A drawn run whose optimizer is Muon."""
     scale, rate = ("moonlight", "original")[index % 2], (0.0, 3e-4)[index // 2 % 2]
     muon = ("optim.name=muon", f"optim.muon_scale={scale}", f"optim.adam_lr={rate}")
     for attempt in range(TRIES):
-        found = draw("muon", SEED, index + attempt * TRIES, degrees)
+        found = draw(lane, SEED, index + attempt * TRIES, degrees)
         # Queries of one or two keys have little gradient beside rounding, and any gradient gives as large an update.
         if found.resolved.config.train.seq_len > 3:
             break
@@ -207,6 +242,16 @@ def check_drawn(ranks: RankPool, indices: range) -> None:
 def test_drawn_runs_are_those_of_torchs_optimizers(ranks: RankPool, index: int) -> None:
     """Losses, norms and weights are within the bounds that hold for AdamW."""
     check_drawn(ranks, range(index, index + 1))
+
+
+@pytest.mark.parametrize("index", one_in(4, range(EXPERT_DRAWS)))
+def test_drawn_runs_with_experts_are_those_of_torchs_optimizers(ranks: RankPool, index: int) -> None:
+    """Each expert has a matrix of its own for gate, values and output."""
+    degrees = covering_array(SEED + 3, EXPERT_DRAWS, ep=True)[index]
+    case = drawn(index, degrees, "muon-ep-mixtures")
+    courses = ranks.run(degrees.world, ours, case, first_weights(case))
+    errors = [(case, error_of(courses, wanted(case), case))]
+    assert not failures(errors), failures(errors)
 
 
 @pytest.mark.slow
@@ -237,18 +282,26 @@ def bytes_of_an_update(backend: Backend, resolved: Resolved, weights: Weights) -
         patch.setattr(comm, "start_all_gather", count_gather)
         state.optimizer.step(grads, torch.tensor(1e-3), torch.tensor(1.0))
     mesh, matrices = state.mesh, hidden_matrices(state.model, state.table)
-    holders, helpers = mesh.shard.size * mesh.tp.size, 2 if mesh.replica.size > 1 else 1
-    rounds = rounds_of(matrices, holders * helpers)
-    return (exchanged, gathered), exchanged_bytes(rounds, mesh.tp, mesh.shard.size, helpers)
+    exchanges = gathers = 0
+    for is_expert, axes in ((False, mesh.dense), (True, mesh.experts)):
+        own = {name: spec for name, spec in matrices.items() if spec.expert == is_expert}
+        holders, helpers = axes.shard.size * mesh.tp.size, 2 if axes.replica.size > 1 else 1
+        sums = exchanged_bytes(rounds_of(own, holders * helpers), mesh.tp, axes.shard.size, helpers)
+        exchanges, gathers = exchanges + sums[0], gathers + sums[1]
+    job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
+    work = muon_work(job, 0)
+    planned = (sum(each.exchanged for each in work), sum(each.gathered for each in work))
+    assert planned == (exchanges, gathers)
+    return (exchanged, gathered), planned
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "zero1", "tp2-full", "hybrid"])
+@pytest.mark.parametrize("name", ["dp2", "tp2", "zero1", "tp2-full", "hybrid", "ep2-copies", "ep2-zero1"])
 def test_bytes_of_an_update_are_those_of_the_formula(ranks: RankPool, name: str) -> None:
     resolved = run_of("fp32", "fp32", **CUTS[name])
     for counted, formula in ranks.run(world_of(CUTS[name]), bytes_of_an_update, resolved, weights_of(resolved)):
         assert counted == formula
-        assert (counted[0] > 0) == (name != "dp2")
-        assert (counted[1] > 0) == (name in ("dp2", "hybrid"))
+        assert (counted[0] > 0) == (name not in ("dp2", "ep2-copies"))
+        assert (counted[1] > 0) == (name in ("dp2", "hybrid", "ep2-copies"))
 
 
 @pytest.mark.parametrize(("rule", "loaded"), [(RULES[0], "none"), (RULES[2], "full")], ids=str)

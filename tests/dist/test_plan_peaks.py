@@ -193,6 +193,12 @@ RUNS: dict[str, Tables] = {
         "precision": MASTER,
         "train": {**FEW, "global_batch": 8},
     },
+    "divided experts, muon, zero1": {
+        "model": {**EXPERTS, "num_hidden_layers": 2},
+        "parallel": {"dp": 4, "ep": 2, "shard": "zero1"},
+        "train": {**FEW, "global_batch": 8},
+        "optim": {"name": "muon"},
+    },
     "experts in half of the blocks": {
         "model": {
             "family": "qwen3_moe",

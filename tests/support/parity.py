@@ -19,7 +19,6 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
@@ -74,7 +73,7 @@ def reference(
     wrapped = wrap(model)
     optim = resolved.config.optim
     trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
-    optimizers = _optimizers(trained, optim)
+    optimizers = _optimizers(trained, resolved)
     losses, norms = [], []
     batches_ = [] if loss_of else data or _pairs(resolved, steps)
 
@@ -135,12 +134,13 @@ def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Ten
     return total / count
 
 
-def _optimizers(trained: Mapping[str, torch.nn.Parameter], optim: OptimConfig) -> list[torch.optim.Optimizer]:
+def _optimizers(trained: Mapping[str, torch.nn.Parameter], resolved: Resolved) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters, or torch's Muon for the matrices of the blocks and AdamW for all others."""
-    matrices: list[torch.nn.Parameter] = []
+    optim = resolved.config.optim
+    inner: dict[str, torch.nn.Parameter] = {}
     if optim.name == "muon":
-        matrices = [p for name, p in trained.items() if ".layers." in name and p.dim() > 1]
-    hidden = {id(p) for p in matrices}
+        inner = {name: p for name, p in trained.items() if ".layers." in name and p.dim() > 1}
+    hidden = {id(p) for p in inner.values()}
     groups = []
     for decays in (True, False):
         own = [
@@ -149,12 +149,23 @@ def _optimizers(trained: Mapping[str, torch.nn.Parameter], optim: OptimConfig) -
         groups.append({"params": own, "weight_decay": optim.weight_decay * decays})
     rate = optim.lr if optim.name == "adamw" else optim.adam_lr or optim.lr
     adamw = torch.optim.AdamW(groups, lr=rate, betas=optim.betas, eps=optim.eps)
-    if not matrices:
+    if not inner:
         return [adamw]
     rule: dict[str, Any] = {"momentum": optim.muon_momentum, "nesterov": optim.muon_nesterov}
     scale = {"original": "original", "moonlight": "match_rms_adamw"}[optim.muon_scale]
     rule |= {"ns_steps": optim.muon_steps, "adjust_lr_fn": scale, "weight_decay": optim.weight_decay}
-    return [adamw, torch.optim.Muon(matrices, lr=optim.lr, **rule)]
+    # Stacked experts are matrices of their own, which share their memory with the stack.
+    views = hf_tensors(resolved.dimensions, ((name, p.detach()) for name, p in inner.items()))
+    matrices = {name: torch.nn.Parameter(view) for name, view in views.items()}
+    muon = torch.optim.Muon(matrices.values(), lr=optim.lr, **rule)
+
+    def take_gradients(*_: object) -> None:
+        grads = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in inner.items())
+        for name, grad in hf_tensors(resolved.dimensions, grads).items():
+            matrices[name].grad = grad
+
+    muon.register_step_pre_hook(take_gradients)
+    return [adamw, muon]
 
 
 def _decays(name: str, parameter: Tensor, norms: bool) -> bool:

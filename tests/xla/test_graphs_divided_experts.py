@@ -20,9 +20,9 @@ LAYOUT = (
 )
 
 
-@pytest.mark.parametrize(("shard", "dispatch"), [("none", "dropless"), ("zero1", "capacity")])
-def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str) -> None:
-    options = (*LAYOUT, f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}")
+@pytest.mark.parametrize(("shard", "dispatch", "optim"), [("none", "dropless", "adamw"), ("zero1", "capacity", "muon")])
+def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, optim: str) -> None:
+    options = (*LAYOUT, f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}", f"optim.name={optim}")
     code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", "--world", "8", "--steps", "1", "--json", *options)
     assert code == 0, err
     found = json.loads(out)
@@ -33,6 +33,7 @@ def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str) ->
     rows = [row for row in micro["collectives"] if row["axis"] == "ep"]
     assert [(row["op"], row["count"], row["group_size"]) for row in rows] == [("all-to-all", 2 * 6, 2)]
     axes = {row["axis"] for row in update["collectives"]}
+    assert ("expert_shardxtp" in axes) == (optim == "muon"), "whole matrices of the experts that ranks share"
     if shard == "none":
         assert {"expert_copies", "ppxepxtp"} <= axes
     else:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.common.dimensions import is_matrix
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
@@ -102,7 +101,7 @@ def bench_optim(
 
 def hidden_names(layout: Layout) -> list[str]:
     """Names of the matrices of the blocks."""
-    return [name for name, spec in layout.table.items() if ".layers." in name and is_matrix(spec)]
+    return [name for name, spec in layout.table.items() if ".layers." in name and len(spec.shape) > 1]
 
 
 def layout_of(backend: Backend, layers: int) -> Layout:

@@ -189,6 +189,7 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     if mesh.ep_size > 1:
         data_parallel += [mesh.ep, mesh.experts.copies, mesh.experts.shard, mesh.experts.replica]
     axes = [mesh.tp, *data_parallel, pp, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
+    axes += [mesh.over(shard, "tp") for shard in ("shard", "expert_shard")]  # of Muon's whole matrices
     return [axis for axis in axes if axis.size > 1]
 
 

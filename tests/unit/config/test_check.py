@@ -316,11 +316,6 @@ def test_experts_are_not_compiled(tmp_path: Path) -> None:
     assert "the host reads the number of rows of each expert" in found.reason
 
 
-def test_experts_have_no_update_by_muon(tmp_path: Path) -> None:
-    found = only(tmp_path, "model.family=mixtral", "model.preset=tiny", "optim.name=muon")
-    assert (found.key, found.hint) == ("optim.name", "use adamw")
-
-
 def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
     model = checked(hf, f"model.hf={hf}", "model.init=hf", "model.config.num_hidden_layers=1").model.model_dump()
     assert {name: model[name] for name in ("vocab_size", "num_hidden_layers", "tie_word_embeddings")} == {

@@ -28,10 +28,19 @@ PER_BLOCK = HIDDEN * (2 * HEADS * WIDTH + 2 * KV_HEADS * WIDTH + 3 * INNER)
 """Entries of the matrices of a block."""
 
 
-def job_of(name: str = "muon", machine: str = "p5.48xlarge", optim: Any = None, **parallel: Any) -> Job:
+EXPERTS = {
+    "family": "qwen3_moe",
+    "config": {**SHAPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+}
+"""Blocks with experts."""
+
+
+def job_of(
+    name: str = "muon", machine: str = "p5.48xlarge", optim: Any = None, model: Any = None, **parallel: Any
+) -> Job:
     resolved = plan(
         "mha",
-        model={"config": SHAPE},
+        model=model or {"config": SHAPE},
         parallel={"dp": 1, **parallel},
         train={"seq_len": 16, "micro_batch": 1, "global_batch": 8},
         optim={"name": name, **(optim or {})},
@@ -79,7 +88,7 @@ def test_operations_and_bytes_are_those_of_a_block_or_a_few(
 ) -> None:
     """Each rank orthogonalizes the matrices of some blocks, and exchanges padded rows of them."""
     job = job_of(**parallel)
-    work = muon_work(job, 0)
+    (work,) = muon_work(job, 0)
     assert set(hidden_specs(job.stage(0), 1)) == set(SEGMENTS)
     assert (work.holders, work.helpers) == (holders, helpers)
     assert work.flops == blocks * sum(flops(*shape) for shapes in SEGMENTS.values() for shape in shapes)
@@ -103,19 +112,29 @@ def test_float32_products_take_the_time_of_a_slower_rate(machine: str, share: fl
         job_of("adamw", machine=machine),
     )
     rate = MACHINES[machine].device_flops * SPEEDS[MACHINES[machine].kind].products
-    seconds = muon_work(fp32, 0).flops / rate
+    seconds = muon_work(fp32, 0)[0].flops / rate
     assert step_time(fp32).update_s - step_time(bf16).update_s == pytest.approx(seconds * (1 / share - 1))
     assert step_time(bf16).update_s < step_time(adamw).update_s + seconds, "less state is read and written"
 
 
 def test_transfers_of_the_update_are_traffic_of_their_own() -> None:
     job = job_of(tp=2, dp=2)
-    work, found = muon_work(job, 0), step_time(job)
+    (work,), found = muon_work(job, 0), step_time(job)
     rows = [traffic for traffic in found.traffic if traffic.axis == "update"]
     assert [traffic.bytes for traffic in rows] == [work.exchanged, work.gathered]
     assert all(traffic.seconds > 0 and traffic.hidden == 0 for traffic in rows)
     assert found.step_s == pytest.approx(sum(found.parts.values()))
     assert not [traffic for traffic in step_time(job_of("adamw", tp=2, dp=2)).traffic if traffic.axis == "update"]
+
+
+def test_experts_are_matrices_of_their_own_on_the_ranks_that_hold_them() -> None:
+    whole, divided = job_of(model=EXPERTS, dp=4), job_of(model=EXPERTS, dp=4, ep=4)
+    per_expert = 2 * flops(24, HIDDEN) + flops(HIDDEN, 24)
+    assert [work.flops for work in muon_work(divided, 0)][1] == LAYERS * 2 * per_expert
+    assert [work.flops for work in muon_work(whole, 0)][1] == LAYERS // 4 * 8 * per_expert
+    assert [(work.holders, work.helpers) for work in muon_work(divided, 0)] == [(1, 4), (1, 1)]
+    matrices = 2 * HEADS * 8 * HIDDEN + 2 * KV_HEADS * 8 * HIDDEN + 8 * HIDDEN + 8 * 3 * 24 * HIDDEN
+    assert num_hidden(divided) == num_hidden(whole) == LAYERS * matrices
 
 
 @pytest.mark.parametrize("parallel", [{}, {"dp": 4, "shard": "hybrid", "shard_size": 2}], ids=["alone", "hybrid"])
