@@ -181,8 +181,9 @@ def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tenso
     before = positions < ranges.first[:, start:end, None]
     hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
     by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
-    # A number in place of the tensor would be a float64 parameter of an XLA graph.
-    by_head.masked_fill_(hidden, by_head.new_full((), float("-inf")))
+    # CUDA would read the number back from the device; on XLA a number would be a float64 parameter of the graph.
+    unseen = float("-inf") if by_head.is_cuda else by_head.new_full((), float("-inf"))
+    by_head.masked_fill_(hidden, unseen)
     return scores
 
 

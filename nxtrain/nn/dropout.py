@@ -70,6 +70,7 @@ class Dropout:
         config: Configuration of the run.
         dp: Data parallel axis.
         positions: Positions of this rank between the layers without sequence parallelism: (S,) int64.
+        put: Upload of the numbers of sequences, as `Backend.put`.
 
     Attributes:
         sequences: (B,) int32, hashes of the numbers of the sequences at work; None: no entry is left out.
@@ -77,9 +78,9 @@ class Dropout:
         limit: () int32, least bits of an entry that stays.
     """
 
-    def __init__(self, config: RunConfig, dp: Axis, positions: Tensor) -> None:
+    def __init__(self, config: RunConfig, dp: Axis, positions: Tensor, put: Callable[[Tensor], Tensor]) -> None:
         train, share = config.train, config.finetune.dropout
-        self._seed, self._whole = config.run.seed, positions
+        self._seed, self._whole, self._put = config.run.seed, positions, put
         self._dp, self._micro_batch, self._sizes = dp, train.micro_batch, train.batch_sizes()
         self._layers: list[LayerDropout] = []
         self._passes: list[tuple[int, int]] = []
@@ -142,15 +143,14 @@ class Dropout:
         if not torch.is_grad_enabled():
             self.sequences = None
             return
-        device = inputs[0].device
         if not self._is_ready:
             for layer in self._layers:
-                layer.prepare(self._seed, device)
+                layer.prepare(self._seed, inputs[0].device)
             self._is_ready = True
         step, done = self._passes[part]
         num_rows = self._sizes.at(step) // self._dp.size
         first = self._sizes.before(step) + self._dp.rank * num_rows + done
-        self.sequences = _hashes(torch.arange(first, first + self._micro_batch)).to(device)
+        self.sequences = self._put(_hashes(torch.arange(first, first + self._micro_batch)))
         done += self._micro_batch
         if done == num_rows:
             step, done = step + 1, 0

@@ -222,7 +222,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
             positions = torch.arange(run.train.seq_len)
             if context_parallel is not None:
                 positions = context_parallel.positions
-            dropout = Dropout(run, mesh.dp, positions)
+            dropout = Dropout(run, mesh.dp, positions, backend.put)
         adapt(model, run.finetune, parallel, dropout)
         if dropout is not None:
             dropout.attach(model, [len(part.blocks) for part in parts_of(plan, mesh)])

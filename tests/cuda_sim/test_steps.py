@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from nxtrain.backends.base import BackendSettings
+from nxtrain.config.check import Resolved
+from nxtrain.tools.trace.fake_rank import zero_batch
+from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.step import TrainState, train_step
 from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, recorded
+from tests.support.models import plan
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -18,37 +27,67 @@ BF16 = {"params": "bf16", "update": "fp32_master"}
 TRAIN = {"seq_len": 256, "global_batch": 4, "micro_batch": 2}
 
 
-def third_step(backend: Any, tables: Mapping[str, Mapping[str, Any]]) -> Record:
-    """Record of the third step of a run, with the upload of its batch, and without the read of its loss."""
-    from nxtrain.tools.trace.fake_rank import zero_batch
-    from nxtrain.train.build import build_model, build_state, mesh_of
-    from nxtrain.train.step import train_step
-    from tests.support.models import plan
-
+def started(backend: Any, tables: Mapping[str, Mapping[str, Any]]) -> tuple[Resolved, TrainState]:
+    """A run of `SHAPE` before its first step; the tables override its configuration."""
     sections: dict[str, dict[str, Any]] = {"model": {"config": SHAPE}, "precision": BF16, "train": TRAIN}
     for name, table in tables.items():
         sections[name] = {**sections.get(name, {}), **table}
     resolved = plan("gqa2", **sections)
     mesh = mesh_of(resolved, backend)
-    state = build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
+    return resolved, build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
+
+
+def step(resolved: Resolved, state: TrainState) -> None:
+    """A step, with the upload of its batch, and without the read of its loss."""
+    train_step(state, zero_batch(resolved, state), 1e-3)
+    state.backend.step_boundary()
+
+
+def third_step(backend: Any, tables: Mapping[str, Mapping[str, Any]]) -> Record:
+    """Record of the third step of a run."""
+    resolved, state = started(backend, tables)
     for _ in range(2):
-        train_step(state, zero_batch(resolved, state), 1e-3)
-        backend.step_boundary()
+        step(resolved, state)
     with recorded() as record:
-        train_step(state, zero_batch(resolved, state), 1e-3)
-        backend.step_boundary()
+        step(resolved, state)
     return record
 
 
 def step_alone(tables: Mapping[str, Mapping[str, Any]]) -> Record:
-    with opened_gpu() as backend:
+    """The same of a run of one rank."""
+    compiles = tables.get("compile", {}).get("torch_compile", False)
+    with opened_gpu(settings=BackendSettings(torch_compile=compiles)) as backend:
         return third_step(backend, tables)
 
 
-def test_a_step_makes_the_host_wait_for_nothing_and_attends_by_flash_attention(gpu: SimulatedGpu) -> None:
-    record = gpu.run(step_alone, {})
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "bf16": {},
+    "fp32": {"precision": {"params": "fp32", "update": "fp32"}},
+    "fp16": {"precision": {"params": "fp16", "update": "fp32_master"}},
+    "stochastic": {"precision": {"params": "bf16", "update": "bf16_stochastic", "state": "bf16"}},
+    "kahan": {"precision": {"params": "bf16", "update": "bf16_kahan"}},
+    "documents": {"data": {"doc_mask": True}},
+    "window": {"model": {"family": "mistral", "config": {"sliding_window": 64}}},
+    "qwen3": {"model": {"family": "qwen3"}},
+    "selective": {"train": {"remat": "selective"}},
+    "full": {"train": {"remat": "full"}},
+    "z_loss": {"train": {"z_loss": 1e-4}},
+    "muon": {"optim": {"name": "muon"}},
+    "noise": {"metrics": {"noise_scale": True}},
+    "lora": {"finetune": {"method": "lora", "dropout": 0.1}},
+    "qlora": {"finetune": {"method": "qlora"}},
+    "dpo": {"finetune": {"method": "lora", "objective": "dpo"}},
+    "offload": {"parallel": {"offload": ["activations"]}},
+    "compiled": {"compile": {"torch_compile": True}},
+}
+BLOCKED = ("documents", "window")  # attention that goes block by block
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_step_makes_the_host_wait_or_allocates_memory(gpu: SimulatedGpu, name: str) -> None:
+    record = gpu.run(step_alone, OPTIONS[name])
     assert record.host_waits == []
     assert record.of("malloc", "free", "pin") == []
-    attention = [name for name in record.kernels if "flash_fwd" in name or "flash_bwd" in name]
-    assert len(attention) >= 2 * 2 * 2  # micro-batches, blocks, and both ways
-    assert [name for name in record.kernels if "softmax" in name.lower()] == []
+    attention = [kernel for kernel in record.kernels if re.search("flash_(fwd|bwd)|fmha_cutlass[FB]", kernel)]
+    assert bool(attention) == (name not in BLOCKED)
+    assert [kernel for kernel in record.kernels if "softmax" in kernel.lower()] == []

@@ -258,7 +258,7 @@ def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPoo
 
 def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
     resolved = changed(adapted(finetune={"dropout": 0.25}, micro=2), train={"seq_len": 64})
-    dropout = Dropout(resolved.config, Mesh(1, 0).dp, torch.arange(resolved.config.train.seq_len))
+    dropout = Dropout(resolved.config, Mesh(1, 0).dp, torch.arange(resolved.config.train.seq_len), lambda x: x)
     layer, other = (dropout.of_layer(name, range(96)) for name in ("layer", "other"))
     block = torch.nn.Identity()
     dropout.attach(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}), [1])
@@ -287,7 +287,8 @@ def test_sequences_of_a_ramp_are_numbered_in_their_order_on_any_number_of_ranks(
     sizes = resolved.config.train.batch_sizes(3, 8 * resolved.config.train.seq_len)
     found: dict[int, list[int]] = {}
     for rank in range(dp):
-        dropout, block = Dropout(resolved.config, Mesh.build(dp, rank, dp=dp).dp, torch.arange(16)), torch.nn.Identity()
+        axis, block = Mesh.build(dp, rank, dp=dp).dp, torch.nn.Identity()
+        dropout = Dropout(resolved.config, axis, torch.arange(16), lambda x: x)
         dropout.attach(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}), [1])
         for step, size in enumerate((2, 2, 4)):
             for _ in range(size // dp):

@@ -29,7 +29,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -65,6 +65,11 @@ class Record:
     def of(self, *kinds: str) -> list[Event]:
         """Events of some kinds."""
         return [event for event in self.events if event.kind in kinds]
+
+    def after(self, point: str) -> Record:
+        """Events after a point that `mark` added."""
+        names = [event.fields.get("name") if event.kind == "point" else None for event in self.events]
+        return Record(self.events[names.index(point) + 1 :])
 
     @property
     def kernels(self) -> list[str]:
@@ -234,10 +239,19 @@ def _serve(pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build() / LIBRARY))
+
+
+def mark(point: str) -> None:
+    """Add a point to the record that is being made."""
+    _library().cuda_sim_mark(point.encode())
+
+
 @contextmanager
 def recorded() -> Iterator[Record]:
     """Record what the pretended GPU is asked in this context, in a process of `SimulatedGpu`."""
-    library = ctypes.CDLL(str(build() / LIBRARY))
+    library = _library()
     record = Record()
     with tempfile.NamedTemporaryFile("r", encoding="ascii") as file:
         library.cuda_sim_record(file.name.encode())
@@ -255,8 +269,8 @@ def _event(line: str) -> Event:
 
 
 @contextmanager
-def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, **settings: Any) -> Iterator[Any]:
-    """The CUDA backend of one rank, in a process of `SimulatedGpu`.
+def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any = None) -> Iterator[Any]:
+    """The CUDA backend of one rank, in a process of `SimulatedGpu`; `settings` are `BackendSettings`.
 
     Ranks of a world come one after the other and share a store, in which each finds what those before it wrote. Their
     hosts have a group that does nothing.
@@ -276,22 +290,31 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, **settings: Any
         patch.object(c10d, "meet", lambda *_: store),
         patch.object(c10d.C10dBackend, "_join", join_alone),
     ):
-        backend = open_backend("cuda", **settings)
+        backend = open_backend("cuda", settings)
         try:
             yield backend
         finally:
             backend.close()
 
 
-def play(world: int, body: Callable[..., T], *args: Any, **settings: Any) -> list[T]:
+def play(world: int, body: Callable[..., T], *args: Any) -> list[T]:
     """Call `body(backend, *args)` as each rank of a world, one after the other; returns what each returned."""
+    return [found for found, _ in _played(world, body, *args)]
+
+
+def play_recorded(world: int, body: Callable[..., object], *args: Any) -> list[Record]:
+    """The same, and the record of each rank from the opening of its backend to the end."""
+    return [record for _, record in _played(world, body, *args, records=True)]
+
+
+def _played(world: int, body: Callable[..., T], *args: Any, records: bool = False) -> Iterator[tuple[T, Record]]:
     from torch.distributed import HashStore
 
-    store, found = HashStore(), []
+    store = HashStore()
     for rank in range(world):
-        with opened_gpu(rank, world, store, **settings) as backend:
-            found.append(body(backend, *args))
-    return found
+        with recorded() if records else nullcontext(Record()) as record, opened_gpu(rank, world, store) as backend:
+            found = body(backend, *args)
+        yield found, record
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ void record(const char *format, ...) {
     va_end(fields);
 }
 
+// Add a point with a name to the record.
+void cuda_sim_mark(const char *name) { record("point name=%s", name); }
+
 // Names of kernels by the address of their function on the host, in a table with open addresses.
 
 #define NUM_KERNELS (1 << 21)
