@@ -34,16 +34,8 @@ from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import Rows
+from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
-
-PEAK_FLOPS = {
-    "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16
-    "H100 PCIe": 756e12,  # nvidia.com/en-us/data-center/h100, half of the figure with sparsity
-    "H100": 989e12,  # SXM, as above
-    "H200": 989e12,  # nvidia.com/en-us/data-center/h200
-}
-"""Operations per second by a part of the device's name; the first match counts."""
-
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of `precision.params`."""
@@ -143,9 +135,13 @@ class CudaDiagnostics(C10dDiagnostics):
     def bf16_warning(self) -> str:
         return bf16_warning(torch.cuda.get_device_name(self._device), torch.cuda.get_device_capability(self._device))
 
-    def peak_flops(self) -> float | None:
-        name = torch.cuda.get_device_name(self._device)
-        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    def peak_flops(self, params: str = "bf16") -> float | None:
+        peaks = gpu_peaks(torch.cuda.get_device_name(self._device))
+        if peaks is None:
+            return None
+        if params != "fp32":
+            return peaks.bf16
+        return peaks.fp32 if torch.get_float32_matmul_precision() == "highest" else peaks.tf32
 
     def event(self) -> DeviceEvent:
         event = torch.cuda.Event(enable_timing=True)

@@ -26,8 +26,12 @@ class DeviceEvent(Protocol):
 class Diagnostics:
     """Measurements and recordings that a device offers; those of this base class are of a device without any."""
 
-    def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second of one device, by its maker's figures; None if unknown."""
+    def peak_flops(self, params: str = "bf16") -> float | None:
+        """Dense operations per second of one device, by its maker's figures; None if unknown.
+
+        Args:
+            params: `precision.params`; devices of one rate have that of bfloat16 for every type.
+        """
         return None
 
     def peak_memory_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,6 +79,21 @@ class Machine:
         return GPU
 
 
+@dataclass(frozen=True)
+class GpuPeaks:
+    """Dense operations per second of a GPU, by the type of the numbers that are multiplied.
+
+    Args:
+        bf16: bfloat16 and float16.
+        tf32: float32 as tensor cores round it.
+        fp32: float32.
+    """
+
+    bf16: float
+    tf32: float
+    fp32: float
+
+
 def machine_of(name: str, cells: Mapping[str, Any]) -> Machine:
     """Machine of a table of `machines.toml`."""
     values: dict[str, Any] = {}
@@ -102,3 +118,23 @@ INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in 
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Short names of machines."""
+
+GPUS = {
+    name: GpuPeaks(**{kind: cell["value"] * UNITS[cell["unit"]] for kind, cell in cells.items()})
+    for name, cells in _TABLES["gpus"].items()
+}
+"""Peaks of GPUs by words of their names."""
+
+_OTHER_BOARDS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")
+"""Words of boards and of shares of boards whose peak is lower or higher than that of their namesake."""
+
+
+def gpu_peaks(name: str) -> GpuPeaks | None:
+    """Peaks of a GPU by its whole name, such as `NVIDIA H100 PCIe`; None: it is not in the table.
+
+    Of several rows, the one with the longest name counts.
+    """
+    if _OTHER_BOARDS.search(name):
+        return None
+    found = [words for words in GPUS if re.search(rf"\b{words}\b", name)]
+    return GPUS[max(found, key=len)] if found else None

@@ -168,7 +168,7 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
 
 def _throughput_meter(context: RunContext, begun: Meta) -> ThroughputMeter:
     flops = context.plan.dimensions.flops_per_token(context.config.train.seq_len)
-    peak = context.backend.diagnostics.peak_flops()
+    peak = context.backend.diagnostics.peak_flops(context.config.precision.params)
     if peak:
         peak *= context.mesh.world
     return ThroughputMeter(flops, peak or None, tokens=begun.tokens)

@@ -63,7 +63,7 @@ class NeuronKernels(XlaKernels):
 class NeuronDiagnostics(XlaDiagnostics):
     """Counts of torch-xla on Trainium."""
 
-    def peak_flops(self) -> float | None:
+    def peak_flops(self, params: str = "bf16") -> float | None:
         instance = this_machine()
         if instance is None:
             return None

@@ -32,7 +32,7 @@ class NeuronNativeDiagnostics(C10dDiagnostics):
         dynamo = sys.modules.get("torch._dynamo.utils")
         return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
-    def peak_flops(self) -> float | None:
+    def peak_flops(self, params: str = "bf16") -> float | None:
         instance = this_machine()
         if instance is not None:
             return instance.device_flops

@@ -54,7 +54,10 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
     if name in (OURS, COMPILED):
         backend = open_backend(work.backend)
         step, state = ours(work, backend, compiled=name == COMPILED)
-        return {"": timed(step, work.steps, clocks_of(backend), backend), BREAKDOWN: parts(step, state, backend)}
+        return {
+            "": timed(step, work.steps, clocks_of(backend), backend, params=work.precision),
+            BREAKDOWN: parts(step, state, backend),
+        }
     opened = None
     clocks = Clocks(torch.device("cpu"))
     if work.backend != "cpu":
@@ -72,7 +75,7 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
         # torch has no fused AdamW for lazy tensors, whose compiler fuses anyway.
         fused = name in (PEER, PEER_COMPILED) and clocks.device.type != "xla"
         step = transformers_step(work, clocks, fused=fused, compiled=name == PEER_COMPILED)
-    return {"": timed(step, work.steps, clocks, opened)}
+    return {"": timed(step, work.steps, clocks, opened, params=work.precision)}
 
 
 def clocks_of(backend: Backend) -> Clocks:
@@ -193,7 +196,14 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
     return turn
 
 
-def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_up_steps: int = WARM_UP_STEPS) -> Turn:
+def timed(
+    step: Step,
+    steps: int,
+    clocks: Clocks,
+    backend: Backend | None,
+    warm_up_steps: int = WARM_UP_STEPS,
+    params: str = "bf16",
+) -> Turn:
     """Turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
 
     The first turn warms up, for which a lazy device and some compilers need a second and a third step.
@@ -218,7 +228,7 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None, warm_
         measured["device"] = clocks.device.type
         if backend is None:
             return {**measured, "maker_flops": None, "notes": ()}
-        return {**measured, "maker_flops": backend.diagnostics.peak_flops(), "notes": backend.notes()}
+        return {**measured, "maker_flops": backend.diagnostics.peak_flops(params), "notes": backend.notes()}
 
     return turn
 

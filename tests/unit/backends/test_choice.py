@@ -10,7 +10,7 @@ import torch
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.backends.cuda import PEAK_FLOPS, WORKSPACE, CudaBackend, CudaDiagnostics, deterministic
+from nxtrain.backends.cuda import WORKSPACE, CudaBackend, CudaDiagnostics, deterministic
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
@@ -100,13 +100,21 @@ def test_deterministic_kernels_last_until_the_backend_closes_and_need_cublas_to_
 
 
 @pytest.mark.parametrize(
-    ("device", "peak"),
-    [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12)],
+    ("device", "params", "precision", "peak"),
+    [
+        ("NVIDIA H100 PCIe", "bf16", "highest", 756e12),
+        ("NVIDIA H100 PCIe", "fp16", "high", 756e12),
+        ("NVIDIA H100 PCIe", "fp32", "highest", 51e12),
+        ("NVIDIA H100 PCIe", "fp32", "high", 378e12),
+        ("NVIDIA Z100", "bf16", "highest", None),
+    ],
 )
-def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, device: str, peak: float) -> None:
+def test_the_peak_of_a_gpu_is_that_of_its_name_and_of_the_numbers_that_it_multiplies(
+    monkeypatch: pytest.MonkeyPatch, device: str, params: str, precision: str, peak: float | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    assert CudaDiagnostics(torch.device("cuda", 0)).peak_flops() == peak
-    assert peak in PEAK_FLOPS.values()
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert CudaDiagnostics(torch.device("cuda", 0)).peak_flops(params) == peak
 
 
 def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.common.machines import ALIASES, INSTANCE_TYPES, MACHINES, TABLE, UNITS, Machine
+from nxtrain.common.machines import ALIASES, GPUS, INSTANCE_TYPES, MACHINES, TABLE, UNITS, Machine, gpu_peaks
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -153,7 +153,7 @@ def agrees(value: Any, published: Any) -> bool:
     return bool(value == published)
 
 
-CELLS = [(name, key) for name, machine in FILE["machines"].items() for key in machine]
+CELLS = [(table, name, key) for table in ("machines", "gpus") for name in FILE[table] for key in FILE[table][name]]
 
 
 def test_every_machine_has_published_figures() -> None:
@@ -168,21 +168,25 @@ def test_cells_are_the_published_figures(name: str) -> None:
     assert differing(MACHINES[name], PUBLISHED[name]) == []
 
 
-@pytest.mark.parametrize(("name", "key"), CELLS)
-def test_every_number_has_a_unit_and_a_source(name: str, key: str) -> None:
-    cell = FILE["machines"][name][key]
+@pytest.mark.parametrize(("table", "name", "key"), CELLS)
+def test_every_number_has_a_unit_and_a_source(table: str, name: str, key: str) -> None:
+    cell = FILE[table][name][key]
     if isinstance(cell, str):
         assert key in ("kind", "target")
         return
     assert cell.keys() <= {"value", "unit", "source"}
-    assert ("unit" in cell) == bool(re.search(r"bytes|flops|_s$|_usd_h$", key))
+    assert ("unit" in cell) == bool(re.search(r"bytes|flops|_s$|_usd_h$|^(bf16|tf32|fp32)$", key))
     assert cell.get("unit", "GB") in UNITS
     assert re.match(r"https://|AWS slides", FILE["sources"][cell["source"]])
 
 
 def test_every_source_is_used() -> None:
     used = {
-        cell["source"] for machine in FILE["machines"].values() for cell in machine.values() if isinstance(cell, dict)
+        cell["source"]
+        for table in ("machines", "gpus")
+        for row in FILE[table].values()
+        for cell in row.values()
+        if isinstance(cell, dict)
     }
     assert used == FILE["sources"].keys()
 
@@ -202,3 +206,55 @@ def test_accelerators_have_the_names_of_kubernetes() -> None:
     assert resources == {"aws.amazon.com/neuron"}
     assert {machine.resource for machine in MACHINES.values() if not machine.target} == {"nvidia.com/gpu"}
     assert Machine("m5.large").resource == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_gpu_has_the_row_with_the_longest_name(name: str, row: str) -> None:
+    assert gpu_peaks(name) == GPUS[row]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        *(f"NVIDIA GeForce RTX {board}" for board in ("3090 Ti", "4090 Laptop GPU", "4090 D")),
+        *("NVIDIA RTX A1000", "NVIDIA H800", "Tesla V100-SXM2-16GB"),
+    ],
+)
+def test_a_gpu_beside_the_table_has_no_peak(name: str) -> None:
+    assert gpu_peaks(name) is None
+
+
+def test_float32_is_no_faster_than_its_rounding_nor_that_than_bfloat16() -> None:
+    assert all(peaks.fp32 <= peaks.tf32 <= peaks.bf16 for peaks in GPUS.values())
+    # Tensor cores multiply twice as many bfloat16 numbers as rounded float32 ones.
+    assert all(1.9 <= peaks.bf16 / peaks.tf32 <= 2.1 for peaks in GPUS.values())
+
+
+def test_gpus_of_machines_have_the_peak_of_their_row() -> None:
+    for name, machine in MACHINES.items():
+        row = {"a100": "A100", "hopper": "H100", "a10g": "A10G", "l40s": "L40S"}.get(machine.kind)
+        assert machine.target or (row is not None and machine.device_flops == GPUS[row].bf16), name
