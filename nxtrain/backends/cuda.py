@@ -30,12 +30,13 @@ from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.backends.flex_attention import Attend
 from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
-from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, row_tiles
+from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_entropy, masked_cross_entropy, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
-from nxtrain.common.kernels import Rows
+from nxtrain.common.kernels import AdamStep, Function, RoundingKey, Rows
 from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
+from nxtrain.common.vocab import VocabColumns
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of `precision.params`."""
@@ -79,16 +80,68 @@ def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 class CudaKernels(FusedKernels):
-    """torch's fused kernels.
+    """torch's fused kernels; with `compile.torch_compile` the loss and the update are graphs as well.
+
+    The compiler makes one kernel of the update of a parameter, with its rounding: each number is read and written once.
 
     Attributes:
+        compiler: Backend of `torch.compile` for `fuse`; None: nothing is fused.
         flex: FlexAttention for documents; None: attention goes block by block.
         causal: Attention of rows whose queries see all keys before them.
     """
 
     adds_products = True
+    sums_lists = True
+    compiler: str | None = None
     flex: Attend | None = None
     causal: Literal["fused", "flex", "plain"] = "fused"
+
+    def fuse(self, function: Function, *, any_size: bool = False) -> Function:
+        if self.compiler is None:
+            return function
+        # A graph break is an error, not a slow run.
+        compiled = torch.compile(function, backend=self.compiler, dynamic=any_size, fullgraph=True)
+        return compiled  # type: ignore[return-value]
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
+    ) -> tuple[Tensor, Tensor | None]:
+        # In a graph a mask costs no memory, and the compiler has no kernel that both scatters and multiplies.
+        entropy = masked_cross_entropy if torch.compiler.is_compiling() else cross_entropy
+        return entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        update = super().adamw
+        if torch.compiler.is_compiling():
+            update = partial(PlainKernels.adamw, self)
+        update(params, grads, exp_avgs, exp_avg_sqs, how)
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            PlainKernels.replace(self, x, new, unless)
+        else:
+            super().replace(x, new, unless)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            PlainKernels.stochastic_round(self, x, out, key, step)
+        else:
+            super().stochastic_round(x, out, key, step)
+
+    def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        norms: dict[int, Tensor] = {}
+        for dtype in {tensor.dtype for tensor in tensors}:  # a list of one type is the work of few kernels
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            found = torch._foreach_norm([tensors[place] for place in places], dtype=torch.float32)
+            norms.update(zip(places, torch.stack(found).square().unbind(), strict=True))
+        return [norms[place] for place in range(len(tensors))]
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         if a.is_cuda and a.dtype != total.dtype:
@@ -110,6 +163,9 @@ class CudaKernels(FusedKernels):
         return self.flex(q, k, v, whole_rows(starts, window).first)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        if self.compiler is not None:
+            # Views of all rows: the compiler would make a graph for each size of a parameter itself.
+            return [[Rows(name, 0, shape[0], whole=False)] for name, shape in shapes.items() if shape[0]]
         calls: list[list[Rows]] = []
         room = 0
         for rows in row_tiles(shapes, TILE_ENTRIES):
@@ -271,6 +327,9 @@ class CudaBackend(AcceleratorBackend):
         if self._is_deterministic:
             return (*super().notes(), "backend.deterministic=true: kernels that repeat their bits, at a cost in time")
         return super().notes()
+
+    def compile_kernels(self) -> None:
+        self.kernels.compiler = self.compiler
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

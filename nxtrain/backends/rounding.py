@@ -103,9 +103,10 @@ def round_one_by_one(
     x: Tensor, out: Tensor, key: RoundingKey, step: Tensor, bitcast: Callable[[Tensor, torch.dtype], Tensor]
 ) -> None:
     """`Kernels.stochastic_round` with a hash for each entry, and `bitcast` in place of views of another type."""
-    rows = x.reshape(len(key.rows), -1)
+    # Not by sizes, which a compiler for any size could not prove to be those of `x`: it would make several kernels.
+    rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
     words = random_bits(key.rows, key.columns, step)
     noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & _16_BITS
     bits = (bitcast(rows, torch.int32) + noise) & _HIGH_HALF
     rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)
-    out.copy_(rounded.view(out.shape))
+    out.copy_(rounded.squeeze(1) if x.dim() == 1 else rounded.view(out.shape))

@@ -123,6 +123,7 @@ class Kernels(ABC):
 
     Attributes:
         host_may_look: The host can read a number in the middle of an update at no cost.
+        sums_lists: `square_sums` takes few launches for many tensors, and adds up short sums.
         adds_products: `add_product` needs no memory for the product.
         rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
             compute the same values then get different results wherever their streams differ.
@@ -131,6 +132,7 @@ class Kernels(ABC):
     """
 
     host_may_look: bool = False
+    sums_lists: bool = False
     adds_products: bool = False
     rounds: bool = False
     rounds_on_host: bool = False
@@ -257,10 +259,17 @@ class Kernels(ABC):
     def row_square_sums(self, x: Tensor) -> Tensor:
         """Sum of the squares of each row in float32: (R, C) to (R,)."""
 
-    def fuse(self, function: Function) -> Function:
+    def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Sum of the squares of each of some tensors, () float32."""
+        return [self.row_square_sums(tensor.reshape(1, -1)).sum() for tensor in tensors]
+
+    def fuse(self, function: Function, *, any_size: bool = False) -> Function:
         """Fuse a function into one graph with the same results, on devices that need it; else return the function.
 
         The host reads nothing in the function. Numbers that change from call to call are tensors.
+
+        Args:
+            any_size: Tensors differ in size between calls. One graph serves all sizes where the compiler can do that.
         """
         return function
 

@@ -379,7 +379,7 @@ class CompileConfig(Section):
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: Literal[False, True, "step"] = False
-    """torch.compile of each block, on TorchNeuron also of loss, norm and update; step: of the whole pass, in which
+    """torch.compile of each block, on CUDA and TorchNeuron also of loss and update; step: of the whole pass, in which
     parallel.shard gathers parameters; PyTorch/XLA compiles anyway."""
     allow_fallbacks: bool = False
     """On neuron-native, take operations that TorchNeuron computes on the host; otherwise step 1 ends with code 5."""

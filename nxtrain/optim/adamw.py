@@ -89,15 +89,17 @@ class AdamW:
         self._groups = []
         for decays, weight_decay in ((True, optim.weight_decay), (False, 0.0)):
             shapes = {name: shard.shape for name, shard in own.items() if layout.table[name].decay == decays}
-            for call in kernels.tiles(shapes):
-                tiles = [
-                    _Tile(rows, self._param(rows), self._mean("exp_avg", rows), self._mean("exp_avg_sq", rows))
-                    for rows in call
-                ]
-                self._groups.append((tiles, weight_decay))
+            self._groups += [(self._tiles(call), weight_decay) for call in kernels.tiles(shapes)]
         in_graph = not apart and not (self._keys and kernels.rounds_on_host)
-        self._update = kernels.fuse(self._update_tiles) if in_graph else self._update_tiles
+        self._update = kernels.fuse(self._update_tiles, any_size=True) if in_graph else self._update_tiles
         self.reset()
+
+    @torch.no_grad()
+    def _tiles(self, call: Sequence[Rows]) -> list[_Tile]:
+        """Tiles of one call of the update, whose views have no gradients."""
+        return [
+            _Tile(rows, self._param(rows), self._mean("exp_avg", rows), self._mean("exp_avg_sq", rows)) for rows in call
+        ]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -134,13 +136,13 @@ class AdamW:
 
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
         """Update every parameter by gradients on the device of the gradients."""
+        noise = step_hash(how.step) if self._keys else how.step
         for tiles, weight_decay in self._groups:
             parts = [tile.rows.of(grads[tile.rows.name]).to(how.step.device) for tile in tiles]
-            self._update(tiles, parts, replace(how, weight_decay=weight_decay))
+            self._update(tiles, parts, replace(how, weight_decay=weight_decay), noise)
 
-    def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep) -> None:
-        """Update tiles by their gradients."""
-        noise = step_hash(how.step)
+    def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep, noise: Tensor) -> None:
+        """Update tiles by their gradients; `noise` is the hash of the step, if anything is rounded at random."""
         params = [tile.param.open() for tile in tiles]
         exp_avgs = [tile.exp_avg.open() for tile in tiles]
         exp_avg_sqs = [tile.exp_avg_sq.open() for tile in tiles]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,7 +71,10 @@ class SquareSum:
     def __init__(
         self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor], kernels: Kernels
     ) -> None:
-        self._kernels, self._sum = kernels, kernels.fuse(self._weighted)
+        self._kernels = kernels
+        self._sum: Callable[[Sequence[Tensor]], Tensor] = kernels.fuse(self._weighted)
+        if kernels.sums_lists:
+            self._sum = self._weighted_lists
         self._names = [*layout]
         mixed = {name for name in layout if layout.mixes_copies(name)}
         weights = []
@@ -101,14 +104,23 @@ class SquareSum:
         return self._sum([tensors[name] for name in self._names])
 
     def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
-        sums = []
-        for name, tensor in zip(self._names, tensors, strict=True):
-            mixed = name in self._row_weights
-            squares = self._kernels.row_square_sums(_rows(tensor, apart=mixed))
-            if mixed:
-                squares = squares * self._row_weights[name]
-            sums.append(squares.sum())
+        sums = [self._square_sum(name, tensor) for name, tensor in zip(self._names, tensors, strict=True)]
         return (torch.stack(sums) * self._weights).sum()
+
+    def _weighted_lists(self, tensors: Sequence[Tensor]) -> Tensor:
+        given = dict(zip(self._names, tensors, strict=True))
+        alike = [name for name in self._names if name not in self._row_weights]
+        sums = dict(zip(alike, self._kernels.square_sums([given[name] for name in alike]), strict=True))
+        for name in self._row_weights:
+            sums[name] = self._square_sum(name, given[name])
+        return (torch.stack([sums[name] for name in self._names]) * self._weights).sum()
+
+    def _square_sum(self, name: str, tensor: Tensor) -> Tensor:
+        mixed = name in self._row_weights
+        squares = self._kernels.row_square_sums(_rows(tensor, apart=mixed))
+        if mixed:
+            squares = squares * self._row_weights[name]
+        return squares.sum()
 
 
 def _rows(tensor: Tensor, *, apart: bool) -> Tensor:

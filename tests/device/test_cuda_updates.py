@@ -67,6 +67,18 @@ def test_every_rule_stays_close_to_itself_on_the_cpu(backend: Backend, update: A
         torch.testing.assert_close(found[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
 
 
+@pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic", "bf16_kahan"])
+def test_a_compiled_update_stays_close_to_the_cpus(
+    backend: Backend, update: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(backend.kernels, "compiler", backend.compiler)
+    _, found = ours(backend.kernels, torch.bfloat16, update, backend.put)
+    _, expected = ours(backend.host_kernels, torch.bfloat16, update)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
+
+
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 def test_recomputed_gradients_are_equal_bit_for_bit_and_full_needs_less_memory(backend: Backend, params: str) -> None:
     found, peaks = {}, {}

@@ -228,6 +228,20 @@ def row_square_sums(kernels: Kernels, rng: Random) -> Update:
     return Update(label, {"x": Operand(shape)}, lambda x: found.append(kernels.row_square_sums(x).cpu()), check)
 
 
+def square_sums(kernels: Kernels, rng: Random) -> Update:
+    """Sums of squares of whole tensors."""
+    shapes = {"a": (rng.choice((1, 3)), 8), "b": (rng.choice((1, 70)),)}
+    found: list[Tensor] = []
+
+    def check(before: Values, after: Values) -> None:
+        wanted = torch.stack([before[name].double().square().sum() for name in shapes])
+        torch.testing.assert_close(found[-1].double(), wanted, rtol=2e-6, atol=0)
+
+    label = f"square_sums of {type(kernels).__name__} on {shapes}"
+    operands = {name: Operand(shape) for name, shape in shapes.items()}
+    return Update(label, operands, lambda a, b: found.append(torch.stack([*kernels.square_sums([a, b])]).cpu()), check)
+
+
 def recompute(kernels: Kernels, rng: Random) -> Work:
     """A product that the backward pass computes again."""
     shape = (rng.choice((1, 3)), rng.choice((1, 2)), 4)
@@ -388,6 +402,7 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "rotate": rotate,
     "cross_entropy": cross_entropy,
     "row_square_sums": row_square_sums,
+    "square_sums": square_sums,
     "recompute": recompute,
     "adamw": adamw,
     "bits": bits,

@@ -57,7 +57,7 @@ class NeuronNativeKernels(PlainKernels):
         self.compiles = True
         self._norm = self.fuse(rms_norm)
 
-    def fuse(self, function: Function) -> Function:
+    def fuse(self, function: Function, *, any_size: bool = False) -> Function:
         if not self.compiles:
             return function
         # Static shapes: TorchNeuron has no others. A graph break is an error, not a slow run.

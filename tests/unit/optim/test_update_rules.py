@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cuda import CudaKernels
+from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.config.schema import OptimConfig
@@ -108,3 +111,39 @@ def test_updates_of_nothing_are_not_lost() -> None:
     step(adamw, torch.zeros(4, 4), lr=1e-3)
     ((_, lost),) = adamw.lost_updates(torch.tensor(1e-3))
     assert lost.sum() == 0
+
+
+SIZES = {"wide": (4, 33), "square": (9, 9), "experts": (3, 4, 5), "norm": (7,), "longer": (12,)}
+SLOW_RULES = [pytest.param(update, marks=pytest.mark.slow) for update in ("fp32_master", "bf16_kahan")]
+COMPILED = ParamTable({name: ShardSpec(shape, decay=len(shape) > 1) for name, shape in SIZES.items()})
+
+
+def updated(kernels: CudaKernels, update: Update) -> dict[str, Tensor]:
+    """Parameters and state after three updates."""
+    parameters = {n: nn.Parameter(random(*shape, seed=i).to(BF16)) for i, (n, shape) in enumerate(SIZES.items())}
+    types = precision(BF16, update, BF16 if update == "bf16_stochastic" else FP32)
+    layout = Layout(COMPILED, Mesh.build(1, 0))
+    adamw = AdamW(parameters, layout, kernels, host, precision=types, seed=0, optim=OptimConfig())
+    for index in range(3):
+        grads = {name: random(*shape, seed=10 + index).to(BF16) for name, shape in SIZES.items()}
+        adamw.step(grads, torch.tensor(1e-2), torch.tensor(0.5))
+    state = {f"{kind} {name}": x for kind, each in adamw.state.items() for name, x in each.items()}
+    return {**{name: p.detach() for name, p in parameters.items()}, **state}
+
+
+class UnfusedKernels(CudaKernels):
+    """Operations of the graphs, one after the other."""
+
+    adamw, stochastic_round = PlainKernels.adamw, PlainKernels.stochastic_round
+
+
+@pytest.mark.parametrize("update", [*SLOW_RULES, "bf16_stochastic"])
+def test_compiled_updates_change_no_bit_by_a_graph_for_all_sizes(update: Update) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    kernels = CudaKernels()
+    kernels.compiler = "aot_eager"
+    found, expected = updated(kernels, update), updated(UnfusedKernels(), update)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+    assert counters["stats"]["unique_graphs"] == 3  # of vectors, matrices and stacks of matrices

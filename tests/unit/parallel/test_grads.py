@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
+from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Collectives, Done, Pending
@@ -75,6 +76,20 @@ def test_the_ranks_together_count_every_entry_once(tp: int, shard: int) -> None:
         rows = {name: t.narrow(0, *row_cut(t.shape[0], mesh.shard)) for name, t in shards.items()}
         total += SquareSum(layout, rows, host, FusedKernels())(rows.items()).item()
     assert total == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_bf16", [0, 2, 5])
+@pytest.mark.parametrize("rank", range(4))
+def test_sums_of_lists_are_those_of_one_tensor_after_the_other(rank: int, num_bf16: int) -> None:
+    """Lists of a type of their own, tensors without rows among them, and rows that some ranks hold too."""
+    layout = Layout(TABLE, Mesh.build(4, rank, tp=4))
+    whole = whole_tensors()
+    shards = {name: spec.shard(whole[name], layout.mesh.tp) for name, spec in TABLE.items()}
+    for name in [*shards][::-1][:num_bf16]:
+        shards[name] = shards[name].bfloat16()
+    expected = SquareSum(layout, shards, host, FusedKernels()).of(shards)
+    found = SquareSum(layout, shards, host, CudaKernels()).of(shards)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def unshared(table: ParamTable) -> ParamTable:
