@@ -122,6 +122,18 @@ def average(
     typer.echo(f"{dst} holds the mean weights of {', '.join(source.name for source in sources)}")
 
 
+@convert.command(epilog="Example: nxtrain convert ema runs/demo averaged; nxtrain eval averaged")
+def ema(src: Checkpoint, dst: Target) -> None:
+    """Read a checkpoint of a run with optim.ema_decay, write its running mean of the weights as one at step 0."""
+    from nxtrain.checkpoint.convert.average import running_mean
+    from nxtrain.checkpoint.mirror import locate_checkpoint
+
+    checkpoint = locate_checkpoint(src)
+    _warn_of_newer(src, checkpoint)
+    running_mean(checkpoint, dst)
+    typer.echo(f"{dst} holds the running mean of the weights of {checkpoint}")
+
+
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")
 def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     """Read a checkpoint of a run with finetune.method=lora, write its adapter in PEFT's format."""

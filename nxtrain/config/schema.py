@@ -252,6 +252,8 @@ class OptimConfig(MuonConfig, ScheduleConfig):
     """Weight decay also applies to norm weights; it never applies to biases."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: never clip."""
+    ema_decay: Beta = 0.0
+    """Decay of a running mean of the weights, in float32 in each checkpoint; 0: none."""
 
 
 class DataConfig(Section):

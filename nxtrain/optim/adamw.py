@@ -19,6 +19,7 @@ from nxtrain.parallel.precision import Precision
 
 _MEANS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
+EMA = "ema"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class AdamW:
     Attributes:
         state: Optimizer state in checkpoints, by kind and parameter name: `exp_avg` and `exp_avg_sq`; `master`, the
             float32 copies of `fp32_master`; `compensation`, the rounding errors that `bf16_kahan` carries over;
-            `momentum_buffer` of a subclass with another rule for some parameters.
+            `momentum_buffer` of a subclass with another rule for some parameters; `ema`, the float32 mean of the
+            weights of `optim.ema_decay`.
         num_updates: (2,) float32, the number of steps done, twice, since torch-xla may fold a single number into a
             constant of a graph.
 
@@ -48,7 +50,7 @@ class AdamW:
         put: Copies a host tensor to the device.
         precision: The update rule and the types of the state.
         seed: Seed of the run, for stochastic rounding.
-        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
+        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101), and ema_decay.
         apart: Parameters lie on another device than the state, where the update runs.
         others: Parameters that a subclass updates by one running mean; None: there is no such subclass.
     """
@@ -82,6 +84,7 @@ class AdamW:
             self.state["master"] = dict(shards) if stored_wide else _zeros(shards, torch.float32, put)
         if precision.update == "bf16_kahan":
             self.state["compensation"] = _zeros(shards, torch.bfloat16, put)
+        self._ema_decay = optim.ema_decay
         self._keys: dict[str, dict[str, RoundingKey]] = {}
         if precision.update == "bf16_stochastic":
             rounded = ("param", *means) if precision.state == torch.bfloat16 else ("param",)
@@ -93,6 +96,9 @@ class AdamW:
         in_graph = not apart and not (self._keys and kernels.rounds_on_host)
         self._update = kernels.fuse(self._update_tiles, any_size=True) if in_graph else self._update_tiles
         self.reset()
+        if optim.ema_decay:  # by way of the host, so that each has a buffer of its own
+            first = {name: shard.detach().cpu().to(torch.float32, copy=True) for name, shard in shards.items()}
+            self.state[EMA] = {name: put(weights) for name, weights in first.items()}
 
     @torch.no_grad()
     def _tiles(self, call: Sequence[Rows]) -> list[_Tile]:
@@ -103,12 +109,14 @@ class AdamW:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset master copies and compensation to new values of the parameters."""
+        """Reset master copies, compensation and the mean of the weights to new values of the parameters."""
         for name, master in self.state.get("master", {}).items():
             if master is not self._shards[name]:
                 master.copy_(self._shards[name])
         for lost in self.state.get("compensation", {}).values():
             lost.zero_()
+        for name, mean in self.state.get(EMA, {}).items():
+            mean.copy_(self._shards[name])
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
@@ -133,6 +141,22 @@ class AdamW:
         step = self.num_updates[0]
         skip = None if skip is None else skip.to(step.device)
         self._step(grads, AdamStep(lr, step, grad_scale, self._betas, self._eps, self._weight_decay, skip))
+        if self._ema_decay:
+            self._average(step, skip)
+
+    def _average(self, step: Tensor, skip: Tensor | None) -> None:
+        """Add the new weights to their running mean, which is the mean of all steps while these are few.
+
+        Args:
+            step: () float32, number of the update, counted from 1.
+            skip: () bool, as of `step`.
+        """
+        decay = ((step - 1.0) / step.clamp(min=1.0)).clamp(max=self._ema_decay)
+        weights = self.state.get("master", self._shards)
+        for name, mean in self.state[EMA].items():
+            # Products and sums alone round an entry alike in every layout.
+            new = mean * decay + weights[name].to(mean.device).float() * (1.0 - decay)
+            mean.copy_(new if skip is None else torch.where(skip, mean, new))
 
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
         """Update every parameter by gradients on the device of the gradients."""

@@ -34,7 +34,8 @@ class Bytes(NamedTuple):
         params: Trained parameters that the model computes with, or the stored shards under full sharding.
         frozen: Parameters below adapters, quantized or in the type of the model.
         grads: Gradients, summed over micro-batches or reduced, whichever takes more.
-        optimizer: Running means, master copies or compensation, and ZeRO-1's own rows of the parameters.
+        optimizer: Running means, master copies or compensation, the mean of the weights, and ZeRO-1's own rows of the
+            parameters.
         activations: Tensors kept for the backward passes of all micro-batches in flight, and those that the layer at
             work needs beyond the chunk of logits, which is free by then.
         logits: Logits of a chunk, and the gradients that the loss keeps.
@@ -130,7 +131,12 @@ def state_size(job: Job) -> int:
 
     Muon has one running mean less.
     """
-    return 2 * SIZES[job.config.precision.state] + master_size(job)
+    return 2 * SIZES[job.config.precision.state] + master_size(job) + ema_size(job)
+
+
+def ema_size(job: Job) -> int:
+    """Bytes of the running mean of each updated weight; 0 without `optim.ema_decay`."""
+    return SIZES["fp32"] if job.config.optim.ema_decay else 0
 
 
 def master_size(job: Job) -> int:
@@ -153,7 +159,7 @@ def own_rows_bytes(job: Job, stage: int) -> int:
 def checkpoint_bytes(job: Job, params: int) -> int:
     """Bytes of a checkpoint: each parameter and its optimizer state once, whatever the layout."""
     precision = job.config.precision
-    size = SIZES[precision.params] + 2 * SIZES[precision.state]
+    size = SIZES[precision.params] + 2 * SIZES[precision.state] + ema_size(job)
     if precision.update == "fp32_master":
         size += SIZES["fp32"]
     elif precision.update == "bf16_kahan":

@@ -11,7 +11,7 @@ from nxtrain.optim.schedule import Schedule
 from nxtrain.plan.adapters import frozen_bytes
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.memory import Bytes, checkpoint_bytes, host_bytes, master_size, rank_bytes
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, ema_size, host_bytes, master_size, rank_bytes
 from nxtrain.plan.moments import accumulated_size, in_flight
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params
@@ -241,6 +241,7 @@ class Prediction:
             "masters": trained * master_size(job),
             "grads": trained * accumulated_size(job),
             "moments": trained * 2 * SIZES[job.config.precision.state],
+            "ema": trained * ema_size(job),
         }
         return {**kinds, "total": sum(kinds.values())}
 

@@ -186,6 +186,8 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
         there = ", ".join(sorted({*meta.kinds} - {MODEL}))
         here = ", ".join(sorted({*fresh.kinds} - {MODEL}))
         keys = f"optim.name={plan.config.optim.name} with precision.update={plan.config.precision.update}"
+        if "ema" in {*meta.kinds} ^ {*fresh.kinds}:
+            keys += f" and optim.ema_decay={plan.config.optim.ema_decay}"
         differences.append(f"its optimizer kept {there}, and {keys} keeps {here} here")
     differences = [difference for difference in differences if difference]
     drift = {"tokenizer": _other_tokenizer(meta, fresh, trained=trained)}

@@ -56,7 +56,12 @@ class Runs:
             steps=steps,
             parallel=LAYOUTS[layout],
             precision=PRECISIONS[layout],
-            optim={"decay_steps": STEPS, "warmup_steps": 2, "name": "muon" if layout == "muon" else "adamw"},
+            optim={
+                "decay_steps": STEPS,
+                "warmup_steps": 2,
+                "name": "muon" if layout == "muon" else "adamw",
+                "ema_decay": 0.0 if layout == "dp2" else 0.7,
+            },
             checkpoint={"every": STEPS, **checkpoint},
         )
 

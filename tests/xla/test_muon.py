@@ -24,7 +24,7 @@ RATES = [0.0, 1e-3, 1.0, OPTIM["weight_decay"]]
 
 
 def run_of(shape: str = "gqa2", **cuts: Any) -> Resolved:
-    return changed(layout(shape, **cuts), optim={"name": "muon", "adam_lr": 1e-3, "lr": 1e-3})
+    return changed(layout(shape, **cuts), optim={"name": "muon", "adam_lr": 1e-3, "lr": 1e-3, "ema_decay": 0.9})
 
 
 def check_devices(cases: list[Resolved], folder: Path) -> None:

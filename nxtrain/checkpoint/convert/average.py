@@ -1,9 +1,13 @@
-"""Average of the weights of several checkpoints, streamed: memory holds one tensor of one checkpoint and its sum."""
+"""Averages of weights, streamed: of several checkpoints, or the running mean that a checkpoint holds.
+
+Memory holds one tensor of one checkpoint and its sum.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +28,7 @@ from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
 """Fields of the metadata in which averaged checkpoints must not differ."""
@@ -75,7 +80,6 @@ def average(sources: Sequence[Location], dst: Path) -> None:
                 f"{source} and {sources[0]} differ in {', '.join(differing)}; "
                 "an average is of checkpoints of one model, such as steps of one run"
             )
-    refuse_to_overwrite(dst, CHECKPOINT_FILES)
 
     def read(chunk: TensorShard) -> Tensor:
         total = torch.zeros(chunk.block.sizes, dtype=torch.float32)
@@ -85,10 +89,34 @@ def average(sources: Sequence[Location], dst: Path) -> None:
             total += part.float()
         return (total / len(sources)).to(chunk.dtype)
 
-    weights = LazyTensors(whole_weights(opened[0][1]), read)
+    _write(dst, LazyTensors(whole_weights(opened[0][1]), read), sources[-1], opened[-1][0])
+
+
+def running_mean(source: Location, dst: Path) -> None:
+    """Write the running mean of the weights that a checkpoint holds as a checkpoint at step 0, in their type.
+
+    Raises:
+        CheckpointError: The checkpoint has no such mean, or cannot be read or written.
+    """
+    meta, manifest = open_checkpoint(source)
+    if EMA not in meta.kinds:
+        hint = "train with optim.ema_decay, or average several checkpoints: nxtrain convert average SRC... DST"
+        raise CheckpointError(f"{source} holds {', '.join(meta.kinds)} and no running mean of the weights; {hint}")
+
+    def read(chunk: TensorShard) -> Tensor:
+        mean = torch.empty(chunk.block.sizes, dtype=torch.float32)
+        read_shards(source, manifest, {replace(chunk, kind=EMA, dtype=torch.float32): mean})
+        return mean.to(chunk.dtype)
+
+    _write(dst, LazyTensors(whole_weights(manifest), read), source, meta)
+
+
+def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> None:
+    """Write weights as a checkpoint at step 0, with the metadata and the tokenizer of another."""
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    with _tokenizer(sources[-1]) as tokenizer:
-        written = write(dst, Staged(weights), _meta_of(opened[-1][0]), alone, tokenizer)
+    with _tokenizer(source) as tokenizer:
+        written = write(dst, Staged(weights), _meta_of(meta), alone, tokenizer)
     read_back(dst, written, alone)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels
@@ -12,6 +15,7 @@ from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.optim.adamw import AdamW
+from nxtrain.parallel.precision import Update
 from tests.support.adamw import LAYOUT, RULE, STEPS, first, grads_of, host, ours, precision, torchs
 
 KERNELS = {
@@ -88,3 +92,54 @@ def test_a_rate_of_zero_changes_no_parameter(kernels: Kernels) -> None:
     optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(torch.float32, "fp32"), seed=0, optim=RULE)
     optimizer.step(grads_of(0, torch.float32), torch.tensor(0.0), torch.tensor(1.0))
     assert all(torch.equal(parameters[name], p) for name, p in first(torch.float32).items())
+
+
+def mean_of_the_first(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
+    """Average by torch's rule, with a decay that is smaller as long as it leaves the first weights too much."""
+
+    def average(mean: Tensor, weights: Tensor, num_averaged: Tensor | int) -> Tensor:
+        count = float(num_averaged)
+        found: Tensor = get_ema_avg_fn(min(decay, count / (count + 1.0)))(mean, weights, num_averaged)
+        return found
+
+    return average
+
+
+@EVERY
+@pytest.mark.parametrize("update", ["fp32", "fp32_master"])
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.9999])
+def test_the_mean_of_the_weights_is_that_of_torch(kernels: Kernels, update: Update, decay: float) -> None:
+    """0.5 is torch's own rule from the second step on; 0.9999 is the plain mean of so few steps."""
+    params = torch.float32 if update == "fp32" else torch.bfloat16
+    rule = RULE.model_copy(update={"ema_decay": decay})
+    parameters = {name: p.detach() for name, p in first(params).items()}
+    optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(params, update), seed=0, optim=rule)
+    plain = get_ema_avg_fn(0.5) if decay == 0.5 else mean_of_the_first(decay)
+    weights = nn.ParameterDict({name: torch.zeros(p.shape) for name, p in parameters.items()})
+    theirs, seen = AveragedModel(weights, avg_fn=plain), []
+    for step in range(STEPS):
+        optimizer.step(grads_of(step, params), torch.tensor(1e-2), torch.tensor(1.0))
+        for name, parameter in weights.items():
+            parameter.data.copy_(optimizer.state.get("master", parameters)[name])
+        theirs.update_parameters(weights)
+        seen.append(weights["matrix"].detach().clone())
+    expected = dict(theirs.module.named_parameters())
+    for name, mean in optimizer.state["ema"].items():
+        assert mean.dtype == torch.float32
+        torch.testing.assert_close(mean, expected[name].detach(), rtol=1e-6, atol=1e-7)
+    if decay == 0.9999:
+        torch.testing.assert_close(optimizer.state["ema"]["matrix"], torch.stack(seen).mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_no_key_means_no_mean_and_new_weights_a_new_one() -> None:
+    assert "ema" not in ours(KERNELS["plain"], torch.float32, "fp32")[0].state
+    weights = {name: p.detach() for name, p in first(torch.bfloat16).items()}
+    rule = RULE.model_copy(update={"ema_decay": 0.9})
+    types = precision(torch.bfloat16, "fp32_master")
+    optimizer = AdamW(weights, LAYOUT, KERNELS["plain"], host, precision=types, seed=0, optim=rule)
+    assert all(torch.equal(mean, weights[name].float()) for name, mean in optimizer.state["ema"].items())
+    for parameter in weights.values():
+        parameter.add_(1.0)
+    assert not torch.equal(optimizer.state["ema"]["matrix"], weights["matrix"].float())
+    optimizer.reset()
+    assert all(torch.equal(mean, weights[name].float()) for name, mean in optimizer.state["ema"].items())

@@ -29,7 +29,8 @@ def optimizer(
     kernels: Kernels, update: Update, params: torch.dtype, state: torch.dtype
 ) -> tuple[AdamW, dict[str, Tensor]]:
     shards = {name: p.detach() for name, p in first(params).items()}
-    return AdamW(shards, LAYOUT, kernels, host, precision=precision(params, update, state), seed=0, optim=RULE), shards
+    types, rule = precision(params, update, state), RULE.model_copy(update={"ema_decay": 0.9})
+    return AdamW(shards, LAYOUT, kernels, host, precision=types, seed=0, optim=rule), shards
 
 
 def step(adamw: AdamW, grads: dict[str, Tensor], scale: float, skip: bool | None) -> None:

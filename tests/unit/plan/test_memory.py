@@ -101,7 +101,7 @@ def draw(seed: int) -> tuple[Resolved, Mesh]:
             "state": rng.choice(["fp32", "bf16"]),
         },
         train={"global_batch": dp * rng.choice([1, 3]), "micro_batch": 1},
-        optim={"name": ("adamw", "muon")[seed % 2]},
+        optim={"name": ("adamw", "muon")[seed % 2], "ema_decay": (0.0, 0.999)[seed // 2 % 2]},
     )
     world = tp * pp * dp
     # Of the ranks of a stage, the first holds the most rows.

@@ -56,6 +56,8 @@ def test_matrices_of_blocks_have_one_mean_in_state_and_checkpoints() -> None:
     assert optimizer_bytes(adamw, 0) - optimizer_bytes(muon, 0) == saved
     params = 1_000_000
     assert checkpoint_bytes(adamw, params) - checkpoint_bytes(muon, params) == saved
+    averaged = job_of(optim={"ema_decay": 0.999})
+    assert checkpoint_bytes(averaged, params) - checkpoint_bytes(muon, params) == 4 * params
 
 
 def flops(rows: int, columns: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.convert.average import average, sources_of
+from nxtrain.checkpoint.convert.average import average, running_mean, sources_of
 from nxtrain.checkpoint.convert.hf import dtype_name
 from nxtrain.checkpoint.directory import TOKENIZER
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
@@ -92,3 +93,24 @@ def test_the_command_says_which_steps_it_took(tmp_path: Path) -> None:
     code, printed, _ = in_process("convert", "average", tmp_path / "run", tmp_path / "mean", "--last", "2")
     assert code == 0 and "step-00000002, step-00000003" in printed
     assert in_process("convert", "average", tmp_path / "absent", tmp_path / "other")[0] != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_running_mean_is_a_checkpoint_in_the_type_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = saved(tmp_path / "run", 4, dtype, kinds=(MODEL,))
+    source = tmp_path / "run" / "checkpoints" / "step-00000004"
+    with pytest.raises(CheckpointError, match=r"holds model and no running mean of the weights; .*optim\.ema_decay"):
+        running_mean(source, tmp_path / "none")
+    means = {name: weight.float() + 1.0 / 3.0 for name, weight in weights.items()}
+    tensors = {TensorShard.whole(name, tuple(x.shape), dtype): x for name, x in weights.items()}
+    for name, mean in means.items():
+        tensors[replace(TensorShard.whole(name, tuple(mean.shape), torch.float32), kind="ema")] = mean
+    meta = read_meta(source).model_copy(update={"kinds": (MODEL, "ema"), "step": 5})
+    newer = source.with_name("step-00000005")
+    write(newer, Staged(tensors), meta, StorageScope(Ranks(Mesh(1, 0))), tmp_path / "run" / "given.json")
+    code, printed, _ = in_process("convert", "ema", newer, tmp_path / "mean")
+    assert code == 0 and "running mean of the weights" in printed
+    found = loaded(tmp_path / "mean")
+    assert all(torch.equal(found[name], mean.to(dtype)) for name, mean in means.items())
+    written = read_meta(tmp_path / "mean")
+    assert (written.step, written.kinds, written.dtype) == (0, (MODEL,), dtype_name(dtype))
