@@ -110,7 +110,7 @@ class Packing:
         *factors, means = numbers.split([*(part.num_groups for part in self.parts), len(self.parts)])
         table, library = _table(packed.device), _library()
         wide = [
-            table[scale.int()] * factor[part.blocks(packed.device) // NF4_GROUP] + mean
+            table.index_select(0, scale.int()) * factor.index_select(0, _groups(part, packed.device)) + mean
             for part, scale, factor, mean in zip(self.parts, scales, factors, means, strict=True)
         ]
         state = library.QuantState(
@@ -132,6 +132,12 @@ def _quantized(whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         whole.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     return codes.view(-1, _CODES), state.absmax, state.state2.absmax, state.offset.view(1)
+
+
+@cache
+def _groups(part: Part, device: torch.device) -> Tensor:
+    """Groups of the blocks held: (N,) int32, which equal matrices of all layers share."""
+    return (part.blocks(device) // NF4_GROUP).int()
 
 
 @cache

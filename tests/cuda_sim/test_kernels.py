@@ -84,3 +84,27 @@ def test_the_gradient_of_the_output_matrix_is_summed_by_its_products(gpu: Simula
     per_chunk = (len(counts[64].kernels) - len(counts[128].kernels)) / 4
     assert per_chunk <= 36
     assert len(counts[1024].kernels) < len(counts[128].kernels)
+
+
+def restored(dim: int) -> Record:
+    """Record of the second time that a rank restores its rows or columns of a matrix in NF4."""
+    import torch
+
+    from nxtrain.backends.nf4 import Packing, Part
+
+    with opened_gpu() as backend:
+        packing = Packing((Part((256, 256), dim, 0, 128),), (128, 256) if dim == 0 else (256, 128), torch.bfloat16)
+        packed = backend.put(torch.zeros(packing.packed_shape, dtype=torch.bfloat16))
+        packing.restore(packed)
+        with recorded() as record:
+            packing.restore(packed)
+        return record
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_quantized_matrix_is_restored_by_few_kernels(gpu: SimulatedGpu, dim: int) -> None:
+    """Scales are widened, looked up, multiplied with the factors of their groups and shifted; then codes are."""
+    pytest.importorskip("bitsandbytes")
+    record = gpu.run(restored, dim)
+    assert len(record.kernels) == 6
+    assert record.host_waits == []
