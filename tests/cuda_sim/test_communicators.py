@@ -15,6 +15,8 @@ from tests.support.layouts import Degrees, covering_array
 from tests.support.nccl_order import Call, mismatches, stuck
 
 Tables = Mapping[str, Mapping[str, Any]]
+Judgement = tuple[list[str], dict[int, list[Call]], list[Event]]
+"""Unequal calls of ranks, calls that wait for ever, and waits of hosts in the third step."""
 
 
 def three_steps(backend: Any, tables: Tables) -> None:
@@ -26,8 +28,8 @@ def three_steps(backend: Any, tables: Tables) -> None:
     step(resolved, state)
 
 
-def judged(world: int, tables: Tables) -> tuple[list[str], dict[int, list[Call]], list[Event]]:
-    """Unequal calls of ranks, calls that wait for ever, and waits of hosts in the third step."""
+def judged(world: int, tables: Tables) -> Judgement:
+    """Judgement of the three first steps of a run."""
     records = play_recorded(world, three_steps, tables)
     waits = [event for record in records for event in record.after("third").host_waits]
     return mismatches(records), stuck(records), waits

@@ -80,14 +80,37 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "offload": {"parallel": {"offload": ["activations"]}},
     "compiled": {"compile": {"torch_compile": True}},
 }
+LAUNCHES = {
+    "bf16": 686,
+    "fp32": 568,
+    "fp16": 712,
+    "stochastic": 1346,
+    "kahan": 761,
+    "documents": 926,
+    "window": 918,
+    "qwen3": 974,
+    "selective": 690,
+    "full": 822,
+    "z_loss": 709,
+    "muon": 1446,
+    "noise": 765,
+    "lora": 1228,
+    "qlora": 1276,
+    "dpo": 1120,
+    "offload": 698,
+    "compiled": 426,
+}
+"""Kernels of a step of two blocks and two micro-batches, as counted with torch 2.9.0."""
+
 BLOCKED = ("documents", "window")  # attention that goes block by block
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_no_step_makes_the_host_wait_or_allocates_memory(gpu: SimulatedGpu, name: str) -> None:
+def test_no_step_makes_the_host_wait_or_takes_more_kernels(gpu: SimulatedGpu, name: str) -> None:
     record = gpu.run(step_alone, OPTIONS[name])
     assert record.host_waits == []
     assert record.of("malloc", "free", "pin") == []
     attention = [kernel for kernel in record.kernels if re.search("flash_(fwd|bwd)|fmha_cutlass[FB]", kernel)]
     assert bool(attention) == (name not in BLOCKED)
     assert [kernel for kernel in record.kernels if "softmax" in kernel.lower()] == []
+    assert len(record.kernels) <= 1.05 * LAUNCHES[name]

@@ -68,8 +68,23 @@ class Record:
 
     def after(self, point: str) -> Record:
         """Events after a point that `mark` added."""
-        names = [event.fields.get("name") if event.kind == "point" else None for event in self.events]
-        return Record(self.events[names.index(point) + 1 :])
+        points = [event.fields["name"] if event.kind == "point" else None for event in self.events]
+        return Record(self.events[points.index(point) + 1 :])
+
+    def parted(self, *sections: str) -> dict[str, Record]:
+        """Events of sections that `marked` named, and all others as ""; an event is in the innermost section."""
+        parts = {name: Record() for name in (*sections, "")}
+        open_sections = [""]
+        for event in self.events:
+            name = event.fields["name"] if event.kind == "point" else ""
+            if name.removeprefix("/") in sections:
+                if name.startswith("/"):
+                    open_sections.pop()
+                else:
+                    open_sections.append(name)
+            else:
+                parts[open_sections[-1]].events.append(event)
+        return parts
 
     @property
     def kernels(self) -> list[str]:
@@ -246,6 +261,19 @@ def _library() -> ctypes.CDLL:
 def mark(point: str) -> None:
     """Add a point to the record that is being made."""
     _library().cuda_sim_mark(point.encode())
+
+
+def marked(section: str, call: Callable[..., T]) -> Callable[..., T]:
+    """The same function, whose calls are a section of the record."""
+
+    def within_section(*args: Any, **kwargs: Any) -> T:
+        mark(section)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            mark(f"/{section}")
+
+    return within_section
 
 
 @contextmanager

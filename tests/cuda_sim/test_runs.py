@@ -1,0 +1,72 @@
+"""Whole runs of `nxtrain train` on a pretended GPU: evaluation, checkpoints and a resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from nxtrain.backends.cuda import CudaBackend
+from nxtrain.train import trainer
+from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.step import eval_step, train_step
+from tests.support.cuda_sim import Record, SimulatedGpu, marked, opened_gpu, recorded
+from tests.support.runs import records, run_plan, train_rank
+
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "masters": {"precision": {"params": "bf16", "update": "fp32_master"}},
+    "documents": {"precision": {"params": "bf16", "update": "bf16_kahan"}, "data": {"doc_mask": True}},
+}
+
+
+def run(folder: Path, steps: int, tables: Mapping[str, Mapping[str, Any]]) -> Record:
+    """Record of a run of one rank, whose fetched numbers are ones, since kernels compute none.
+
+    Sections are steps, passes of an evaluation, reads of numbers, and savings.
+    """
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 20, encoding="utf-8")
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"source": "text", "path": str(texts), "validation_fraction": 0.2},
+        "model": {"config": {"vocab_size": 384, "hidden_size": 128}},
+        "train": {"eval_every": 2, "eval_batches": 2},
+        "checkpoint": {"every": 2},
+        "metrics": {"log_every": 2, "tensorboard": False, "progress": False},
+        "optim": {"decay_steps": 10},
+    }
+    for name, table in tables.items():
+        sections[name] = {**sections.get(name, {}), **table}
+    resolved = run_plan(folder / "run", sections.pop("data"), steps=steps, **sections)
+    fetch = marked("fetch", CudaBackend.fetch)
+
+    def ones(self: CudaBackend, values: Any) -> dict[str, float]:
+        return dict.fromkeys(fetch(self, values), 1.0)
+
+    with (
+        patch.object(CudaBackend, "fetch", ones),
+        patch.object(trainer, "train_step", marked("step", train_step)),
+        patch.object(trainer, "eval_step", marked("eval", eval_step)),
+        patch.object(Checkpoints, "save", marked("save", Checkpoints.save)),
+        opened_gpu() as backend,
+        recorded() as record,
+    ):
+        train_rank(backend, resolved)
+    return record
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_waits_only_where_it_reads_numbers_or_saves(gpu: SimulatedGpu, tmp_path: Path, name: str) -> None:
+    """Also after a resumption, whose weights come from the checkpoint."""
+    for steps in (4, 6):
+        record = gpu.run(run, tmp_path, steps, OPTIONS[name])
+        parts = record.after("/step").parted("step", "eval", "fetch", "save")
+        for section in ("step", "eval", ""):
+            assert parts[section].host_waits == [], section
+        assert len(parts["fetch"].of("sync")) == len(parts["fetch"].of("copy"))
+    read = records(tmp_path / "run")
+    assert [(record["step"], record.get("val_loss")) for record in read][-3:] == [(2, 1.0), (4, 1.0), (6, 1.0)]
