@@ -1,6 +1,7 @@
 """Draw the pictures of docs/images from real runs and a real pipeline.
 
-`python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` the profiles of RUN. `pipeline`
+`python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` the profiles of RUN. `held_out RUN...`
+compares the held-out losses of several runs, by the names of their folders. `pipeline`
 measures four processes that sleep, as `nxtrain bench pipeline` does, under 1F1B and under zero_bubble. Each writes one
 SVG file.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,26 +32,29 @@ FORWARD_S = 0.2
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
 SECTION_COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "reduce": "#8a8f98", "optimizer": "#8f6bb3"}
 SUM_COLOR = "#3a9d6e"
+CURVE_COLORS = ("#4c8dd6", "#8a8f98", "#e08a3c", "#3a9d6e", "#8f6bb3")
 
 
 def main() -> None:
     """Draw the picture that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("loss", "overlap", "pipeline"))
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, for loss and overlap")
+    parser.add_argument("picture", choices=("loss", "held_out", "overlap", "pipeline"))
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder, or several for held_out")
     parser.add_argument("--out", type=Path, metavar="FILE.svg", help="by default docs/images/PICTURE.svg")
     options = parser.parse_args()
-    if options.picture != "pipeline" and options.run is None:
+    if options.picture != "pipeline" and not options.runs:
         parser.error(f"{options.picture} needs RUN, a run folder")
     if options.picture == "overlap":
         from tests.support.overlap import read_profiles
 
-        drawn = overlaps(read_profiles(options.run))
+        drawn = overlaps(read_profiles(options.runs[0]))
     elif options.picture == "loss":
-        records = jsonl.read(options.run / "metrics.jsonl")
+        records = jsonl.read(options.runs[0] / "metrics.jsonl")
         if not records:
-            parser.error(f"{options.run} has no metrics.jsonl with records")
+            parser.error(f"{options.runs[0]} has no metrics.jsonl with records")
         drawn = loss_curve(records)
+    elif options.picture == "held_out":
+        drawn = held_out_curves({run.name: jsonl.read(run / "metrics.jsonl") for run in options.runs})
     else:
         drawn = pipelines(_measured())
     out = options.out or IMAGES / f"{options.picture}.svg"
@@ -91,6 +95,40 @@ def loss_curve(records: Sequence[dict[str, float]]) -> str:
         names.append(("held-out text", COLORS["backward"]))
     for step, loss in held_out:
         parts.append(svg.dot(*position(step, loss), COLORS["backward"]))
+    return svg.picture(WIDTH, top + height + 48, [*parts, *svg.legend(names, RIGHT, 22)])
+
+
+def held_out_curves(runs: Mapping[str, Sequence[dict[str, float]]]) -> str:
+    """SVG of the held-out loss of several runs over steps.
+
+    Args:
+        runs: Lines of metrics.jsonl by name of the run, of which those with `val_loss` are drawn.
+    """
+    top, height, tick = 40, 260, 0.2
+    curves = {}
+    for name, records in runs.items():
+        curves[name] = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss")]
+    losses = [loss for points in curves.values() for _, loss in points]
+    steps = [step for points in curves.values() for step, _ in points]
+    low, high = math.floor(min(losses) / tick), math.ceil(max(losses) / tick)
+    first, last = min(steps), max(steps)
+
+    def position(step: float, loss: float) -> tuple[float, float]:
+        x = LEFT + (RIGHT - LEFT) * (step - first) / (last - first)
+        return x, top + height * (high - loss / tick) / (high - low)
+
+    parts = [svg.text(LEFT, 22, "held-out loss (nats per token)", weight="bold")]
+    for number in range(low, high + 1):
+        x, y = position(first, number * tick)
+        parts += [svg.line(x, y, RIGHT, y), svg.text(LEFT - 8, y + 4, f"{number * tick:.1f}", anchor="end")]
+    for step in sorted({*steps}):
+        x, y = position(step, low * tick)
+        parts.append(svg.text(x, y + 18, str(step), anchor="middle"))
+    parts.append(svg.text(RIGHT, top + height + 36, "step", anchor="end"))
+    names = []
+    for (name, points), color in zip(curves.items(), CURVE_COLORS, strict=False):
+        names.append((name, color))
+        parts.append(svg.curve((position(step, loss) for step, loss in points), color))
     return svg.picture(WIDTH, top + height + 48, [*parts, *svg.legend(names, RIGHT, 22)])
 
 

@@ -369,8 +369,10 @@ def _update(
 
 
 @torch.no_grad()
-def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tensor]]:
-    """Sum of the losses and number of tokens of each micro-batch: () and () float32, equal on all ranks.
+def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]:
+    """Sum of the losses and number of tokens of each micro-batch, or the sums `SUMS` over its pairs.
+
+    Each is () float32, equal on all ranks.
 
     Every micro-batch runs the same graph; nothing is accumulated on the device across them.
     """
@@ -398,9 +400,9 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
     return sums
 
 
-def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, Tensor]:
-    loss, num_tokens, *_ = state.backend.collectives.all_reduce(sums, state.mesh.batch).unbind()
-    return loss.clone(), num_tokens.clone()  # views would be outputs of the graph in an order that varies
+def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, ...]:
+    total = state.backend.collectives.all_reduce(sums, state.mesh.batch)
+    return tuple(number.clone() for number in total.unbind())  # views would be outputs in an order that varies
 
 
 def _sums(loss: Tensor, targets: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.health.numerics import NumericsGuard
-from nxtrain.train.preferences import take_means
+from nxtrain.train.preferences import SUMS, take_means
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
@@ -100,8 +100,10 @@ class Trainer:
                     read, verdict = self._read(step, result, rate)
                     throughput = self.meter.read()
                     with self.meter.paused():
-                        val_loss = self.evaluate(step) if evaluates else None
                         others = {key: read.pop(key) for key in (*ROUTERS, *ROUTER_NUMBERS) if key in read}
+                        if evaluates:
+                            val_loss, of_pairs = self.evaluate(step)
+                            others |= of_pairs
                         if self.state.preferences is not None:
                             others |= take_means(read)
                         record = StepRecord(
@@ -109,7 +111,7 @@ class Trainer:
                             targets=int(read.pop("targets")),
                             lr=rate,
                             throughput=throughput,
-                            val_loss=val_loss,
+                            val_loss=val_loss if evaluates else None,
                             verdict=verdict,
                             **read,
                             measured={**others, **self.observers.measure(step), **self.train.progress(step)},
@@ -173,17 +175,25 @@ class Trainer:
             self.observers.enter(step, "vote")
             self.guard.vote(step)
 
-    def evaluate(self, step: int) -> float:
-        """Mean loss over the held-out tokens after a step: always over the same first `eval_batches` global batches."""
+    def evaluate(self, step: int) -> tuple[float, dict[str, float]]:
+        """Mean loss over the held-out tokens or pairs after a step, and the means of pairs by key of a record.
+
+        Evaluations of a run have the same first `eval_batches` global batches.
+        """
         assert self.validation is not None
         self.observers.enter(step, "evaluation")
         backend = self.state.backend
-        loss, num_tokens = 0.0, 0.0
+        compares = self.state.preferences is not None
+        sums = dict.fromkeys(SUMS if compares else ("loss", "targets"), 0.0)
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
-            losses, numbers = zip(*eval_step(self.state, self._put(self.validation.batch(index))), strict=True)
-            loss += _total(backend, losses)
-            num_tokens += _total(backend, numbers)
-        return loss / num_tokens
+            found = eval_step(self.state, self._put(self.validation.batch(index)))
+            for name, values in zip(sums, zip(*found, strict=True), strict=True):
+                sums[name] += _total(backend, values)
+        loss, num_tokens = sums.pop("loss"), sums.pop("targets")
+        if not compares:
+            return loss / num_tokens, {}
+        loss /= sums["pairs"]
+        return loss, {f"val_{name}": mean for name, mean in take_means(sums).items()}
 
     @torch.no_grad()
     def _health(self, lr: float) -> dict[str, Tensor]:

@@ -95,7 +95,15 @@ def test_every_weight_learns_beside_a_reference_that_is_computed_once(folder: Fo
     (file,) = folder.references
     assert f"is written to {file}" in said
     assert folder.losses("full")[0] == pytest.approx(0.693147, abs=1e-6), "the first weights are the reference itself"
-    assert folder.records("full")[2]["val_loss"] != folder.records("full")[5]["val_loss"] > 0
+    evaluated = [folder.records("full")[step] for step in (2, 5)]
+    assert evaluated[0]["val_loss"] != evaluated[1]["val_loss"] > 0
+    for record in evaluated:
+        assert record["val_pairs"] == int(record["val_pairs"]) > 0
+        right = record["val_reward_accuracy"] * record["val_pairs"]
+        assert right == pytest.approx(round(right), abs=1e-4) and 0 <= record["val_reward_accuracy"] <= 1
+        chosen, rejected = record["val_reward_chosen"], record["val_reward_rejected"]
+        assert record["val_reward_margin"] == pytest.approx(chosen - rejected) != 0
+    assert not any("val_reward_margin" in folder.records("full")[step] for step in (0, 1, 3, 4))
     at = file.stat().st_mtime_ns
     split = ("train.eval_every=3", "data.validation_fraction=0.2", "train.eval_batches=2")
     folder.train("again", *split, "train.steps=3", f"optim.decay_steps={STEPS}")

@@ -314,7 +314,12 @@ def pictures() -> ModuleType:
 
 @pytest.mark.parametrize(
     ("picture", "page"),
-    [("loss", "README.md"), ("pipeline", "docs/parallelism.md"), ("overlap", "docs/performance.md")],
+    [
+        ("loss", "README.md"),
+        ("pipeline", "docs/parallelism.md"),
+        ("overlap", "docs/performance.md"),
+        ("schedules", "docs/schedules.md"),
+    ],
 )
 def test_pictures_are_small_and_well_formed(picture: str, page: str) -> None:
     path = ROOT / "docs" / "images" / f"{picture}.svg"
@@ -332,6 +337,13 @@ def test_the_loss_curve_goes_through_every_record(pictures: ModuleType) -> None:
     assert x1 < x2 == float(dot.attrib["cx"])
     assert y1 < float(dot.attrib["cy"]) < y2, "a lower loss is further down"
     assert float(dot.attrib["cy"]) == pytest.approx((y1 + y2) / 2, abs=0.1)
+
+
+def test_held_out_curves_go_through_every_evaluation(pictures: ModuleType) -> None:
+    records = [{"step": step, "loss": 3.0, **({} if step % 2 else {"val_loss": 4.0 - 0.2 * step})} for step in range(6)]
+    root = ET.fromstring(pictures.held_out_curves({"one": records, "other": records[:4]}))
+    lengths = [len(line.attrib["points"].split()) for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert lengths == [3, 2]
 
 
 def test_the_overlap_has_a_box_for_each_section_and_sum(pictures: ModuleType) -> None:
