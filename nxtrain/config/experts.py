@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import Problem
 from nxtrain.common.mesh import divisors, listed
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, RunConfig
 
 
 def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
@@ -18,9 +18,14 @@ def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
             if value != off:
                 reason = f"{value} is for models with experts, and this one has none"
                 yield Problem(f"model.{key}", reason, hint=f"use {off}, or model.family=mixtral or qwen3_moe")
-    elif config.compile.torch_compile:
+    elif config.compile.torch_compile and config.model.moe_dispatch == "dropless":
         reason = "the host reads the number of rows of each expert, which a compiled block cannot"
-        yield Problem("compile.torch_compile", reason, hint="use false")
+        yield Problem("compile.torch_compile", reason, hint="use false, or model.moe_dispatch=capacity")
+    if config.compile.torch_compile and config.parallel.ep > 1 and config.parallel.shard in FULLY_SHARDED:
+        reason = (
+            f"with shard={config.parallel.shard} divided experts are gathered inside of a block, which is one graph"
+        )
+        yield Problem("compile.torch_compile", reason, hint="use false, parallel.shard=zero1, or parallel.ep=1")
     if config.parallel.ep > 1:
         yield from _division(config, 0 if mixture is None else mixture.num_experts)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from nxtrain.common.dimensions import MoeShape
@@ -77,7 +78,7 @@ class Experts(nn.Module):
                 dropped = dropped / tp.axis.size
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
         matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
-        if tp.comm.lazy or tp.kernels.static_shapes:
+        if tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling():
             out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
         else:
             out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)

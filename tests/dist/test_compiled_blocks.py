@@ -96,6 +96,29 @@ def test_a_whole_compiled_pass_trains_as_transformers_does_by_one_graph(ranks: R
     assert {graphs for _, graphs in found} == {1}
 
 
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        ({"tp": 1, "dp": 2, "ep": 2, "micro": 1, "remat": "full"}, True),
+        ({"tp": 1}, "step"),
+        pytest.param(
+            {"tp": 2, "dp": 2, "ep": 2, "micro": 2, "sp": True, "shard": "zero1"}, "step", marks=pytest.mark.slow
+        ),
+        ({"tp": 1, "dp": 2, "micro": 1, "shard": "full"}, True),
+    ],
+    ids=str,
+)
+def test_compiled_experts_with_room_for_all_tokens_train_as_transformers_does(
+    ranks: RankPool, how: dict[str, Any], parts: Any
+) -> None:
+    config = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+    resolved = layout("gqa2", **how, family="qwen3_moe", config=config, moe_dispatch="capacity", moe_capacity_factor=2)
+    compiled = changed(resolved, compile={"torch_compile": parts})
+    found = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
+    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in found} == {1}
+
+
 def collectives_of_a_step(backend: Backend, resolved: Resolved) -> list[Counter[str]]:
     """Train a step; count the collectives of the graph forward and of the graph backward."""
     torch._dynamo.reset()

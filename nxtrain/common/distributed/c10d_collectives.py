@@ -203,6 +203,9 @@ class C10dCollectives(Collectives):
         if axis.size == 1:
             return Done(x)
         group = self._ordered(axis)
+        if rows is None and torch.compiler.is_compiling():
+            each = [x.shape[0] // axis.size] * axis.size
+            return _Traced(_FUNCTIONAL.all_to_all_single(x, each, each, group.group_name))
         if rows is None:
             out = torch.empty_like(x)
             return _Async(_started(dist.all_to_all_single(out, x, group=group, async_op=True)), out, axis)
@@ -246,7 +249,7 @@ class C10dCollectives(Collectives):
         Some groups may be used in compiled graphs alone, which cannot make one.
         """
         self._mesh = mesh
-        for axis in (mesh.cp, mesh.tp, mesh.dense.shard):
+        for axis in (mesh.cp, mesh.tp, mesh.dense.shard, mesh.ep, mesh.dp_cp, mesh.stage):
             if axis.size > 1:
                 self.group(axis)
         if mesh.pp_size == 1:

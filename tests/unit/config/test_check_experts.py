@@ -39,7 +39,14 @@ def mixture(num_experts: int) -> MoeShape | None:
             4,
             "compile.torch_compile",
             "the host reads the number of rows of each expert",
-            "use false",
+            "use false, or model.moe_dispatch=capacity",
+        ),
+        (
+            config(2, compile={"torch_compile": True}, model={"moe_dispatch": "capacity"}, parallel={"shard": "full"}),
+            4,
+            "compile.torch_compile",
+            "with shard=full divided experts are gathered inside of a block",
+            "use false, parallel.shard=zero1, or parallel.ep=1",
         ),
     ],
 )
