@@ -14,13 +14,16 @@ from nxtrain.backends.ranged_attention import Blocks
 from nxtrain.backends.rounding import round_by_pairs_on_host
 from nxtrain.backends.torch_attention import attention_by_document
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, row_tiles
-from nxtrain.common.kernels import AdamStep, RoundingKey, Rows
+from nxtrain.common.kernels import ANY_ROWS, AdamStep, Grouping, RoundingKey, Rows
 
 TILE_ENTRIES = 1 << 19
 """Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""
 
 VECTOR_ENTRIES = 16
 """Entries of a cache line, a multiple of every vector length of torch's fused update."""
+
+GROUP_ROWS = 32
+"""Multiple of the rows of an expert: oneDNN compiles each number of rows, at the price of several small products."""
 
 
 class CpuKernels(FusedKernels):
@@ -43,6 +46,11 @@ class CpuKernels(FusedKernels):
         if self.widens(a.dtype):
             return wide_matmul(a, b)
         return super().matmul(a, b)
+
+    def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
+        if dtype not in (torch.bfloat16, torch.float16) or self.widens(dtype):
+            return ANY_ROWS
+        return Grouping(multiple=GROUP_ROWS)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if is_short(q):

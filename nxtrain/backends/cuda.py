@@ -33,7 +33,7 @@ from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_entropy, masked_cross_entropy, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
-from nxtrain.common.kernels import AdamStep, Function, RoundingKey, Rows
+from nxtrain.common.kernels import ANY_ROWS, AdamStep, Function, Grouping, RoundingKey, RowGroups, Rows
 from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import VocabColumns
@@ -46,6 +46,12 @@ ALLOCATIONS = 100_000
 
 TILE_ENTRIES = 1 << 26
 """Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
+
+GROUPING_GPUS = (9, 10)
+"""Major numbers of the GPUs for which torch has grouped products (torch 2.9 to 2.14)."""
+
+GROUP_ROWS = 8
+"""Entries of bfloat16 in 16 bytes, to whose multiples the addresses of grouped products are aligned."""
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -156,6 +162,27 @@ class CudaKernels(FusedKernels):
             return self.flex(q, k, v, torch.zeros(q.shape[1], q.shape[0], dtype=torch.int64, device=q.device))
         # Of torch's kernels without scores in memory, the only one for float32 takes no grouped heads.
         return sdpa(q, k, v, grouped=q.dtype != torch.float32)
+
+    def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
+        is_aligned = all(size % GROUP_ROWS == 0 for size in sizes)
+        if dtype == torch.bfloat16 and is_aligned and self._multiplies_groups():
+            return Grouping(multiple=GROUP_ROWS, counted=False)
+        return ANY_ROWS
+
+    def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        if groups.counts is not None:
+            return super().grouped_matmul(rows, matrices, groups)
+        return torch._grouped_mm(rows, matrices, offs=groups.ends)
+
+    def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
+        if groups.counts is not None:
+            super().grouped_gradient(left, right, groups, out)
+            return
+        out.copy_(torch._grouped_mm(left.t(), right, offs=groups.ends))
+
+    def _multiplies_groups(self) -> bool:
+        """True if torch multiplies groups in one kernel on this GPU; elsewhere torch reads the ends on the host."""
+        return torch.cuda.get_device_capability()[0] in GROUPING_GPUS
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
         if self.flex is None:

@@ -17,7 +17,7 @@ from nxtrain.backends.limits import LONGEST_SCORES
 from nxtrain.backends.ranged_attention import Blocks, RangedAttention, causal_rows, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
-from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, Rows
+from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
 from nxtrain.common.vocab import VocabColumns
 
 
@@ -31,6 +31,24 @@ class PlainKernels(Kernels):
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         return a @ b
+
+    def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        assert groups.counts is not None, "the host multiplies group by group"
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        parts = zip(rows.split(groups.counts), matrices, out.split(groups.counts), strict=True)
+        for own, matrix, product in parts:
+            if len(own):
+                product.copy_(self.matmul(own, matrix))
+        return out
+
+    def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
+        assert groups.counts is not None, "the host multiplies group by group"
+        parts = zip(left.split(groups.counts), right.split(groups.counts), out, strict=True)
+        for own, others, product in parts:
+            if len(own):
+                product.copy_(self.matmul(own.t(), others))
+            else:
+                product.zero_()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] > LONGEST_SCORES:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from nxtrain.common.vocab import VocabColumns
@@ -118,6 +119,42 @@ class KeyRanges:
         return KeyRanges(first, positions, positions, window=window)
 
 
+@dataclass(frozen=True)
+class Grouping:
+    """Rows that grouped products want of a group.
+
+    Args:
+        multiple: Every group has a multiple of so many rows.
+        counted: The host knows the rows of each group. If not, every group has rows.
+    """
+
+    multiple: int = 1
+    counted: bool = True
+
+
+ANY_ROWS = Grouping()
+"""Groups of any number of rows."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Division of rows into adjacent groups, together all rows.
+
+    Args:
+        ends: (E,) int32, on the device, row after the last one of each group.
+        counts: Rows of each group on the host; None: only the device knows them.
+    """
+
+    ends: Tensor
+    counts: Sequence[int] | None
+
+    @staticmethod
+    def of(heights: Tensor, grouping: Grouping = ANY_ROWS) -> RowGroups:
+        """Groups of given numbers of rows, (E,) int64."""
+        counts = heights.tolist() if grouping.counted else None
+        return RowGroups(heights.cumsum(0).int(), counts)
+
+
 class Kernels(ABC):
     """Operations with an implementation for each kind of device.
 
@@ -149,6 +186,27 @@ class Kernels(ABC):
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Add the product a @ b to `total` in place, without a gradient: (M, N) float32, (M, K), (K, N)."""
         total.add_(self.matmul(a, b))
+
+    def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
+        """Groups of rows for products of a type.
+
+        Args:
+            sizes: Every size of the matrices.
+        """
+        return ANY_ROWS
+
+    @abstractmethod
+    def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        """Product of each group of rows with its matrix, without a gradient: (N, K), (E, K, M) to (N, M)."""
+
+    @abstractmethod
+    def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
+        """Product left.T @ right of the rows of each group, zeros for a group without rows.
+
+        Args:
+            left, right: (N, K) and (N, M).
+            out: Result, (E, K, M), any view of a matrix.
+        """
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

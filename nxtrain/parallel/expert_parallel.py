@@ -11,30 +11,16 @@ Source: Lepikhin et al. 2020 (arXiv:2006.16668) section 3; Gale et al. 2022 (arX
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxtrain.common.distributed.collectives import Collectives, RowCounts
+from nxtrain.common.kernels import Grouping, RowGroups
 from nxtrain.common.mesh import Axis
 from nxtrain.parallel.regions import all_to_all
-
-
-class _Reorder(torch.autograd.Function):
-    """Rows in another order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+from nxtrain.parallel.slot_rows import SlotRows, sorted_rows
 
 
 @dataclass(frozen=True)
@@ -43,27 +29,24 @@ class RowExchange:
 
     Args:
         comm, axis: Collectives and the expert parallel axis.
-        counts: Rows of each expert of this rank, M in all.
-        rows: Rows that this rank sends to each rank, and receives.
-        order: (M,) int64, received rows in the order of the experts.
-        inverse: (M,) int64, rows of the experts in the order in which they were received.
+        groups: Rows of each expert of this rank, M in all.
+        rows: Rows that this rank sends to each rank, and receives, R in all.
+        received: Received rows, R in all, in the order of the experts.
     """
 
     comm: Collectives
     axis: Axis
-    counts: Sequence[int]
+    groups: RowGroups
     rows: RowCounts
-    order: Tensor
-    inverse: Tensor
+    received: SlotRows
 
     def send(self, rows: Tensor) -> Tensor:
         """Rows of this rank's experts, from all ranks: (N, ...) to (M, ...)."""
-        received = all_to_all(rows, self.comm, self.axis, self.rows)
-        return _Reorder.apply(received, self.order, self.inverse)  # type: ignore[no-any-return]
+        return self.received.spread(all_to_all(rows, self.comm, self.axis, self.rows))
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Rows of this rank, from all experts: (M, ...) to (N, ...)."""
-        return all_to_all(_Reorder.apply(rows, self.inverse, self.order), self.comm, self.axis, self.rows.back)
+        return all_to_all(self.received.collect(rows), self.comm, self.axis, self.rows.back)
 
 
 @dataclass(frozen=True)
@@ -83,20 +66,21 @@ class ExpertParallel:
         share = num_experts // self.axis.size
         return range(self.axis.rank * share, (self.axis.rank + 1) * share)
 
-    def exchange(self, counts: Tensor) -> RowExchange:
+    def exchange(self, counts: Tensor, grouping: Grouping) -> RowExchange:
         """Exchange the numbers of rows for each expert, which the host reads.
 
         Args:
             counts: (E,) int64, rows of this rank for each expert.
+            grouping: Rows that the products want of an expert.
         """
         size = self.axis.size
         of_experts = self.comm.all_to_all(counts, self.axis).view(size, -1)
         sent, received = torch.stack([counts.view(size, -1), of_experts]).tolist()
         rows = RowCounts(tuple(map(sum, sent)), tuple(map(sum, received)))
         experts = torch.arange(of_experts.shape[1], device=counts.device).repeat(size)
-        order = experts.repeat_interleave(of_experts.flatten(), output_size=sum(rows.received)).argsort(stable=True)
-        of_each = [sum(of_ranks) for of_ranks in zip(*received, strict=True)]
-        return RowExchange(self.comm, self.axis, of_each, rows, order, order.argsort())
+        experts = experts.repeat_interleave(of_experts.flatten(), output_size=sum(rows.received))
+        in_order, heights = sorted_rows(experts.unsqueeze(1), of_experts.shape[1], grouping=grouping)
+        return RowExchange(self.comm, self.axis, RowGroups.of(heights, grouping), rows, in_order)
 
     def send_blocks(self, blocks: Tensor) -> Tensor:
         """Rows of this rank's experts, from all ranks: (E, C, ...), C rows of each expert, to (E / ep, ep * C, ...)."""

@@ -8,14 +8,13 @@ Shapes: N rows, D hidden, F intermediate of this rank, E experts, n blocks of B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.common.kernels import Kernels
+from nxtrain.common.kernels import Kernels, RowGroups
 
 
 class ExpertProducts(torch.autograd.Function):
@@ -23,54 +22,42 @@ class ExpertProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor, counts: Sequence[int], kernels: Kernels
+        ctx: Any, rows: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor, groups: RowGroups, kernels: Kernels
     ) -> Tensor:
-        projected = rows.new_empty(rows.shape[0], gate_up.shape[0] // len(counts))
-        out = torch.empty_like(rows)
-        for own, first, last in _experts(counts, gate_up, down):
-            projected[own] = kernels.matmul(rows[own], gate_up[first].t())
-            gate, values = projected[own].chunk(2, dim=-1)
-            hidden = F.silu(gate).mul_(values).mul_(scale[own].unsqueeze(1))
-            out[own] = kernels.matmul(hidden, down[:, last].t())
-        ctx.counts, ctx.kernels = counts, kernels
+        first, last = _of_blocks(gate_up, down, len(groups.ends))
+        projected = kernels.grouped_matmul(rows, first.transpose(1, 2), groups)
+        gate, values = projected.chunk(2, dim=-1)
+        # Contiguous: torch's vectors on a CPU end at the end of a row of a view.
+        hidden = F.silu(gate.contiguous()).mul_(values).mul_(scale.unsqueeze(1).to(rows.dtype))
+        ctx.groups, ctx.kernels = groups, kernels
         ctx.save_for_backward(rows, scale, projected, gate_up, down)
-        return out
+        return kernels.grouped_matmul(hidden, last.transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, scale, projected, gate_up, down = ctx.saved_tensors
-        matmul = ctx.kernels.matmul
-        rows_grad, scale_grad = torch.empty_like(rows), torch.empty_like(scale)
-        # Zeros: an expert without rows has a gradient, too.
-        gate_up_grad = torch.zeros_like(gate_up) if ctx.needs_input_grad[2] else None
-        down_grad = torch.zeros_like(down) if ctx.needs_input_grad[3] else None
-        for own, first, last in _experts(ctx.counts, gate_up, down):
-            gate, values = projected[own].chunk(2, dim=-1)
-            factor = scale[own].unsqueeze(1).to(rows.dtype)
-            unit = F.silu(gate)
-            hidden = unit * values
-            hidden_grad = matmul(grad[own], down[:, last])
-            scale_grad[own] = (hidden_grad.float() * hidden).sum(-1)
-            if down_grad is not None:
-                down_grad[:, last] = matmul(grad[own].t(), hidden.mul_(factor))
-            hidden_grad = hidden_grad * factor
-            gate_grad = torch.ops.aten.silu_backward(hidden_grad * values, gate)
-            projected_grad = torch.cat([gate_grad, unit.mul_(hidden_grad)], dim=-1)
-            rows_grad[own] = matmul(projected_grad, gate_up[first])
-            if gate_up_grad is not None:
-                gate_up_grad[first] = matmul(projected_grad.t(), rows[own])
+        groups, kernels = ctx.groups, ctx.kernels
+        first, last = _of_blocks(gate_up, down, len(groups.ends))
+        grad = grad.contiguous()
+        gate, values = (half.contiguous() for half in projected.chunk(2, dim=-1))
+        factor = scale.unsqueeze(1).to(rows.dtype)
+        unit = F.silu(gate)
+        hidden = unit * values
+        hidden_grad = kernels.grouped_matmul(grad, last, groups)
+        scale_grad = (hidden_grad.float() * hidden).sum(-1)
+        gate_up_grad, down_grad = None, None
+        if ctx.needs_input_grad[3]:
+            down_grad = torch.empty_like(down)
+            by_expert = down_grad.unflatten(1, (len(last), -1)).transpose(0, 1)
+            kernels.grouped_gradient(grad, hidden.mul_(factor), groups, by_expert)
+        hidden_grad.mul_(factor)
+        gate_grad = torch.ops.aten.silu_backward(hidden_grad * values, gate)
+        projected_grad = torch.cat([gate_grad, unit.mul_(hidden_grad)], dim=-1)
+        if ctx.needs_input_grad[2]:
+            gate_up_grad = torch.empty_like(gate_up)
+            kernels.grouped_gradient(projected_grad, rows, groups, gate_up_grad.unflatten(0, (len(first), -1)))
+        rows_grad = kernels.grouped_matmul(projected_grad, first, groups)
         return rows_grad, scale_grad, gate_up_grad, down_grad, None, None
-
-
-def _experts(counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows, rows of the first matrix and columns of the second, for each expert that has rows."""
-    height, width = gate_up.shape[0] // len(counts), down.shape[1] // len(counts)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            first, last = expert * height, expert * width
-            yield slice(start, start + count), slice(first, first + height), slice(last, last + width)
-        start += count
 
 
 class BlockProducts(torch.autograd.Function):
@@ -80,7 +67,7 @@ class BlockProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # 7 arguments: as `ExpertProducts`, with blocks in place of counts
+    def forward(  # 7 arguments: as `ExpertProducts`, with blocks in place of groups
         ctx: Any,
         blocks: Tensor,
         scale: Tensor,
@@ -120,8 +107,8 @@ class BlockProducts(torch.autograd.Function):
         return torch.bmm(projected_grad, first), scale_grad, gate_up_grad, down_grad, None, None
 
 
-def _of_blocks(gate_up: Tensor, down: Tensor, num_experts: int, owner: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Matrices of each block: (n, 2F, D) and (n, D, F)."""
+def _of_blocks(gate_up: Tensor, down: Tensor, num_experts: int, owner: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Matrices of each block: (n, 2F, D) and (n, D, F); without owners, those of each expert."""
     first = gate_up.unflatten(0, (num_experts, -1))
     last = down.unflatten(1, (num_experts, -1)).transpose(0, 1)
     if owner is None:

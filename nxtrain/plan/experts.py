@@ -33,28 +33,27 @@ def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
 
 @once_per_job
 def expert_work_bytes(job: Job) -> int:
-    """Bytes of the backward pass of experts: gradients of rows and of matrices, and the tensors of one expert.
+    """Bytes of the backward pass of experts: gradients of rows and of matrices, and what is between both products.
 
-    The gradients of all matrices of the block exist at once, beside the sums of earlier micro-batches. One expert may
-    get every token once, however well the others are balanced.
+    The gradients of all matrices of the block exist at once, beside the sums of earlier micro-batches.
     """
     mixture = job.dimensions.mixture
     if mixture is None:
         return 0
     experts = mixture.num_experts // job.config.parallel.ep
     rows = 2 * job.slots * job.dimensions.hidden_size
-    one = 6 * job.micro_tokens * job.inner_width
+    between = 8 * job.slots * job.inner_width  # gate, values and their gradients, and four products of both
     matrices = 0
     if job.num_micro > 1:
         matrices = 3 * experts * job.inner_width * job.dimensions.hidden_size
-    return (rows + one + matrices) * job.params_size
+    return (rows + between + matrices) * job.params_size
 
 
 @once_per_job
 def expert_forward_bytes(job: Job) -> int:
-    """Bytes of the forward pass of experts if nothing is kept: rows, their projections, outputs, and their sums."""
+    """Bytes of the forward pass of experts if nothing is kept: rows, their projections and gates, outputs, and sums."""
     rows = job.slots * job.dimensions.hidden_size
-    return (3 * rows + 2 * job.slots * job.inner_width) * job.params_size
+    return (3 * rows + 4 * job.slots * job.inner_width) * job.params_size
 
 
 def exchange_bytes(job: Job, num_blocks: int) -> tuple[float, float]:

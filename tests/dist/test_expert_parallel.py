@@ -16,11 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Pending, RowCounts
+from nxtrain.common.kernels import Grouping
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Layout
 from nxtrain.config.check import Resolved
 from nxtrain.train.step import train_step
-from tests.support.drawn import SEED, draw, one_in
+from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.experts import Experts, expert_reference, expert_weights, with_experts
 from tests.support.layouts import covering_array
@@ -80,6 +81,19 @@ LAYOUTS = covering_array(SEED, 48, ep=True)
 def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("ep-mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
+    errors = [(run, error_of(courses, wanted(run), run))]
+    assert not failures(errors), failures(errors)
+
+
+def in_multiples(backend: Backend, run: Drawn, weights: dict[str, Tensor]) -> Course:
+    with mock.patch.object(type(backend.kernels), "grouping", return_value=Grouping(multiple=4)):
+        return ours(backend, run, weights)
+
+
+def test_experts_with_multiples_of_rows_get_the_rows_of_all_ranks(ranks: RankPool) -> None:
+    layout_of_pair = next(one for one in LAYOUTS if one.world == 2 and one.ep == 2)
+    run = draw("ep-multiples-mixtures", SEED, 0, layout_of_pair)
+    courses = ranks.run(run.degrees.world, in_multiples, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.common.distributed.collectives import RowCounts
+from nxtrain.common.kernels import Grouping, RowGroups
 from nxtrain.nn.balance import _WithGradientOf
-from nxtrain.parallel.dispatch import SlotRows, _Collect, _Spread, block_rows, sorted_rows
-from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.regions import _AllToAll
+from nxtrain.parallel.slot_rows import SlotRows, _Collect, _Spread, block_rows, sorted_rows
 from tests.support.contract import WHOLE, Operand, Shape, Work
 from tests.support.contract_kernels import drawn_kernels
 
@@ -45,9 +45,11 @@ def exact_mixture(x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, 
 def _drawn_rows(rng: Random) -> tuple[SlotRows, int]:
     """Rows of some tokens in either form, of which a capacity may leave some out, and the number of tokens."""
     num_tokens, k, num = rng.randint(1, 6), rng.randint(1, 3), rng.randint(3, 5)
-    make = rng.choice((sorted_rows, block_rows))
-    found = make(drawn_indices(rng, num_tokens, k, num), num, rng.choice((None, 1, 2)))
-    return found[0], num_tokens
+    indices, capacity = drawn_indices(rng, num_tokens, k, num), rng.choice((None, 1, 2))
+    if rng.random() < 0.5:
+        return block_rows(indices, num, capacity)[0], num_tokens
+    grouping = Grouping(rng.choice((1, 1, 3)), counted=rng.random() < 0.5)
+    return sorted_rows(indices, num, capacity, grouping)[0], num_tokens
 
 
 def _matrix(rows: SlotRows, num_tokens: int) -> Tensor:
@@ -61,7 +63,7 @@ def spread(ranks: Ranks, rng: Random) -> Work:
     rows, num_tokens = _drawn_rows(rng)
 
     def call(x: Tensor, slots: Tensor, of_slots: Tensor) -> Tensor:
-        return _Spread.apply(x, slots, of_slots, rows.k, rows.is_full)  # type: ignore[no-any-return]
+        return _Spread.apply(x, slots, of_slots, rows.k, rows.is_full, rows.keeps_all)  # type: ignore[no-any-return]
 
     operands = {
         "x": Operand((num_tokens, 4)),
@@ -78,7 +80,7 @@ def collect(ranks: Ranks, rng: Random) -> Work:
     rows, num_tokens = _drawn_rows(rng)
 
     def call(x: Tensor, slots: Tensor, of_slots: Tensor) -> Tensor:
-        return _Collect.apply(x, slots, of_slots, rows.k, rows.is_full)  # type: ignore[no-any-return]
+        return _Collect.apply(x, slots, of_slots, rows.k, rows.is_full, rows.keeps_all)  # type: ignore[no-any-return]
 
     operands = {
         "x": Operand((len(rows.slots), 4)),
@@ -122,11 +124,11 @@ def expert_products(ranks: Ranks, rng: Random) -> Work:
     counts = [rng.choice((0, 1, 2, 5)) for _ in range(rng.randint(1, 4))]
     counts[rng.randrange(len(counts))] += 1
     num, rows, width, hidden = len(counts), sum(counts), rng.choice((1, 3)), 4
-    kernels = drawn_kernels(rng)
+    kernels, groups = drawn_kernels(rng), RowGroups.of(torch.tensor(counts))
     experts = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)]).unsqueeze(1)
 
     def call(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return ExpertProducts.apply(x, scale, gate_up, down, counts, kernels)  # type: ignore[no-any-return]
+        return ExpertProducts.apply(x, scale, gate_up, down, groups, kernels)  # type: ignore[no-any-return]
 
     def exact(x: Tensor, scale: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return exact_mixture(x, scale.unsqueeze(1), experts, gate_up, down, num)
@@ -156,14 +158,6 @@ def all_to_all(ranks: Ranks, rng: Random) -> Work:
 
     label = f"_AllToAll on {shape} over {size}, {'even' if rows is None else 'counted'}"
     return Work(label, {"x": Operand(shape)}, lambda x: _AllToAll.apply(x, ranks.comm, ranks.axis, rows), exact)
-
-
-def reorder(ranks: Ranks, rng: Random) -> Work:
-    """Rows in another order."""
-    num_rows = rng.randint(1, 7)
-    order = torch.tensor(rng.sample(range(num_rows), num_rows))
-    operands = {"x": Operand((num_rows, 3)), "order": integers(order), "inverse": integers(order.argsort())}
-    return Work(f"_Reorder of {num_rows}", operands, _Reorder.apply, lambda x, own, _: x[own], in_float64=True)
 
 
 def with_gradient_of(ranks: Ranks, rng: Random) -> Work:

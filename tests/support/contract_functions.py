@@ -28,8 +28,6 @@ from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
-from nxtrain.parallel.dispatch import _Collect, _Spread
-from nxtrain.parallel.expert_parallel import _Reorder
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
 from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
@@ -43,6 +41,7 @@ from nxtrain.parallel.regions import (
     _ReduceSum,
     _ScatterSequence,
 )
+from nxtrain.parallel.slot_rows import _Collect, _Spread
 from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
@@ -52,7 +51,6 @@ from tests.support.contract_experts import (
     block_products,
     collect,
     expert_products,
-    reorder,
     spread,
     with_gradient_of,
 )
@@ -425,7 +423,6 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     ExpertProducts: expert_products,
     BlockProducts: block_products,
     _WithGradientOf: with_gradient_of,
-    _Reorder: reorder,
     _AllToAll: all_to_all,
     _Leave: leave,
     _Sleep: sleep,

@@ -17,7 +17,17 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
-from tests.support.contract import BOUNDS, CONTIGUOUS, WHOLE, Operand, Shape, Update, Work, compare
+from tests.support.contract import (
+    BOUNDS,
+    CONTIGUOUS,
+    WHOLE,
+    Operand,
+    Shape,
+    Update,
+    Work,
+    compare,
+)
+from tests.support.contract_groups import grouped_gradient, grouped_matmul
 from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts
 
 LARGEST_ROUNDED = 3e38
@@ -393,6 +403,8 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "linear": linear,
     "matmul": matmul,
     "add_product": add_product,
+    "grouped_matmul": grouped_matmul,
+    "grouped_gradient": grouped_gradient,
     "document_attention": document_attention,
     "attention": attention,
     "attend": attend,
@@ -411,5 +423,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles", "order"}
+TAKE_NO_TENSORS = {"fuse", "tiles", "order", "grouping"}
 """Operations that are given shapes, types or functions alone, or change the order of computations alone."""

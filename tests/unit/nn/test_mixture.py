@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.family import BuildContext
+from nxtrain.common.kernels import ANY_ROWS, Grouping, Kernels
 from nxtrain.common.sharding import Init
 from nxtrain.nn.balance import balance_loss
 from nxtrain.nn.mixture import Router
-from nxtrain.parallel.dispatch import block_rows, capacity_of, dispatch, sorted_rows, static_dispatch
+from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
 from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.slot_rows import block_rows, sorted_rows
 from tests.support.contract_experts import drawn_indices, exact_mixture
+from tests.support.contract_groups import GroupingKernels
 from tests.support.models import alone, filled, random
 
 KERNELS = FusedKernels()
@@ -112,8 +116,8 @@ ROUTINGS = {
 }
 
 
-def eager(given: Operands, capacity: int | None = None) -> Tensor:
-    return dispatch(*given, 4, KERNELS, capacity)
+def eager(given: Operands, capacity: int | None = None, kernels: Kernels = KERNELS) -> Tensor:
+    return dispatch(*given, 4, kernels, capacity)
 
 
 def static(given: Operands, capacity: int | None = None) -> Tensor:
@@ -188,6 +192,64 @@ def test_blocks_hold_every_slot_once_whatever_the_routing(num_experts: int, k: i
         height = len(rows.slots) // num_blocks
         assert torch.equal(owner[rows.of_slots // height], indices.flatten())
     assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_products_that_want_multiples_of_rows_get_them_and_no_other_result(name: str, capacity: int | None) -> None:
+    class Aligned(FusedKernels):
+        def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
+            return Grouping(multiple=4)
+
+    indices = ROUTINGS[name]
+    rows, heights = sorted_rows(indices, 4, capacity, Grouping(multiple=4))
+    counts = torch.bincount(indices.flatten(), minlength=4).clamp(max=capacity or indices.numel())
+    assert heights.tolist() == [-(-count // 4) * 4 for count in counts.tolist()]
+    held = rows.slots[rows.slots < indices.numel()]
+    assert len(rows.slots) == heights.sum()
+    assert len(held) == counts.sum()
+    assert torch.equal(rows.of_slots[held], (rows.slots < indices.numel()).nonzero().squeeze(1))
+    given = operands(indices, 4)
+    close(
+        computed(given, lambda own: eager(own, capacity, Aligned())),
+        computed(given, lambda own: eager(own, capacity)),
+    )
+
+
+def in_bf16(given: Operands) -> Operands:
+    x, weights, indices, gate_up, down = given
+    return x.bfloat16(), weights, indices, gate_up.bfloat16(), down.bfloat16()
+
+
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_grouped_products_of_a_gpu_equal_the_products_of_each_expert(name: str, capacity: int | None) -> None:
+    given = in_bf16(operands(ROUTINGS[name], 4, hidden=16, width=8))
+    found = computed(given, lambda own: eager(own, capacity, GroupingKernels()))
+    want = computed(given, lambda own: eager(own, capacity, KERNELS))
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine.double() - theirs.double()).norm() <= 3e-2 * theirs.double().norm()
+
+
+def test_with_grouped_products_the_host_reads_nothing_of_the_routing() -> None:
+    given = in_bf16(operands(ROUTINGS["drawn 1"], 4, hidden=16, width=8))
+    x, weights, indices, gate_up, down = (tensor.detach() for tensor in given)
+    for capacity in (None, 2):
+        with FakeTensorMode() as mode:
+            own = (mode.from_tensor(x).requires_grad_(), mode.from_tensor(weights), mode.from_tensor(indices))
+            fake = (*own, mode.from_tensor(gate_up), mode.from_tensor(down))
+            eager(fake, capacity, GroupingKernels()).sum().backward()
+            assert fake[0].grad is not None
+            with pytest.raises(DataDependentOutputException):
+                eager(fake, capacity)
+
+
+@pytest.mark.parametrize("sizes", [(16, 12), (20, 8)])
+def test_sizes_that_are_no_multiples_of_16_bytes_have_no_grouped_products(sizes: tuple[int, int]) -> None:
+    kernels = GroupingKernels()
+    assert kernels.grouping(torch.bfloat16, (16, 8)) == Grouping(multiple=8, counted=False)
+    assert kernels.grouping(torch.bfloat16, sizes) == kernels.grouping(torch.float32, (16, 8)) == ANY_ROWS
 
 
 def test_a_capacity_is_a_multiple_of_an_even_load() -> None:
