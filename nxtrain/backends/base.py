@@ -7,7 +7,7 @@ libraries.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,14 @@ class Backend(RankGroup):
     @abstractmethod
     def put(self, x: Tensor) -> Tensor:
         """Copy a host tensor to the device."""
+
+    def pin(self, memory: Tensor) -> Callable[[], None] | None:
+        """Let the device write to host memory while the host goes on.
+
+        Returns:
+            A function that ends it, before the memory is freed; None: copies to the memory make the host wait.
+        """
+        return None
 
     @abstractmethod
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,7 @@ class CudaKernels(FusedKernels):
 
     adds_products = True
     sums_lists = True
+    makes_zeros = True
     compiler: str | None = None
     flex: Attend | None = None
     causal: Literal["fused", "flex", "plain"] = "fused"
@@ -357,6 +358,14 @@ class CudaBackend(AcceleratorBackend):
 
     def compile_kernels(self) -> None:
         self.kernels.compiler = self.compiler
+
+    def pin(self, memory: Tensor) -> Callable[[], None] | None:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:  # a limit on locked memory, for instance
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)  # takes the error that the next kernel would raise
+            return None
+        return partial(runtime.cudaHostUnregister, address)
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)

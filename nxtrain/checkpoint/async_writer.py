@@ -23,7 +23,7 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.checkpoint.staging import Staged, Staging
+from nxtrain.checkpoint.staging import Pin, Staged, Staging
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.process.background import BackgroundTask
@@ -77,12 +77,13 @@ class CheckpointWriter:
         *,
         background: bool = True,
         uploader: MirrorUploader | None = None,
+        pin: Pin = lambda memory: None,
     ) -> None:
         self._destination = destination
         self._ranks = ranks
         self._background = background
         self._uploader = uploader
-        self._staging = Staging(layout)
+        self._staging = Staging(layout, pin)
         self._underway: BackgroundTask[SaveOutcome] | None = None
         self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
@@ -160,7 +161,9 @@ class CheckpointWriter:
             self._ended += [UploadOutcome(step, problem) for step in sorted(uploader.underway)]
 
     def close(self) -> None:
-        """Destroy the writer's process group; nothing can be saved afterwards."""
+        """Free the host memory and the writer's process group; nothing can be saved afterwards."""
+        if self._underway is None or self._underway.done:
+            self._staging.release()
         group = self._destination.scope.ranks.group
         if group is not None:
             dist.destroy_process_group(group)

@@ -58,6 +58,7 @@ def write(
 ) -> Mapping[str, FileDigest]:
     """Write the staged shards of every rank to a draft folder, call `check`, then commit; return this rank's files."""
     failure, ranks = f"cannot write {path}", scope.ranks
+    staged.arrived()
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
     scope.on_each(lambda: directory.prepare(path, draft), failure)
     mine: dict[str, FileDigest] = {}

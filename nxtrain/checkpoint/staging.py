@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from nxtrain.checkpoint.manifest import TensorEntry
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.common.io.checksummed_file import aligned_memory
 from nxtrain.common.sharding import Layout
+
+Pin = Callable[[Tensor], "Callable[[], None] | None"]
+"""`Backend.pin`."""
 
 
 class SharedPlan:
@@ -34,27 +37,46 @@ def in_file_order(shards: Iterable[TensorShard]) -> list[TensorShard]:
 
 @dataclass(frozen=True)
 class Staged:
-    """Host tensors of the shards that a rank writes, and the memory of all tensors; if empty, tensors are copied."""
+    """Host tensors of the shards that a rank writes, and the memory of all tensors; if empty, tensors are copied.
+
+    Args:
+        arrived: Waits until a device has written the tensors.
+    """
 
     tensors: Mapping[TensorShard, Tensor]
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     joint: SharedPlan = field(default_factory=SharedPlan)
+    arrived: Callable[[], None] = lambda: None
 
 
 class Staging:
-    """Host memory for the shards of a rank, reused from one checkpoint to the next."""
+    """Host memory for the shards of a rank, reused from one checkpoint to the next.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    Args:
+        layout: The entries that the rank holds.
+        pin: `Backend.pin`. If memory is pinned, the host queues the copies, and the device makes them before the next
+            update.
+    """
+
+    def __init__(
+        self, layout: Layout, pin: Callable[[Tensor], Callable[[], None] | None] = lambda memory: None
+    ) -> None:
+        self._layout, self._pin = layout, pin
+        self._unpin: Callable[[], None] | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._staged: Staged | None = None
 
     def fill(self, shards: Shards) -> Staged:
         """Copy the shards to the host, each local tensor in one transfer; the result is valid until the next call."""
         staged = self._staged or self.allocate(shards)
+        if self._unpin is None:
+            self._unpin = self._pin(staged.memory)
+        is_pinned = self._unpin is not None
         for (kind, parameter), buffer in self._buffers.items():
-            buffer.copy_(shards[kind][parameter].detach())
-        return staged
+            buffer.copy_(shards[kind][parameter].detach(), non_blocking=is_pinned)
+        if not is_pinned:
+            return staged
+        return replace(staged, arrived=torch.accelerator.current_stream().record_event().synchronize)
 
     def allocate(self, shards: Shards) -> Staged:
         """Take the host memory for shards, without a copy of their content."""
@@ -73,7 +95,10 @@ class Staging:
         return self._staged
 
     def release(self) -> None:
-        """Free the host memory; the next copy allocates it again."""
+        """Free the host memory, which no device may be writing; the next copy allocates it again."""
+        if self._unpin is not None:
+            self._unpin()
+        self._unpin = None
         self._staged = None
         self._buffers.clear()
 

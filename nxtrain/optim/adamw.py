@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,16 +75,17 @@ class AdamW:
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
         # that of all steps.
         self.num_updates = put(torch.zeros(2))
+        zeros = partial(_zeros, put=put, device=self.num_updates.device if kernels.makes_zeros else None)
         own = {name: shard for name, shard in shards.items() if name not in (others or ())}
-        self.state = {kind: _zeros(own, precision.state, put) for kind in _MEANS}
+        self.state = {kind: zeros(own, precision.state) for kind in _MEANS}
         if others is not None:
-            self.state[MOMENTUM] = _zeros({name: shards[name] for name in others}, precision.state, put)
+            self.state[MOMENTUM] = zeros({name: shards[name] for name in others}, precision.state)
         means = tuple(self.state)
         if precision.update == "fp32_master":
             stored_wide = all(shard.dtype == torch.float32 for shard in shards.values())
-            self.state["master"] = dict(shards) if stored_wide else _zeros(shards, torch.float32, put)
+            self.state["master"] = dict(shards) if stored_wide else zeros(shards, torch.float32)
         if precision.update == "bf16_kahan":
-            self.state["compensation"] = _zeros(shards, torch.bfloat16, put)
+            self.state["compensation"] = zeros(shards, torch.bfloat16)
         self._ema_decay = optim.ema_decay
         self._keys: dict[str, dict[str, RoundingKey]] = {}
         if precision.update == "bf16_stochastic":
@@ -238,5 +240,14 @@ class AdamW:
         return Stochastic(value, key, self._kernels.stochastic_round)
 
 
-def _zeros(shards: Mapping[str, Tensor], dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _zeros(
+    shards: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    put: Callable[[Tensor], Tensor],
+    device: torch.device | None,
+) -> dict[str, Tensor]:
+    """Zeros shaped like shards, made on a device; None: made on the host, and put on theirs."""
+    if device is not None:
+        return {name: torch.zeros(shard.shape, dtype=dtype, device=device) for name, shard in shards.items()}
     return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in shards.items()}

@@ -90,6 +90,7 @@ class Checkpoints(RunObserver):
             state.ranks,
             background=config.checkpoint.async_,
             uploader=uploader,
+            pin=backend.pin,
         )
 
     def save(self, step: int, last: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,3 +67,40 @@ def test_a_file_is_its_header_and_the_memory(tmp_path: Path, monkeypatch: pytest
     held = {f"{kind}/{name}": x for kind, named in shards.items() for name, x in named.items() if x.numel()}
     assert read.keys() == held.keys()
     assert all(torch.equal(read[key], x) for key, x in held.items())
+
+
+class Stream:
+    """Stream of a device, whose work ends when the host waits for it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_copies_to_pinned_memory_are_awaited_by_the_write_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, pinned = Stream(), list[int]()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+
+    def pin(memory: torch.Tensor) -> Callable[[], None]:
+        pinned.append(memory.data_ptr())
+        return pinned.clear
+
+    cut = Layout(ParamTable(SPECS), Mesh(1, 0))
+    shards = {"model": {name: torch.randn(spec.shape) for name, spec in SPECS.items()}}
+    staging = Staging(cut, pin)
+    for step in (1, 2):
+        staged = staging.fill(shards)
+        assert (stream.waits, pinned) == (step - 1, [staged.memory.data_ptr()])
+        path = directory.step_path(tmp_path, step)
+        meta = Meta(step=step, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
+        write_state(path, staged, meta.model_copy(update={"kinds": tuple(shards)}), StorageScope(Ranks(cut.mesh)))
+        assert stream.waits == step
+    staging.release()
+    assert pinned == [] and not staging.is_allocated

@@ -1,0 +1,72 @@
+"""Copies between a pretended GPU and the host: pinned, without waits, and zeros that the device makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda_sim.test_steps import step_alone
+from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, recorded
+
+NUM_BYTES = 2 * 64 * 96 * 4
+
+
+def staged_twice(lock: bool) -> tuple[Record, Record]:
+    """Records of the second copy of some tensors for a checkpoint, and of the wait for it."""
+    import torch
+
+    from nxtrain.checkpoint.staging import Staging
+    from nxtrain.common.mesh import Mesh
+    from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+
+    table = ParamTable({name: ShardSpec((64, 96)) for name in ("a", "b")})
+    with opened_gpu() as backend:
+        shards = {"model": {name: torch.zeros(64, 96, device="cuda") for name in table}}
+        staging = Staging(Layout(table, Mesh.build(1, 0)), backend.pin if lock else lambda memory: None)
+        staging.fill(shards)
+        with recorded() as copies:
+            staged = staging.fill(shards)
+        with recorded() as wait:
+            staged.arrived()
+        staging.release()
+    return copies, wait
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_the_host_queues_the_copies_of_a_checkpoint_and_the_writer_waits(gpu: SimulatedGpu, lock: bool) -> None:
+    copies, wait = gpu.run(staged_twice, lock)
+    if not lock:
+        assert len(copies.pageable_copies) == 2  # as without pinning
+        return
+    assert copies.host_waits == [] and copies.copied_bytes == {("device", "pinned"): NUM_BYTES}
+    assert len(wait.host_waits) == 1
+
+
+def test_activations_go_to_pinned_memory_and_back_without_a_wait(gpu: SimulatedGpu) -> None:
+    record = gpu.run(step_alone, {"parallel": {"offload": ("activations",)}})
+    assert record.host_waits == []
+    out, back = (record.copied_bytes[way] for way in (("device", "pinned"), ("pinned", "device")))
+    assert 0 < back < out  # the last block's stay
+
+
+def state_made() -> Record:
+    """Record of the making of an optimizer's state."""
+    import torch
+
+    from nxtrain.common.mesh import Mesh
+    from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+    from nxtrain.config.schema import OptimConfig
+    from nxtrain.optim.adamw import AdamW
+    from tests.support.adamw import precision
+
+    layout = Layout(ParamTable({"w": ShardSpec((640, 960))}), Mesh.build(1, 0))
+    types = precision(torch.bfloat16, "fp32_master")
+    with opened_gpu() as backend:
+        params = {"w": torch.zeros(640, 960, dtype=torch.bfloat16, device="cuda")}
+        with recorded() as record:
+            AdamW(params, layout, backend.kernels, backend.put, precision=types, seed=0, optim=OptimConfig())
+    return record
+
+
+def test_the_device_makes_the_zeros_of_an_optimizer(gpu: SimulatedGpu) -> None:
+    copied = gpu.run(state_made).copied_bytes
+    assert copied["pinned", "device"] + copied["pageable", "device"] < 1024
