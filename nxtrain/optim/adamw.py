@@ -14,6 +14,7 @@ from nxtrain.backends.torch_kernels import bias_correction
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
 from nxtrain.common.sharding import Layout
 from nxtrain.config.schema import OptimConfig
+from nxtrain.optim.host_copies import HostCopies
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.optim.update_rules import Compensated, Copied, Elsewhere, InPlace, Nearest, ParamStorage, Stochastic
 from nxtrain.parallel.precision import Precision
@@ -54,9 +55,10 @@ class AdamW:
         optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101), and ema_decay.
         apart: Parameters lie on another device than the state, where the update runs.
         others: Parameters that a subclass updates by one running mean; None: there is no such subclass.
+        host_copies: Copies of the parameters, next to a state in host memory; None: the update has both at hand.
     """
 
-    def __init__(  # 9 arguments: kernels, and both places of what they update
+    def __init__(  # 10 arguments: kernels, and both places of what they update
         self,
         shards: Mapping[str, Tensor],
         layout: Layout,
@@ -68,8 +70,10 @@ class AdamW:
         optim: OptimConfig,
         apart: bool = False,
         others: Collection[str] | None = None,
+        host_copies: HostCopies | None = None,
     ) -> None:
-        self._apart = apart
+        self._apart, self._host_copies = apart, host_copies
+        self._updated = shards if host_copies is None else host_copies.params
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
         self._betas, self._eps, self._weight_decay = optim.betas, optim.eps, optim.weight_decay
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
@@ -142,7 +146,14 @@ class AdamW:
             skip = None
         step = self.num_updates[0]
         skip = None if skip is None else skip.to(step.device)
-        self._step(grads, AdamStep(lr, step, grad_scale, self._betas, self._eps, self._weight_decay, skip))
+        how = AdamStep(lr, step, grad_scale, self._betas, self._eps, self._weight_decay, skip)
+        if self._host_copies is None:
+            self._step(grads, how)
+        else:
+            masters = self.state.get("master", {})
+            read = [name for name, x in self._shards.items() if x.dtype == torch.float32 or name not in masters]
+            self._step(self._host_copies.fetch(grads, read), how)
+            self._host_copies.send()
         if self._ema_decay:
             self._average(step, skip)
 
@@ -154,7 +165,7 @@ class AdamW:
             skip: () bool, as of `step`.
         """
         decay = ((step - 1.0) / step.clamp(min=1.0)).clamp(max=self._ema_decay)
-        weights = self.state.get("master", self._shards)
+        weights = self.state.get("master", self._updated)
         for name, mean in self.state[EMA].items():
             # Products and sums alone round an entry alike in every layout.
             new = mean * decay + weights[name].to(mean.device).float() * (1.0 - decay)
@@ -214,7 +225,7 @@ class AdamW:
         return lr
 
     def _param(self, rows: Rows) -> ParamStorage:
-        value = rows.of(self._shards[rows.name])
+        value = rows.of(self._updated[rows.name])
         if self._precision.update == "fp32_master" and value.dtype != torch.float32:
             return Copied(value, rows.of(self.state["master"][rows.name]))
         if self._apart:

@@ -34,6 +34,7 @@ from nxtrain.nn.lora import adapt, is_adapter
 from nxtrain.nn.offload import offload_activations
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.host_copies import HostCopies
 from nxtrain.optim.loss_scale import LossScale
 from nxtrain.optim.muon import Muon
 from nxtrain.parallel.context_parallel import ContextParallel
@@ -353,7 +354,11 @@ def _optimizer(
     apart = ("params" in offload) != ("optimizer" in offload)
     shards, seed = data_parallel.shards, run.run.seed
     if run.optim.name == "adamw":
-        return AdamW(shards, layout, kernels, put, precision=precision, seed=seed, optim=run.optim, apart=apart)
+        copies: HostCopies | None = None
+        if apart and "optimizer" in offload and backend.is_asynchronous:
+            copies, apart = HostCopies(shards, backend.pin), False
+        given = shards, layout, kernels, put
+        return AdamW(*given, precision=precision, seed=seed, optim=run.optim, apart=apart, host_copies=copies)
     hidden = hidden_matrices(model, layout.table)
     num_blocks = -(-plan.model.num_hidden_layers // layout.mesh.pp_size)
     matrices = WholeMatrices(hidden, layout.mesh, num_blocks, backend.collectives, backend.put)

@@ -70,3 +70,13 @@ def state_made() -> Record:
 def test_the_device_makes_the_zeros_of_an_optimizer(gpu: SimulatedGpu) -> None:
     copied = gpu.run(state_made).copied_bytes
     assert copied["pinned", "device"] + copied["pageable", "device"] < 1024
+
+
+@pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic"])
+def test_an_update_on_the_host_copies_gradients_and_parameters_at_once(gpu: SimulatedGpu, update: str) -> None:
+    tables = {"parallel": {"offload": ("optimizer",)}, "precision": {"params": "bf16", "update": update}}
+    record = gpu.run(step_alone, tables)
+    assert all(int(copy.fields["bytes"]) <= 8 for copy in record.pageable_copies)  # rate, factor, and a skipped step
+    assert len(record.host_waits) <= 8  # one of them for all gradients
+    out, back = (record.copied_bytes[way] for way in (("device", "pinned"), ("pinned", "device")))
+    assert out > 2**20 < back

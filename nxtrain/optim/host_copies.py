@@ -1,0 +1,75 @@
+"""Parameters and gradients in host memory for an update there, next to an optimizer state that stays there.
+
+A device copies all of them at once to one buffer, from which the host waits for nothing but the end of the copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.io.checksummed_file import aligned_memory
+
+
+class HostCopies:
+    """Copies of a device's parameters and gradients.
+
+    Attributes:
+        params: Copies of the parameters, which an update changes.
+
+    Args:
+        shards: Parameters on the device, by name.
+        pin: `Backend.pin`.
+    """
+
+    def __init__(
+        self, shards: Mapping[str, Tensor], pin: Callable[[Tensor], Callable[[], None] | None] = lambda memory: None
+    ) -> None:
+        self._shards, self._pin = shards, pin
+        self.params = self._memory(shards)
+        self._grads: dict[str, Tensor] = {}
+
+    def fetch(self, grads: Mapping[str, Tensor], read: Collection[str]) -> dict[str, Tensor]:
+        """Copy gradients, and the parameters that an update reads, to the host; wait for the copies.
+
+        Args:
+            grads: Gradients on the device, by name of the parameter.
+            read: Names of these parameters.
+
+        Returns:
+            Copies of the gradients, valid until the next call.
+        """
+        if not self._grads:
+            self._grads = self._memory(grads)
+        for name, grad in grads.items():
+            self._grads[name].copy_(grad, non_blocking=True)
+        for name in read:
+            self.params[name].copy_(self._shards[name], non_blocking=True)
+        if any(grad.device.type != "cpu" for grad in grads.values()):
+            torch.accelerator.current_stream().record_event().synchronize()
+        return self._grads
+
+    def send(self) -> None:
+        """Begin to copy the parameters back. What the device does afterwards sees them, as does the next `fetch`."""
+        for name, shard in self._shards.items():
+            shard.copy_(self.params[name], non_blocking=True)
+
+    def _memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Host tensors like those of a device, in one buffer that the device writes and reads."""
+        # Wide types first, so that each begins at a multiple of its size.
+        order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        buffer = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)
+        unpin = self._pin(buffer)
+        if unpin is not None:
+            weakref.finalize(self, unpin)
+        found: dict[str, Tensor] = {}
+        start = 0
+        for name in order:
+            tensor = tensors[name]
+            found[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += tensor.nbytes
+        return found
