@@ -57,7 +57,7 @@ def drawn_layout(random: Random, index: int) -> Resolved:
     )
 
 
-@pytest.mark.parametrize("index", one_in(2, range(CASES)))
+@pytest.mark.parametrize("index", one_in(4, range(CASES)))
 def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: RankPool, index: int) -> None:
     random = Random(SEED + index)
     hold_documents(ranks, drawn_layout(random, index), random, bound=1e-5)

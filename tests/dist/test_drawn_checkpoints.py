@@ -147,7 +147,7 @@ def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
 
 @pytest.mark.parametrize(
     ("index", "saved", "loaded"),
-    one_in(2, CASES),
+    one_in(3, CASES),
     ids=[f"{index}-{saved}-to-{loaded}" for index, saved, loaded in CASES],
 )
 def test_a_drawn_run_goes_on_under_another_layout(

@@ -87,7 +87,7 @@ def weights(resolved: Resolved, *, zero_b: bool = False) -> dict[str, Tensor]:
     return {**base, **adapters}
 
 
-@pytest.mark.parametrize("index", one_in(2, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+@pytest.mark.parametrize("index", one_in(4, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_of_any_layout_equals_peft(ranks: RankPool, index: int) -> None:
     run = draw_adapters("lora", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
@@ -248,7 +248,7 @@ def dropped_losses(backend: Backend, resolved: Resolved, given: dict[str, Tensor
     return run_ours(backend, resolved, 3, given).losses
 
 
-@pytest.mark.parametrize("index", one_in(2, range(len(DROPPED))), ids=lambda index: f"{index}-{DROPPED[index]}")
+@pytest.mark.parametrize("index", one_in(4, range(len(DROPPED))), ids=lambda index: f"{index}-{DROPPED[index]}")
 def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPool, index: int) -> None:
     run = with_dropout(draw_adapters("dropout", SEED, index, DROPPED[index]))
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))

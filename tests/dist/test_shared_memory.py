@@ -25,6 +25,7 @@ from nxtrain.backends.cpu_native.build import LibraryBuildError
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.common.errors import BackendError, LostPeerError
 from nxtrain.common.mesh import Axis, Mesh
+from tests.support.drawn import one_in
 from tests.support.ranks import RankPool
 
 
@@ -194,7 +195,7 @@ def differences(courses: list[list[list[Tensor]]], seed: int) -> list[tuple[int,
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", one_in(3, range(8)))
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_drawn_programs_give_the_sums_of_all_inputs(ranks: RankPool, world: int, seed: int) -> None:
     assert differences(ranks.run(world, play, seed), seed) == []

@@ -40,7 +40,7 @@ def drawn() -> list[Resolved]:
 
 
 def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Reports of each run: as the command traces it, with all micro-batches, and with the first alone."""
+    """Reports of each run: as the command traces it, with all micro-batches, and, without stages, with the first."""
 
     def report(plan: Resolved) -> dict[str, Any]:
         found = trace(plan, WORLD, [0, WORLD - 1], 2, None)
@@ -57,6 +57,9 @@ def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], 
         short = report(plan)
         with patch("nxtrain.tools.trace.trace.few_micro_batches", of_run):
             whole = report(plan)
+        if whole["stages"] > 1:
+            found.append((short, whole, {}))
+            continue
         with patch("nxtrain.tools.trace.trace.few_micro_batches", first):
             found.append((short, whole, report(plan)))
     return found
@@ -73,8 +76,8 @@ def test_few_micro_batches_show_every_graph_of_a_step(
     case: int, reports: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 ) -> None:
     short, whole, first = (dict(each) for each in reports[case])
-    traced = [each.pop("micro_batches") for each in (short, whole, first)]
-    assert [each["of_run"] for each in traced] == [traced[1]["traced"]] * 3
+    traced = [report.pop("micro_batches") for report in (short, whole, first) if report]
+    assert {counts["of_run"] for counts in traced} == {traced[1]["traced"]}
     assert traced[0]["traced"] < traced[0]["of_run"]
     assert short == whole
     # A step of one micro-batch, such as of a batch ramp's first stage, is none of its own in a run that accumulates.
