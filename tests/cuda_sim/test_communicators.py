@@ -2,17 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.cuda_sim.test_steps import started, step
-from tests.support.cuda_sim import Event, SimulatedGpu, mark, play_recorded
+from tests.support.cuda_sim import Event, Record, SimulatedGpu, mark, play_recorded
 from tests.support.drawn import one_in
 from tests.support.layouts import Degrees, covering_array
-from tests.support.nccl_order import Call, mismatches, stuck
+
+
+class Call(NamedTuple):
+    """A call on a communicator; `peer` is the rank there of a transfer's partner, or of a root; -1: none."""
+
+    name: str
+    comm: str
+    size: str
+    dtype: str
+    operation: str
+    peer: int
+
+
+Ranks = Mapping[str, Mapping[int, int]]
+"""Global ranks of each communicator, by their rank there."""
+
+PARTNER = {"send": "receive", "receive": "send"}
+
+
+def communicators(records: Sequence[Record]) -> dict[str, dict[int, int]]:
+    """Ranks of the communicators that the records open."""
+    found = defaultdict[str, dict[int, int]](dict)
+    for rank, record in enumerate(records):
+        for event in record.of("open"):
+            found[event.fields["comm"]][int(event.fields["rank"])] = rank
+    return dict(found)
+
+
+def groups_of(record: Record) -> list[list[Call]]:
+    """Calls of a rank in order; those of one group are together."""
+    groups: list[list[Call]] = []
+    depth = 0
+    for kind, fields in record.of("nccl", "group_begin", "group_end"):
+        if kind != "nccl":
+            if kind == "group_begin" and depth == 0:
+                groups.append([])
+            depth += 1 if kind == "group_begin" else -1
+            continue
+        if depth == 0:
+            groups.append([])
+        dtype, operation = fields["type"], fields["operation"]
+        call = Call(fields["name"], fields["comm"], fields["count"], dtype, operation, int(fields["peer"]))
+        groups[-1].append(call)
+    return [group for group in groups if group]
+
+
+def mismatches(records: Sequence[Record]) -> list[str]:
+    """Communicators on which ranks make unequal calls, or that some ranks do not open; empty: none."""
+    calls = [[call for group in groups_of(record) for call in group] for record in records]
+    errors = []
+    for comm, ranks in communicators(records).items():
+        if sorted(ranks) != [*range(len(ranks))]:
+            errors.append(f"{comm}: opened by ranks {ranks}")
+            continue
+        own = {number: [call for call in calls[rank] if call.comm == comm] for number, rank in ranks.items()}
+        collectives = {number: [call for call in own[number] if call.name not in PARTNER] for number in own}
+        for number, found in collectives.items():
+            if found != collectives[0]:
+                errors.append(f"{comm}: ranks {ranks[0]} and {ranks[number]}: {_difference(collectives[0], found)}")
+        for number, peer in ((a, b) for a in own for b in own):
+            sent = [call[2:5] for call in own[number] if (call.name, call.peer) == ("send", peer)]
+            received = [call[2:5] for call in own[peer] if (call.name, call.peer) == ("receive", number)]
+            if sent != received:
+                errors.append(f"{comm}: rank {ranks[number]} to {ranks[peer]}: {_difference(sent, received)}")
+    return errors
+
+
+def _difference(a: Sequence[object], b: Sequence[object]) -> str:
+    shorter = min(len(a), len(b))
+    first = next((index for index in range(shorter) if a[index] != b[index]), shorter)
+    return f"{len(a)} and {len(b)} calls, which differ from {first}: {a[first : first + 1]} and {b[first : first + 1]}"
+
+
+def stuck(records: Sequence[Record]) -> dict[int, list[Call]]:
+    """Calls in which ranks wait for ever, by rank; empty: all ranks come to their end."""
+    ranks = communicators(records)
+    waiting = [groups_of(record)[::-1] for record in records]
+    moves = True
+    while moves:
+        moves = False
+        for rank, groups in enumerate(waiting):
+            while groups and _made(groups[-1][0], rank, waiting, ranks):
+                moves = True
+                _drop_empty(waiting)
+            if groups:  # other calls of the group may have all their partners
+                for call in groups[-1][1:]:
+                    moves = _made(call, rank, waiting, ranks) or moves
+                _drop_empty(waiting)
+    return {rank: groups[-1] for rank, groups in enumerate(waiting) if groups}
+
+
+def _made(call: Call, rank: int, waiting: Sequence[list[list[Call]]], ranks: Ranks) -> bool:
+    """Remove a call of a rank, and those of its partners, if all partners are in theirs."""
+    numbers = ranks[call.comm]
+    if call.name in PARTNER:
+        own = next(number for number, other in numbers.items() if other == rank)
+        partner = numbers[call.peer]
+        theirs = {rank: call, partner: call._replace(name=PARTNER[call.name], peer=own)}
+    else:
+        theirs = dict.fromkeys(numbers.values(), call)
+    if any(not waiting[other] or wanted not in waiting[other][-1] for other, wanted in theirs.items()):
+        return False
+    for other, wanted in theirs.items():
+        waiting[other][-1].remove(wanted)
+    return True
+
+
+def _drop_empty(waiting: Sequence[list[list[Call]]]) -> None:
+    for groups in waiting:
+        if groups and not groups[-1]:
+            groups.pop()
+
 
 Tables = Mapping[str, Mapping[str, Any]]
 Judgement = tuple[list[str], dict[int, list[Call]], list[Event]]

@@ -34,10 +34,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
-from tests.support import ROOT
+from tests.support import ROOT, leave_metadata
 from tests.support.caches import COMPILER, compile_now
 from tests.support.forked_python import play
-from tests.support.packages import leave_metadata
 from tests.support.xla_processes import FAST
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}

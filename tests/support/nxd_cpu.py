@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.sdk import installed
-from tests.support.packages import leave_metadata
+from tests.support import leave_metadata
 
 FILE = Path(__file__).parents[1] / "golden" / "nxd_signatures.json"
 PACKAGE = "neuronx_distributed"

@@ -15,10 +15,9 @@ import pytest
 
 from nxtrain.common.errors import BackendError
 from nxtrain.tools.trace.command import present
-from tests.support import graph_mutants
+from tests.support import graph_mutants, leave_metadata
 from tests.support.graph_mutants import MUTANTS, STEPS, traced
 from tests.support.models import changed
-from tests.support.packages import leave_metadata
 from tests.support.parity import layout
 from tests.support.ports import patient_s
 from tests.support.xla_engine import run_devices

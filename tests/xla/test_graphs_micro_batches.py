@@ -52,7 +52,7 @@ def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], 
     def first(config: Any, mesh: Mesh) -> Any:
         return config.train.model_copy(update={"global_batch": mesh.dp.size})
 
-    found = []
+    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     for plan in plans:
         short = report(plan)
         with patch("nxtrain.tools.trace.trace.few_micro_batches", of_run):

@@ -13,10 +13,10 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from tests.support import fake_neuron
 from tests.support.neuron_machine import assert_real
-from tests.support.neuron_runs import Machine
 from tests.support.parity import layout
 from tests.support.ranks import RankPool
 from tests.support.runs import records, train_rank
+from tests.xla.test_neuron_train import Machine
 
 STEPS = 6
 SCHEDULE = ("optim.schedule=cosine", "optim.warmup_steps=2", f"optim.decay_steps={STEPS}", "optim.min_lr=1e-4")

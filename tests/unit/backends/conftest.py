@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.packages import leave_metadata
+from tests.support import leave_metadata
 
 Install = Callable[..., None]
 
