@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from tests.cuda_sim.test_steps import third_step
-from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu
+from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, why_not
 
 BACKWARD = "flash_bwd_dq_dk_dv"
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -26,12 +24,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[SimulatedGpu]:
+    """A process of its own: torch reads the variable of cuBLAS once."""
+    if reason := why_not():
+        pytest.skip(reason)
+    opened = SimulatedGpu(CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    yield opened
+    opened.close()
+
+
 def step(tables: Mapping[str, Mapping[str, Any]], deterministic: bool) -> Record:
     from nxtrain.backends.attention_choice import AttentionShape
     from nxtrain.backends.base import BackendSettings
 
     settings = BackendSettings(deterministic=deterministic)
-    with patch.dict(os.environ, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), opened_gpu(settings=settings) as backend:
+    with opened_gpu(settings=settings) as backend:
         params = tables.get("precision", {}).get("params", "bf16")
         documents = tables.get("data", {}).get("doc_mask", False)
         backend.choose_attention("auto", AttentionShape(2, 256, 4, 64, params, documents=documents))
