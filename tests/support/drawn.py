@@ -41,6 +41,9 @@ STEPS = (2, 4)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
 
+WITH_Z_LOSS = ("gloo", "cp", "process", "xla", "xla-cp", "command", "command-cp")
+"""Lanes whose reference is of cross entropies alone, to which the z-loss may add."""
+
 TRIES = 200
 """Draws until one fits together; far more than are ever needed."""
 
@@ -106,6 +109,8 @@ def draw(
         overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
         if not xla:
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
+        if lane in WITH_Z_LOSS:
+            overrides["train.z_loss"] = Random(f"z/{lane}/{seed}/{index}/{attempt}").choice((0.0, 0.0, 1e-3, 0.1))
         if family in MIXTURES:
             overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)
         if "model.config.rope_scaling" in overrides:
