@@ -384,8 +384,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) { 
     found->maxThreadsPerMultiProcessor = 2048;
     found->regsPerBlock = found->regsPerMultiprocessor = 65536;
     found->sharedMemPerBlock = 49152;
-    found->sharedMemPerBlockOptin = 232448;
-    found->sharedMemPerMultiprocessor = 233472;
+    found->sharedMemPerBlockOptin = capability >= 90 ? 232448 : capability == 80 ? 166912 : 101376;
+    found->sharedMemPerMultiprocessor = found->sharedMemPerBlockOptin + 1024;
     found->l2CacheSize = 50 << 20;
     found->maxGridSize[0] = INT32_MAX;
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
