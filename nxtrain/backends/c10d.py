@@ -30,13 +30,17 @@ class C10dDiagnostics(Diagnostics):
 
 
 class C10dBackend(Backend):
-    """A backend whose ranks are processes of `torch.distributed`."""
+    """A backend whose ranks are processes of `torch.distributed`.
+
+    Its groups wait so many seconds longer than the watchdog, where their clock starts before the watchdog's.
+    """
 
     collectives: C10dCollectives
     diagnostics: Diagnostics = C10dDiagnostics()
     _failures: FailureReporter | None = None
     _store: dist.Store | None = None
     _ends_early = False
+    _group_patience_s = 0.0
 
     def _take_place(self) -> None:
         placement = Placement.read()
@@ -49,6 +53,7 @@ class C10dBackend(Backend):
         if self.compiles_at_first_use:
             # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is shorter.
             limit_s = first_use_limit_s(hang_timeout_s)
+        limit_s += self._group_patience_s
         self.collectives.hang_timeout_s = limit_s
         self.collectives.limit = limit_words(hang_timeout_s, first_use=self.compiles_at_first_use)
         if self.world > 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nxtrain.backends import flex_attention, sdpa_kernels
+from nxtrain.backends import flex_attention, nccl_trace, sdpa_kernels
 from nxtrain.backends.attention_choice import (
     CUDA_KERNELS,
     AttentionChoice,
@@ -32,6 +32,7 @@ from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_entropy, masked_cross_entropy, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
+from nxtrain.common.distributed.heartbeats import Queued
 from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import ANY_ROWS, AdamStep, Function, Grouping, RoundingKey, RowGroups, Rows
 from nxtrain.common.machines import gpu_peaks
@@ -238,6 +239,12 @@ class CudaDiagnostics(C10dDiagnostics):
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self._device))
 
+    def queued(self) -> Mapping[str, Queued]:
+        return nccl_trace.newest(nccl_trace.recorded())
+
+    def recording(self) -> bytes:
+        return nccl_trace.recorded()
+
     def watch_memory(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
 
@@ -252,6 +259,8 @@ class CudaBackend(AcceleratorBackend):
 
     name = "cuda"
     compiler = "inductor"
+    # NCCL's clock starts when the host queues a collective, up to some steps before the host itself waits.
+    _group_patience_s = 120.0
     kernels: CudaKernels
     _is_deterministic = False
 

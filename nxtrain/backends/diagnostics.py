@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from nxtrain.common.distributed.heartbeats import Queued
 
 
 class DeviceEvent(Protocol):
@@ -74,6 +77,14 @@ class Diagnostics:
 
     def finish_profiled(self) -> None:
         """Wait until the device has done the work that is profiled; does nothing where torch's profiler waits."""
+
+    def queued(self) -> Mapping[str, Queued]:
+        """Newest collectives of this rank by communicator; none on devices without a recording."""
+        return {}
+
+    def recording(self) -> bytes:
+        """Recording of the newest collectives in torch's format; empty on devices without one."""
+        return b""
 
     def watch_memory(self) -> None:
         """Record each allocation of the device with its stack from now on, for `dump_memory`."""

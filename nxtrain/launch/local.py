@@ -21,6 +21,7 @@ from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import CUBLAS_WORKSPACE, QUIET_PROFILER, Variable, beside
+from nxtrain.launch.gpu import gpu_variables
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.launch.threads import thread_variables
 
@@ -216,6 +217,8 @@ def _render(
         variables += beside([QUIET_PROFILER], environ)
     if config.backend.deterministic:
         variables += beside([CUBLAS_WORKSPACE], environ)
+    debugging = {variable.name for variable in variables}
+    variables += [variable for variable in gpu_variables(config, environ) if variable.name not in debugging]
     given = {**environ, **{variable.name: variable.value for variable in variables}}
     variables += thread_variables(config, given, nproc, neuron=is_neuron(config))
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")

@@ -24,6 +24,7 @@ from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import CUBLAS_WORKSPACE, Variable, beside
+from nxtrain.launch.gpu import gpu_variables
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.threads import inference_variables, thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
@@ -111,7 +112,8 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     Raises:
         ConfigError: The variables contradict the run.
     """
-    wanted = [*debug_variables(config, environ, neuron=is_neuron(config))]
+    wanted = [*gpu_variables(config, environ)]
+    wanted += debug_variables(config, environ, neuron=is_neuron(config))
     if is_neuron(config):
         present = support()
         if is_native(config):

@@ -9,6 +9,7 @@ Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,8 @@ class Sharding:
         for module in modules:
             fill(module)
         dtypes = self.precision
+        # torch 2.15 warns of outputs that are views. No module here changes the output of another in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,

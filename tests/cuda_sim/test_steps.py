@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from nxtrain.backends.base import BackendSettings
 from nxtrain.config.check import Resolved
+from nxtrain.launch.gpu import RECORDING
 from nxtrain.tools.trace.fake_rank import zero_batch
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, recorded
+from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, play, recorded
 from tests.support.models import plan
 
 SHAPE: dict[str, Any] = {
@@ -114,3 +117,22 @@ def test_no_step_makes_the_host_wait_or_takes_more_kernels(gpu: SimulatedGpu, na
     assert bool(attention) == (name not in BLOCKED)
     assert [kernel for kernel in record.kernels if "softmax" in kernel.lower()] == []
     assert len(record.kernels) <= 1.05 * LAUNCHES[name]
+
+
+def recording_after_a_step(backend: Any) -> tuple[float, dict[str, Any], bytes]:
+    third_step(backend, {"parallel": {"tp": 2}})
+    diagnostics = backend.diagnostics
+    return backend.collectives.hang_timeout_s, diagnostics.queued(), diagnostics.recording()
+
+
+def recordings() -> list[tuple[float, dict[str, Any], bytes]]:
+    with patch.dict(os.environ, {RECORDING.name: RECORDING.value}):
+        return play(2, recording_after_a_step)
+
+
+def test_collectives_of_nccl_are_recorded_and_wait_longer_than_the_watchdog(gpu: SimulatedGpu) -> None:
+    first, second = gpu.run(recordings)
+    assert first[0] == second[0] == BackendSettings().hang_timeout_s + 120.0
+    assert first[2] and second[2]
+    assert [entry.number for entry in first[1].values()] == [entry.number for entry in second[1].values()]
+    assert max(entry.number for entry in first[1].values()) > 10

@@ -130,11 +130,16 @@ def rounded(
     return out
 
 
+_CASTS_OF_MUON = ("grad.bfloat16()", "grad.to(dtype=torch.bfloat16, copy=True)")
+"""Rounding of the gradient in torch.optim.Muon of torch 2.9 and of 2.15."""
+
+
 def wide_newton_schulz() -> Callable[..., Tensor]:
     """Iteration of torch.optim.Muon in the type of its argument, where torch's own rounds to bfloat16."""
     source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
-    assert source.count("grad.bfloat16()") == 1
+    casts = [cast for cast in _CASTS_OF_MUON if cast in source]
+    assert len(casts) == source.count("bfloat16") == 1
     names = dict(vars(torch_muon))
-    exec(source.replace("grad.bfloat16()", "grad.clone()"), names)
+    exec(source.replace(casts[0], "grad.clone()"), names)
     wide: Callable[..., Tensor] = names["_zeropower_via_newtonschulz"]
     return wide

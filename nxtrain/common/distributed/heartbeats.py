@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nxtrain.common.distributed.failures import FirstFailure
 from nxtrain.common.process.deadlines import SingleTask
@@ -27,6 +27,20 @@ ANSWER_S = 1.0
 """Seconds for ranks to answer after a declared hang; each watchdog reads the store twice within this time."""
 
 
+class Queued(NamedTuple):
+    """Newest collective that a rank has queued on a communicator.
+
+    Args:
+        operation: Name of the collective.
+        number: Position of the collective in the sequence of the communicator.
+        done: Newest position that the device has done.
+    """
+
+    operation: str
+    number: int
+    done: int
+
+
 @dataclass(frozen=True)
 class Beat:
     """Heartbeat of a rank: its step, its section of work, and its measured times.
@@ -37,6 +51,7 @@ class Beat:
         point: Innermost frame of the main thread's stack.
         counted: Number of steps whose work `spent` holds.
         spent: Seconds of the rank by kind of work in these steps, without the waits for other ranks.
+        queued: Newest collectives by communicator, where the device records them; in answers to a hang only.
     """
 
     step: int
@@ -47,6 +62,14 @@ class Beat:
     counted: int = 0
     spent: Mapping[str, float] = field(default_factory=dict)
     host: str = ""
+    queued: Mapping[str, Queued] = field(default_factory=dict)
+
+    @staticmethod
+    def read(text: str) -> Beat:
+        """Heartbeat from its text in the store."""
+        values = json.loads(text)
+        queued = {name: Queued(*entry) for name, entry in values.pop("queued").items()}
+        return Beat(**values, queued=queued)
 
     def __str__(self) -> str:
         """Text of the heartbeat in messages."""
@@ -84,7 +107,7 @@ class HeartbeatStore:
         if not self._store.check([f"beat/{rank}" for rank in range(self._world)]):
             return {}
         texts = self._store.multi_get([f"beat/{rank}" for rank in range(self._world)])
-        return {rank: Beat(**json.loads(text)) for rank, text in enumerate(texts)}
+        return {rank: Beat.read(text) for rank, text in enumerate(texts)}
 
     def advance(self, amount: int) -> int:
         """Add to the checkpoint bytes that all ranks have transferred, and return the sum."""
@@ -145,7 +168,7 @@ class HeartbeatStore:
             for rank in sorted(missing):
                 text = self._text(f"hang/{rank}")
                 if text:
-                    answers[rank] = Beat(**json.loads(text))
+                    answers[rank] = Beat.read(text)
             missing -= answers.keys()
             time.sleep(0.02)
         return answers
@@ -153,7 +176,7 @@ class HeartbeatStore:
     def last_beats(self, ranks: set[int]) -> dict[int, Beat]:
         """Last heartbeats of some ranks; ranks that never published one are left out."""
         texts = {rank: self._text(f"beat/{rank}") for rank in ranks}
-        return {rank: Beat(**json.loads(text)) for rank, text in texts.items() if text}
+        return {rank: Beat.read(text) for rank, text in texts.items() if text}
 
     def judge(self, verdict: str) -> None:
         """Publish the verdict on a hang: the ranks that hang."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ AWS_PACKAGES = (
     *("nki", "neuron-cc", "torch-neuron"),
 )
 """Packages of AWS, under whose names PyPI may have placeholders."""
+
+NEWEST_TORCH = (2, 15)
+"""Newest release of torch that the tests have run on; continuous integration names the same one."""
 
 
 def check_packages(machine: Machine | None) -> Iterator[Finding]:
@@ -51,6 +55,10 @@ def _torch(machine: Machine | None) -> Finding:
     if xla is not None and xla.version.split(".")[:2] != torch.version.split(".")[:2]:
         fix = f"pip install torch-xla=={'.'.join(torch.version.split('.')[:2])}.*, or the torch of torch-xla"
         return fault("torch", versions, "torch-xla is built for one release of torch, and fails at import", fix)
+    release = re.match(r"(\d+)\.(\d+)", torch.version)
+    if release is not None and tuple(map(int, release.groups())) > NEWEST_TORCH:
+        tested = ".".join(map(str, NEWEST_TORCH))
+        return fine("torch", f"{versions}, newer than {tested}, the newest release that nxtrain is tested with")
     return fine("torch", versions)
 
 

@@ -86,13 +86,37 @@ def judge(
         if seen:
             verdict += f"; {seen}"
         return verdict
-    busy = {rank: beat for rank, beat in answers.items() if not beat.waits} or answers
+    busy = {rank: beat for rank, beat in answers.items() if not beat.waits}
+    if not busy:
+        without, why = _late_on_device(answers)
+        if without:
+            return f"{', '.join(_names(without, rank_name, hosts))} {late}: {why}"
+        busy = dict(answers)
     first = min(beat.step for beat in busy.values())
     behind = sorted(rank for rank, beat in busy.items() if beat.step == first)
     doing = "; ".join(f"rank {rank} is in {busy[rank]}" for rank in behind[:SHOWN])
     if len(behind) == len(answers) > 1:
         return f"all ranks wait for each other, and none {late}: {doing}"
     return f"{', '.join(_names(behind, rank_name, hosts))} {late}: {doing}"
+
+
+def _late_on_device(answers: Mapping[int, Beat]) -> tuple[list[int], str]:
+    """Ranks without a collective in which the devices of other ranks wait, and the collective; none if unknown.
+
+    A rank that waits in a collective itself is named only if all late ranks do.
+    """
+    reasons: dict[int, str] = {}
+    for name in sorted({name for beat in answers.values() for name in beat.queued}):
+        queued = {rank: beat.queued[name] for rank, beat in answers.items() if name in beat.queued}
+        number = max(entry.number for entry in queued.values())
+        waiting = [rank for rank, entry in queued.items() if entry.number == number > entry.done]
+        if waiting:
+            work = f"{queued[waiting[0]].operation}, number {number} of communicator {name}"
+            where = f"has not queued {work}, in which the device of rank {spans(sorted(waiting))} waits"
+            reasons.update({rank: where for rank, entry in queued.items() if entry.number < number})
+    idle = [rank for rank in reasons if all(entry.done >= entry.number for entry in answers[rank].queued.values())]
+    named = sorted(idle or reasons)
+    return named, "; ".join(f"rank {rank} {reasons[rank]}" for rank in named[:SHOWN])
 
 
 def _names(ranks: list[int], rank_name: Callable[[int], str], hosts: Mapping[int, str]) -> list[str]:

@@ -15,12 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.failures import call_with_timeout, loss
 from nxtrain.common.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
-from nxtrain.common.errors import HangError, StoppedBySignal, cause_of
+from nxtrain.common.errors import HangError, LostPeerError, StoppedBySignal, cause_of
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.io.checksummed_file import transferred
 from nxtrain.common.process import stacks
@@ -83,6 +84,9 @@ RESTORE: Work = "restore"
 REPEATED = {"data", "training"}
 """Sections of every step."""
 
+FAILURE_S, REPORT_S = 2.0, 12.0
+"""Pause between looks for the failure of another rank, and seconds in which a rank reports its own failure."""
+
 RANKS_S = 2.0
 """Shortest pause between replacements of the file of all ranks' times."""
 
@@ -122,7 +126,8 @@ class Watchdog(RunObserver):
         self._limited = not backend.extracts  # a run that extracts graphs is one long compilation
         self._late = self._hanging = False
         self._ended = threading.Event()
-        self._next_beat = 0.0
+        self._next_beat = self._next_failure = 0.0
+        self._failure_at: float | None = None
         self._failures: set[str] = set()
         self._agent = os.getppid() if has_agent else None
         self._host = socket.gethostname()
@@ -224,6 +229,7 @@ class Watchdog(RunObserver):
             self._look_at_myself,
             lambda: self._stop.look(due=time.monotonic() >= self._next_beat),
             self._look_at_others,
+            self._look_at_failure,
         )
         try:
             while not self._ended.is_set():
@@ -314,6 +320,28 @@ class Watchdog(RunObserver):
         except RuntimeError:  # the store is slow, or gone with its rank, and a lost rank is noticed elsewhere
             self._link.lose()
 
+    def _look_at_failure(self) -> None:
+        """End a rank whose device waits for a rank that has failed, since its main thread never learns of that."""
+        board, now_s = self._link.store, time.monotonic()
+        if not self._backend.is_asynchronous or board is None or now_s < self._next_failure:
+            return
+        self._next_failure = now_s + FAILURE_S
+        try:
+            failure = board.failure()
+        except RuntimeError:  # as in `_look_at_others`
+            return
+        if not failure:
+            return
+        if self._failure_at is None:
+            self._failure_at = now_s
+        if now_s < self._failure_at + REPORT_S or not waits(sys._current_frames().get(self._main)):
+            return
+        stacks.end_in(3 * FILES_S)
+        call_with_timeout(FILES_S, lambda: self._observers.end("failed", failure))
+        me = self._backend.rank
+        print_line(f"error: rank {me}: {failure}\n{self._rank_name(me)} needs it, and ends too: its device waits")
+        os._exit(LostPeerError.exit_code)
+
     def _publish_rates(self, stragglers: Stragglers) -> None:
         """Replace the file of all ranks' times, on a thread that a disk may block."""
         now_s = time.monotonic()
@@ -339,7 +367,8 @@ class Watchdog(RunObserver):
         self._hanging = True
         beat = self._beat()
         stacks.show()
-        stacks.end_in(4 * PATIENCE_S + 2 * FILES_S)  # longer than all of the following takes
+        stacks.end_in(4 * PATIENCE_S + 3 * FILES_S)  # longer than all of the following takes
+        beat = replace(beat, queued=call_with_timeout(FILES_S, self._backend.diagnostics.queued) or {})
         limit = f"recovery.hang_timeout_s={self._limit_s:g}"
         me = self._backend.rank
         verdict = f"{self._rank_name(me)} did not get on within {limit} seconds: {beat}"
@@ -357,5 +386,8 @@ class Watchdog(RunObserver):
     def _dump(self) -> None:
         try:
             stacks.write(self._logs / f"hang-rank-{self._backend.rank}.txt")
+            recording = self._backend.diagnostics.recording()
+            if recording:
+                (self._logs / f"hang-rank-{self._backend.rank}-nccl.pickle").write_bytes(recording)
         except OSError as error:
             print_line(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {cause_of(error)}")

@@ -52,6 +52,16 @@ def misplaced(mask: Any, first: Tensor) -> list[str]:
     return problems
 
 
+def has_backward() -> bool:
+    """True if FlexAttention has a backward pass on CPUs, which torch 2.15 refuses."""
+    x = torch.ones(1, 1, 1, 16, requires_grad=True)
+    try:
+        flex_attention(x, x, x, torch.zeros(1, 1, dtype=torch.int64))
+    except NotImplementedError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_blocks_are_those_with_a_key_that_a_query_sees(length: int) -> None:
     rng = Random(length)
@@ -67,6 +77,8 @@ def test_blocks_are_those_with_a_key_that_a_query_sees(length: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_documents_get_the_attention_of_the_formula_and_its_gradients(window: int | None) -> None:
+    if not has_backward():
+        pytest.skip(f"FlexAttention of torch {torch.__version__} has no backward pass on CPUs")
     torch._dynamo.reset()
     rng, generator = Random(3), torch.Generator().manual_seed(3)
     for length, kv_heads in ((129, 2), (300, 4)):
@@ -91,12 +103,13 @@ def test_one_graph_without_a_read_of_the_host_serves_all_documents_of_a_shape() 
     counter = CompileCounterWithBackend("aot_eager")
     attend = torch.compile(flex_attention, backend=counter, dynamic=False, fullgraph=True)
     rng = Random(4)
-    q = torch.randn(200, 2, 2, 16, requires_grad=True)
+    q = torch.randn(200, 2, 2, 16, requires_grad=has_backward())
     for _ in range(3):
         starts = drawn_starts(rng, 2, 200)
         out = attend(q, q, q, starts)
         torch.testing.assert_close(out, exact_attention(q, q, q, starts), rtol=0, atol=1e-5)
-        out.sum().backward()
+        if out.requires_grad:
+            out.sum().backward()
     assert counter.frame_count == 1
     graph = counter.graphs[0]
     assert any("flex_attention" in str(node.target) for node in graph.graph.nodes)

@@ -206,6 +206,7 @@ def test_the_peak_of_a_core_is_found_by_the_instance(
 @pytest.fixture
 def bare_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Neuron backend that claims no device."""
+    pytest.importorskip("torch_xla", reason="no torch-xla: pip install 'nxtrain[xla]'")
     monkeypatch.setattr(XlaBackend, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(XlaBackend, "fetch", lambda *_: {"loss": float("nan")})
     monkeypatch.setattr(XlaBackend, "step_boundary", lambda _: None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nxtrain.common.distributed.heartbeats import Beat
+from nxtrain.common.distributed.heartbeats import Beat, Queued
 from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.hang_diagnosis import judge, point, waits
 
@@ -36,6 +36,35 @@ def test_where_all_wait_the_one_that_is_behind_is_named_or_else_all() -> None:
     wait = Beat(6, "training", 3.0, waits=True)
     assert said({0: wait, 1: Beat(5, "training", 3.0, waits=True)}).startswith("rank 1 did not come")
     assert said({0: wait, 1: wait}).startswith("all ranks wait for each other")
+
+
+def on_device(**queued: tuple[str, int, int]) -> Beat:
+    """Answer of a rank whose host waits for its device."""
+    return Beat(6, "training", 3.0, waits=True, queued={name: Queued(*entry) for name, entry in queued.items()})
+
+
+def test_where_all_wait_for_devices_the_rank_without_the_collective_of_the_others_is_named() -> None:
+    waiting, late = on_device(a=("all_reduce", 9, 8)), on_device(a=("all_gather", 8, 8))
+    assert said({0: waiting, 1: late, 2: waiting}) == (
+        f"rank 1 did not come within {LIMIT} seconds: rank 1 has not queued all_reduce, number 9 of communicator a, "
+        "in which the device of rank 0, 2 waits"
+    )
+
+
+def test_a_rank_that_lacks_a_collective_as_it_waits_in_another_is_not_to_blame() -> None:
+    waits_for_1 = on_device(a=("all_reduce", 9, 8))
+    between = on_device(a=("all_reduce", 8, 8), b=("all_gather", 5, 4))
+    late = on_device(b=("all_gather", 4, 4))
+    assert said({0: waits_for_1, 1: between, 2: late}).startswith("rank 2 did not come")
+    circle = {0: waits_for_1, 1: between, 2: on_device(b=("all_gather", 4, 4), c=("all_reduce", 2, 1))}
+    assert said(circle).startswith("rank 1, rank 2 did not come")
+
+
+def test_devices_that_are_equally_far_blame_nobody_and_neither_does_a_collective_that_is_done() -> None:
+    waiting = on_device(a=("all_reduce", 9, 8))
+    assert said({0: waiting, 1: waiting}).startswith("all ranks wait for each other")
+    done = on_device(a=("all_reduce", 9, 9))
+    assert said({0: done, 1: on_device(a=("all_reduce", 8, 8))}).startswith("all ranks wait for each other")
 
 
 def test_silence_is_blamed_before_everything_else() -> None:

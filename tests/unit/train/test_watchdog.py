@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.distributed.heartbeats import HeartbeatStore
 from nxtrain.common.errors import HangError, LostPeerError
 from nxtrain.common.process import stacks
@@ -60,16 +61,28 @@ class SlowStore:
     def stop_step(self) -> int:
         return 4
 
+    def failure(self) -> str:
+        return "rank 0 failed: DataError: no rows"
+
     def declare_hang(self) -> bool:
         raise RuntimeError("gone")
 
 
-def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0, *, compiles: bool = False) -> Watchdog:
+def watch(
+    folder: Path,
+    board: SlowStore | None = None,
+    limit_s: float = 3.0,
+    *,
+    compiles: bool = False,
+    asynchronous: bool = False,
+) -> Watchdog:
     backend = SimpleNamespace(
         rank=1 if board else 0,
         world=2 if board else 1,
         compiles_at_first_use=compiles,
         extracts=False,
+        is_asynchronous=asynchronous,
+        diagnostics=Diagnostics(),
         heartbeat_store=lambda: cast("HeartbeatStore | None", board),
     )
     return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
@@ -189,6 +202,22 @@ def test_any_end_ends_the_watch(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), watchdog:
         raise SystemExit(1)
     assert not watchdog._thread.is_alive()
+
+
+@pytest.mark.parametrize("case", ["waits", "computes", "reports", "synchronous"])
+def test_a_rank_whose_device_waits_for_a_failed_one_says_so_and_ends(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(stacks, "end_in", lambda seconds: None)
+    monkeypatch.setattr(watchdogs, "waits", lambda frame: case != "computes")
+    monkeypatch.setattr(watchdogs, "REPORT_S", 60.0 if case == "reports" else 0.0)
+    watchdog = watch(tmp_path, SlowStore(0), asynchronous=case != "synchronous")
+    watchdog._look_at_failure()
+    assert ended == ([LostPeerError.exit_code] if case == "waits" else [])
+    said = "error: rank 1: rank 0 failed: DataError: no rows\nrank 1 needs it, and ends too"
+    assert (said in capfd.readouterr().err) == bool(ended)
 
 
 def test_one_call_at_a_time_is_under_way() -> None:

@@ -22,6 +22,7 @@ from nxtrain.tools.doctor import collectives, examine
 from nxtrain.tools.doctor.collectives import World, world_of
 from nxtrain.tools.doctor.finding import Finding
 from nxtrain.tools.doctor.host import check_disk
+from nxtrain.tools.doctor.packages import NEWEST_TORCH
 from tests.support import ROOT, sick_machine
 from tests.support.commands import in_process
 from tests.support.ports import free_port
@@ -164,6 +165,23 @@ def test_gpus_have_errors_and_processes_as_well(tmp_path: Path, packages: dict[s
     found = faults(check(machine))
     assert set(found) == {"devices", "ecc", "processes", "torch"}
     assert "missing: 5" in found["devices"].what
+
+
+@pytest.mark.parametrize(("version", "is_named"), [("2.15.0+cu132", False), ("2.16.0", True), ("3.0.0a0", True)])
+def test_a_torch_that_is_newer_than_the_tested_ones_is_named_and_no_fault(
+    version: str, is_named: bool, tmp_path: Path, packages: dict[str, str]
+) -> None:
+    packages.clear()
+    packages["torch"] = version
+    (found,) = (finding for finding in check(sick_machine.gpus(tmp_path / "m")) if finding.name == "torch")
+    assert found.ok
+    assert found.what.startswith(f"torch {version}")
+    assert ("newer than 2.15, the newest release that nxtrain is tested with" in found.what) == is_named
+
+
+def test_the_newest_torch_of_continuous_integration_is_the_one_that_doctor_names() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"--torch (\d+)\.(\d+)\.\d+", workflow) == [tuple(map(str, NEWEST_TORCH))]
 
 
 def test_a_run_under_way_is_no_fault_until_another_is_to_start(packages: dict[str, str], tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Newest collectives of each NCCL communicator, from torch's flight recorder.
+
+The host queues collectives and goes on, so that at a hang the host of every rank waits in the same place. The recorder
+knows which collectives each rank has queued, and which its device has done.
+
+Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxtrain.common.distributed.heartbeats import Queued
+
+
+def recorded() -> bytes:
+    """Pickled recording of torch; empty if this torch has none. `nxtrain.launch.gpu` switches the recorder on."""
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return b""
+    return bytes(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))
+
+
+def newest(recording: bytes) -> dict[str, Queued]:
+    """Newest collective and newest transfer of each communicator, by the communicator's name.
+
+    Args:
+        recording: As `recorded` returns it, of this process: pickles of others may run code.
+    """
+    entries: Iterable[Mapping[str, Any]] = pickle.loads(recording).get("entries", ()) if recording else ()
+    found: dict[str, Queued] = {}
+    for entry in entries:  # oldest first
+        name = str(entry["process_group"][0])
+        number = int(entry["collective_seq_id"])
+        if entry["is_p2p"]:
+            name, number = f"{name} transfers", int(entry["p2p_seq_id"])
+        done = found[name].done if name in found else 0
+        if entry["state"] == "completed":
+            done = max(done, number)
+        operation = str(entry["profiling_name"]).removeprefix("nccl:")
+        found[name] = Queued(operation, number, done)
+    return found

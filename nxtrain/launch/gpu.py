@@ -1,0 +1,67 @@
+"""Variables of ranks on NVIDIA GPUs: torch's allocator, and NCCL between machines; the shell's values win."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nxtrain.common.machines import GPU, INSTANCE_TYPES
+from nxtrain.config.schema import ON_GPUS, RunConfig
+from nxtrain.launch.environment import Variable, beside
+
+_ALLOCATOR = "https://docs.pytorch.org/docs/2.9/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+_NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+_EFA = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html"
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Variable of torch's allocator under the name that torch 2.9 to 2.15 read."""
+
+
+RECORDING = Variable(
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "2000",
+    "torch records the newest collectives of each rank, of which the report of a hang names the late one",
+    "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
+)
+QUIET_TRANSFERS = Variable(
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
+    "false",
+    "transfers of a pipeline have a communicator for each pair of stages, in which nothing can be serialized",
+    "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
+)
+
+
+def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Variables of a rank of `backend.name=cuda`; none for other backends."""
+    if config.backend.name != ON_GPUS:
+        return ()
+    variables = [
+        Variable("NCCL_DEBUG", "WARN", "NCCL prints the reason of an error, and nothing else", _NCCL),
+        RECORDING,
+        QUIET_TRANSFERS,
+    ]
+    if "PYTORCH_ALLOC_CONF" not in environ:  # which the older name would silence
+        reason = "segments of memory grow, so that sizes that change leave no gaps between them"
+        variables.append(Variable(ALLOCATOR, "expandable_segments:True", reason, _ALLOCATOR))
+    if config.cluster.nodes > 1:
+        variables += _between_machines(config.cluster.instance)
+    return beside(variables, environ)
+
+
+def _between_machines(instance: str) -> list[Variable]:
+    variables = [
+        Variable(
+            "NCCL_SOCKET_IFNAME",
+            "^docker,lo,veth",
+            "the first contact of machines goes through none of these interfaces, which end at the machine",
+            _NCCL,
+        )
+    ]
+    machine = INSTANCE_TYPES.get(instance)
+    if machine is None or machine.resource != GPU or not machine.efa_devices:
+        return variables
+    reason = "libfabric of aws-ofi-nccl takes EFA, and fails where it would fall back to TCP"
+    variables.append(Variable("FI_PROVIDER", "efa", reason, _EFA))
+    if instance.startswith("p4d"):
+        reason = "the network reads and writes the memory of GPUs; later instances do so by themselves"
+        variables.append(Variable("FI_EFA_USE_DEVICE_RDMA", "1", reason, _EFA))
+    return variables

@@ -1,0 +1,45 @@
+"""Newest collectives of communicators, from a recording as torch's flight recorder makes it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import asdict
+from typing import Any
+
+from nxtrain.backends import nccl_trace
+from nxtrain.common.distributed.heartbeats import Beat, Queued
+
+
+def entry(group: str, number: int, name: str, state: str = "completed", transfer: int = 0) -> dict[str, Any]:
+    return {
+        "process_group": (group, "undefined"),
+        "collective_seq_id": number,
+        "p2p_seq_id": transfer,
+        "is_p2p": bool(transfer),
+        "profiling_name": f"nccl:{name}",
+        "state": state,
+    }
+
+
+def test_the_newest_of_each_communicator_is_read_with_what_the_device_has_done() -> None:
+    entries = [
+        entry("1", 1, "all_reduce"),
+        entry("2", 1, "all_gather"),
+        entry("1", 2, "all_reduce"),
+        entry("3", 0, "send 0->1", "scheduled", transfer=4),
+        entry("1", 3, "reduce_scatter", "started"),
+        entry("1", 4, "all_gather", "scheduled"),
+    ]
+    found = nccl_trace.newest(pickle.dumps({"version": "2.10", "entries": entries}))
+    assert found == {
+        "1": Queued("all_gather", 4, 2),
+        "2": Queued("all_gather", 1, 1),
+        "3 transfers": Queued("send 0->1", 4, 0),
+    }
+    assert nccl_trace.newest(b"") == nccl_trace.newest(pickle.dumps({"version": "2.10"})) == {}
+
+
+def test_an_answer_with_collectives_comes_back_from_its_text() -> None:
+    beat = Beat(3, "training", 1.0, waits=True, queued={"1": Queued("all_reduce", 3, 2)})
+    assert Beat.read(json.dumps(asdict(beat))) == beat

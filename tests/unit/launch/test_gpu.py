@@ -1,0 +1,51 @@
+"""Variables of ranks on GPUs: as data, and in the launcher's script."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxtrain.config.load import load
+from nxtrain.launch.gpu import QUIET_TRANSFERS, RECORDING, gpu_variables
+from nxtrain.launch.local import render
+from tests.support import ROOT, TINY
+
+ON_GPU = "backend.name=cuda"
+QUIET = {RECORDING.name: "2000", QUIET_TRANSFERS.name: "false"}
+ALONE = {"NCCL_DEBUG": "WARN", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **QUIET}
+TOGETHER = {"NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
+EFA = {"FI_PROVIDER": "efa"}
+RDMA = {"FI_EFA_USE_DEVICE_RDMA": "1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], ALONE),
+        (["cluster.nodes=2"], ALONE | TOGETHER),
+        (["cluster.nodes=2", "cluster.instance=p5.48xlarge"], ALONE | TOGETHER | EFA),
+        (["cluster.nodes=2", "cluster.instance=p4d.24xlarge"], ALONE | TOGETHER | EFA | RDMA),
+        (["cluster.instance=p5.48xlarge"], ALONE),
+    ],
+)
+def test_each_machine_has_its_variables_with_reason_and_source(overrides: list[str], wanted: dict[str, str]) -> None:
+    found = gpu_variables(load(TINY, [ON_GPU, *overrides]).config, {})
+    assert {each.name: each.value for each in found} == wanted
+    assert all(each.reason and each.source for each in found)
+
+
+def test_values_of_the_shell_win_and_other_backends_have_none() -> None:
+    config = load(TINY, [ON_GPU]).config
+    found = {each.name: each.value for each in gpu_variables(config, {"NCCL_DEBUG": "INFO"})}
+    assert found == ALONE | {"NCCL_DEBUG": "INFO"}
+    newer = {each.name for each in gpu_variables(config, {"PYTORCH_ALLOC_CONF": "backend:native"})}
+    assert newer == ALONE.keys() - {"PYTORCH_CUDA_ALLOC_CONF"}
+    assert gpu_variables(load(TINY, ["backend.name=cpu"]).config, {}) == ()
+
+
+def test_the_launcher_sets_them_after_those_of_debugging() -> None:
+    recipe = ROOT / "configs" / "llama3_2_1b_cuda.toml"
+    shell = {"OMP_NUM_THREADS": "1"}
+    assert render(recipe, [], None, shell).env == ALONE
+    logged = render(recipe, ["recovery.debug=dist"], None, shell).env
+    assert logged["NCCL_DEBUG"] == "INFO"
+    assert logged["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
