@@ -17,7 +17,10 @@ from torch import Tensor
 from nxtrain.common.kernels import Kernels, RowGroups
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
-from nxtrain.parallel.slot_rows import block_rows, sorted_rows
+from nxtrain.parallel.slot_rows import SlotRows, block_rows, sorted_rows
+
+EVEN_ROWS = 2
+"""Bound of the rows of blocks, relative to the rows that the most uneven routing needs."""
 
 
 def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
@@ -91,17 +94,38 @@ def static_dispatch(  # 8 arguments: as `dispatch`
 ) -> Tensor:
     """The same as `dispatch`, by operations whose shapes depend on no routing.
 
-    Between ranks only blocks of equal size are exchanged. Without a capacity, a block has room for every token.
+    Between ranks only blocks of equal size are exchanged. Without a capacity, every rank gets the tokens of all ranks,
+    and has rows for the routing that gives its experts the most of them.
     """
-    if expert_parallel is not None and capacity is None:
-        capacity = indices.shape[0]
-    rows, owner, num_blocks = block_rows(indices, num_experts, capacity)
+    if expert_parallel is None:
+        return _of_blocks(x, weights, *block_rows(indices, num_experts, capacity), gate_up, down, num_experts)
+    num_own = len(expert_parallel.own(num_experts))
+    if capacity is None:
+        x, weights, indices = expert_parallel.send_tokens(x, weights, indices, num_own)
+        most_of_token = min(indices.shape[1], num_own)
+        # A block for each expert has room for every token, and copies no matrices. More experts take too many rows.
+        capacity = x.shape[0] if num_own <= EVEN_ROWS * most_of_token else None
+        found = block_rows(indices, num_own, capacity, most_slots=x.shape[0] * most_of_token)
+        return expert_parallel.sum_tokens(_of_blocks(x, weights, *found, gate_up, down, num_own))
+    rows, _, num_blocks = block_rows(indices, num_experts, capacity)
+    blocks = expert_parallel.send_blocks(rows.spread(x).unflatten(0, (num_blocks, -1)))
+    scale = expert_parallel.send_blocks(rows.weights(weights).unflatten(0, (num_blocks, -1)))
+    out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_own, None)
+    return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))
+
+
+def _of_blocks(  # 8 arguments: as `static_dispatch`, with the blocks of its tokens
+    x: Tensor,
+    weights: Tensor,
+    rows: SlotRows,
+    owner: Tensor | None,
+    num_blocks: int,
+    gate_up: Tensor,
+    down: Tensor,
+    num_experts: int,
+) -> Tensor:
+    """Weighted sum over the experts of this rank for each token: (T, D) to (T, D)."""
     blocks = rows.spread(x).unflatten(0, (num_blocks, -1))
     scale = rows.weights(weights).unflatten(0, (num_blocks, -1))
-    if expert_parallel is None:
-        out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
-        return rows.collect(out.flatten(0, 1))
-    num_own = len(expert_parallel.own(num_experts))
-    blocks, scale = expert_parallel.send_blocks(blocks), expert_parallel.send_blocks(scale)
-    out = BlockProducts.apply(blocks, scale, gate_up, down, num_own, None)
-    return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))
+    out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
+    return rows.collect(out.flatten(0, 1))

@@ -82,6 +82,32 @@ class ExpertParallel:
         in_order, heights = sorted_rows(experts.unsqueeze(1), of_experts.shape[1], grouping=grouping)
         return RowExchange(self.comm, self.axis, RowGroups.of(heights, grouping), rows, in_order)
 
+    def send_tokens(self, x: Tensor, weights: Tensor, indices: Tensor, num_own: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of all ranks, by operations whose shapes depend on no routing.
+
+        Args:
+            x, weights, indices: (T, D), (T, k) and (T, k) of this rank, experts numbered over all ranks.
+            num_own: Experts of a rank.
+
+        Returns:
+            (ep * T, D), and (ep * T, k) twice. The experts are numbered on this rank. An expert of another rank has the
+            number `num_own`, and the weight 0.
+        """
+        size = self.axis.size
+        first = torch.arange(size, device=indices.device).view(-1, 1, 1) * num_own
+        of_ranks = indices - first
+        is_there = (of_ranks >= 0) & (of_ranks < num_own)
+        numbers = torch.where(is_there, of_ranks, num_own).to(torch.int32)
+        tokens = all_to_all(x.expand(size, *x.shape), self.comm, self.axis)
+        own_weights = all_to_all(torch.where(is_there, weights, 0.0), self.comm, self.axis)
+        own_numbers = self.comm.all_to_all(numbers.contiguous(), self.axis)
+        return tokens.flatten(0, 1), own_weights.flatten(0, 1), own_numbers.flatten(0, 1)
+
+    def sum_tokens(self, sums: Tensor) -> Tensor:
+        """Sums over the ranks for this rank's tokens: (ep * T, D) to (T, D)."""
+        of_ranks: Tensor = all_to_all(sums, self.comm, self.axis).unflatten(0, (self.axis.size, -1))
+        return of_ranks.sum(0)
+
     def send_blocks(self, blocks: Tensor) -> Tensor:
         """Rows of this rank's experts, from all ranks: (E, C, ...), C rows of each expert, to (E / ep, ep * C, ...)."""
         of_ranks: Tensor = all_to_all(blocks, self.comm, self.axis).unflatten(0, (self.axis.size, -1))

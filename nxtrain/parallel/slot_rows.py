@@ -2,7 +2,7 @@
 
 A slot is one of the k experts of a token. Slots are numbered token by token. Each slot that is computed has a row, and
 the rows of an expert are adjacent. A sum over the experts of a token has the order of its slots, whatever the order of
-the rows. So no result depends on the ranks that hold an expert.
+the rows. So on eager devices no result depends on the ranks that hold an expert.
 
 Shapes: T tokens, k experts of a token, N rows, D hidden, E experts.
 
@@ -151,11 +151,15 @@ def sorted_rows(
     return SlotRows(slots, of_slots, indices.shape[1], is_full=is_full, keeps_all=capacity is None), heights
 
 
-def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -> tuple[SlotRows, Tensor | None, int]:
+def block_rows(
+    indices: Tensor, num_experts: int, capacity: int | None = None, most_slots: int | None = None
+) -> tuple[SlotRows, Tensor | None, int]:
     """Rows in blocks of equal size, each of one expert, by operations whose shapes depend on no routing.
 
     Args:
         indices, capacity: As for `sorted_rows`. With a capacity each expert has one block.
+        most_slots: Most slots that have one of the experts; the others have the number `num_experts`, and no row.
+            None: every slot has one.
 
     Returns:
         The rows, the expert of each block, (number of blocks,) int64, or None for one block each, and the number of
@@ -167,9 +171,10 @@ def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -
     place = (hits.cumsum(0, dtype=torch.int32) * hits).sum(1) - 1
     if capacity is None:
         # Of the most uneven routing, each expert but one has a block with one row.
-        height = -(-num_slots // num_experts)
-        used = min(num_experts, num_slots)
-        num_blocks = used + (num_slots - used) // height
+        most = num_slots if most_slots is None else most_slots
+        height = -(-most // num_experts)
+        used = min(num_experts, most)
+        num_blocks = used + (most - used) // height
         lengths = (hits.sum(0) + (height - 1)) // height
         ends = lengths.cumsum(0)
         first = (hits * (ends - lengths)).sum(1)
@@ -179,9 +184,12 @@ def block_rows(indices: Tensor, num_experts: int, capacity: int | None = None) -
     else:
         height, num_blocks, owner = capacity, num_experts, None
         row = torch.where(place < height, experts * height + place, num_blocks * height)
+    if most_slots is not None:
+        row = torch.where(experts < num_experts, row, num_blocks * height)
     row = row.to(torch.int64)
     num_rows = num_blocks * height
     slots = torch.full((num_rows + 1,), num_slots, device=row.device, dtype=torch.int64)
     slots = slots.scatter(0, row, torch.arange(num_slots, device=row.device))[:-1]
-    rows = SlotRows(slots, row, indices.shape[1], is_full=False, keeps_all=capacity is None)
+    keeps_all = capacity is None and most_slots is None
+    rows = SlotRows(slots, row, indices.shape[1], is_full=False, keeps_all=keeps_all)
     return rows, owner, num_blocks

@@ -20,12 +20,14 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Pending, RowCounts
 from nxtrain.common.family import BuildContext, ModelConfig, find_family
 from nxtrain.common.kernels import Grouping
-from nxtrain.common.mesh import Axis
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import Init, Layout, Segment, ShardSpec
 from nxtrain.config.check import Resolved
+from nxtrain.parallel.dispatch import static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.train.step import train_step
+from tests.support.contract_experts import drawn_indices, exact_mixture
 from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.layouts import covering_array
@@ -342,3 +344,40 @@ def test_a_wrong_sum_of_experts_would_be_seen(ranks: RankPool, shard: str, defec
     for course in ranks.run(4, train_with_defect, resolved, weights, defect):
         errors = [abs(norm / wanted - 1) for norm, wanted in zip(course.norms, want.norms, strict=True)]
         assert (max(errors) < 1e-5) == (defect == "right"), errors
+
+
+def blocks_of_a_rank(backend: Backend, num_experts: int, indices: Tensor) -> list[Tensor]:
+    """Outputs and gradients of this rank's tokens and experts, by shapes that depend on no routing."""
+    mesh = Mesh.build(backend.world, backend.rank, ep=backend.world)
+    exchange = ExpertParallel(mesh.ep, backend.collectives)
+    own, rank = exchange.own(num_experts), backend.rank
+    x, weights, gate_up, down, grad = operands_of(num_experts, *indices.shape)
+    mine = [x.chunk(backend.world)[rank], weights.chunk(backend.world)[rank]]
+    mine += [gate_up[own.start * 6 : own.stop * 6], down[:, own.start * 3 : own.stop * 3]]
+    given = [tensor.clone().requires_grad_() for tensor in mine]
+    numbers = indices.chunk(backend.world)[rank]
+    out = static_dispatch(given[0], given[1], numbers, given[2], given[3], num_experts, None, exchange)
+    out.backward(grad.chunk(backend.world)[rank])
+    return [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
+
+
+def operands_of(num_experts: int, num_tokens: int, k: int) -> list[Tensor]:
+    shapes = ((num_tokens, 4), (num_tokens, k), (num_experts * 6, 4), (4, num_experts * 3), (num_tokens, 4))
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(index)) for index, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(4, 2), (16, 2), (16, 1)])
+@pytest.mark.parametrize("routing", ["drawn", "one rank's experts for all tokens"])
+def test_blocks_of_equal_size_hold_every_routing(ranks: RankPool, num_experts: int, k: int, routing: str) -> None:
+    indices = torch.arange(k).repeat(10, 1)
+    if routing == "drawn":
+        indices = drawn_indices(Random(num_experts), 10, k, num_experts)
+    x, weights, gate_up, down, grad = operands_of(num_experts, *indices.shape)
+    given = [tensor.clone().requires_grad_() for tensor in (x, weights, gate_up, down)]
+    out = exact_mixture(given[0], given[1], indices, given[2], given[3], num_experts)
+    out.backward(grad)
+    found = ranks.run(2, blocks_of_a_rank, num_experts, indices)
+    wanted = [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
+    for place, want in enumerate(wanted):
+        whole = torch.cat([of_rank[place] for of_rank in found], dim=1 if place == len(wanted) - 1 else 0)
+        torch.testing.assert_close(whole, want, rtol=0, atol=2e-6 * max(1.0, float(want.abs().max())))
