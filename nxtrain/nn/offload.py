@@ -63,7 +63,7 @@ class Transfers:
 
 
 @dataclass
-class _Copy:
+class _HostCopy:
     """A saved tensor.
 
     Attributes:
@@ -84,18 +84,18 @@ class SavedTensors:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._copies: list[_Copy] = []
+        self._copies: list[_HostCopy] = []
         self._device = torch.device("cpu")
         self._sent: torch.Event | None = None
         self._arrived: torch.Event | None = None
         self._before: Callable[[], SavedTensors | None] = lambda: None
 
-    def add(self, x: Tensor) -> _Copy:
+    def add(self, x: Tensor) -> _HostCopy:
         """Begin to copy a tensor to the host."""
         # An operation's own result would keep the operation, and the operation its result.
         here = x.detach()
         if here.device.type == "cpu":
-            return _Copy(to_host(here), here)
+            return _HostCopy(to_host(here), here)
         if torch.empty_like(here, device="meta").stride() != here.stride():
             # A slice would go through memory that the device cannot read, with the host waiting.
             here = here.clone()
@@ -103,7 +103,7 @@ class SavedTensors:
         out, _ = self._transfers.streams(here.device)
         out.wait_stream(torch.accelerator.current_stream())
         with out:
-            copy = _Copy(to_host(here), here)
+            copy = _HostCopy(to_host(here), here)
         self._copies.append(copy)
         return copy
 
@@ -160,9 +160,9 @@ def saved_on_host(module: nn.Module, transfers: Transfers) -> Iterator[None]:
     stays = {buffer.untyped_storage().data_ptr() for buffer in module.buffers()}
     saved = SavedTensors(transfers)
     # The tensor stays alive with its copy, so that nothing else gets its memory and its key.
-    copies: dict[object, tuple[Tensor, _Copy]] = {}
+    copies: dict[object, tuple[Tensor, _HostCopy]] = {}
 
-    def pack(x: Tensor) -> Tensor | tuple[_Copy, torch.Size]:
+    def pack(x: Tensor) -> Tensor | tuple[_HostCopy, torch.Size]:
         is_parameter = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
         if is_parameter or x.untyped_storage().data_ptr() in stays:
             return x
@@ -171,7 +171,7 @@ def saved_on_host(module: nn.Module, transfers: Transfers) -> Iterator[None]:
             copies[key] = x, saved.add(x)
         return copies[key][1], x.shape
 
-    def unpack(packed: Tensor | tuple[_Copy, torch.Size]) -> Tensor:
+    def unpack(packed: Tensor | tuple[_HostCopy, torch.Size]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         copy, shape = packed
