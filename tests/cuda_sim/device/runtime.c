@@ -138,6 +138,11 @@ static struct Memory *find(const void *pointer) {
 static void add(void *begin, size_t size, int kind, int is_registered) {
     pthread_mutex_lock(&lock);
     int free = 0;
+    for (int i = 0; i < num_memories; i++) {  // of memory that its owner gave back without a word to CUDA
+        struct Memory *old = &memories[i];
+        if (old->is_registered && old->begin < (char *)begin + size && (char *)begin < old->begin + old->size)
+            old->kind = FREE;
+    }
     while (free < num_memories && memories[free].kind) free++;
     if (free == NUM_MEMORIES) abort();
     if (free == num_memories) num_memories++;
