@@ -100,7 +100,7 @@ def _check_script(script: str, words: Sequence[str]) -> None:
     for word in own:
         assert not word.startswith("--") or re.search(rf"(?<![\w-]){word}(?![\w-])", source), f"{script} has no {word}"
     if script == "scripts/test.sh":
-        lanes = re.search(r"^ +([a-z |]+)\) lanes\+=", source, re.MULTILINE)
+        lanes = re.search(r"^ +([a-z |-]+)\) lanes\+=", source, re.MULTILINE)
         assert lanes is not None
         named = [word for before, word in zip(["", *own], own, strict=False) if not before.startswith("--")]
         assert {word for word in named if word.islower() and not word.startswith("--")} <= set(lanes[1].split(" | "))
