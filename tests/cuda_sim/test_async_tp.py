@@ -61,4 +61,5 @@ def test_every_collective_of_a_block_is_joined_with_a_product(gpu: SimulatedGpu,
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
     if not async_tp:
         names = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    assert counts == dict.fromkeys(names, 4)
+    of_loss = {"all_reduce_": 2}  # the graph of the loss reduces over the divided vocabulary
+    assert counts == {**dict.fromkeys(names, 4), **of_loss}
