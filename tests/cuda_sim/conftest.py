@@ -9,9 +9,9 @@ import pytest
 from tests.support.cuda_sim import SimulatedGpu, why_not
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gpu() -> Iterator[SimulatedGpu]:
-    """A process with eight pretended H200, which tests share."""
+    """A process with eight pretended H200, which the tests of a file share."""
     if reason := why_not():
         pytest.skip(reason)
     opened = SimulatedGpu()
