@@ -226,7 +226,7 @@ class CudaDiagnostics(C10dDiagnostics):
             return None
         if params != "fp32":
             return peaks.bf16
-        return peaks.fp32 if torch.get_float32_matmul_precision() == "highest" else peaks.tf32
+        return peaks.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else peaks.fp32
 
     def event(self) -> DeviceEvent:
         event = torch.cuda.Event(enable_timing=True)

@@ -22,10 +22,8 @@ def backend() -> Iterator[Backend]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
         opened = open_backend("cuda")
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield opened
-    torch.set_float32_matmul_precision(precision)
     opened.close()
 
 

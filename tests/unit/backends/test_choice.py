@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,18 +103,18 @@ def test_deterministic_kernels_last_until_the_backend_closes_and_need_cublas_to_
 @pytest.mark.parametrize(
     ("device", "params", "precision", "peak"),
     [
-        ("NVIDIA H100 PCIe", "bf16", "highest", 756e12),
-        ("NVIDIA H100 PCIe", "fp16", "high", 756e12),
-        ("NVIDIA H100 PCIe", "fp32", "highest", 51e12),
-        ("NVIDIA H100 PCIe", "fp32", "high", 378e12),
-        ("NVIDIA Z100", "bf16", "highest", None),
+        ("NVIDIA H100 PCIe", "bf16", "ieee", 756e12),
+        ("NVIDIA H100 PCIe", "fp16", "tf32", 756e12),
+        ("NVIDIA H100 PCIe", "fp32", "ieee", 51e12),
+        ("NVIDIA H100 PCIe", "fp32", "tf32", 378e12),
+        ("NVIDIA Z100", "bf16", "ieee", None),
     ],
 )
 def test_the_peak_of_a_gpu_is_that_of_its_name_and_of_the_numbers_that_it_multiplies(
     monkeypatch: pytest.MonkeyPatch, device: str, params: str, precision: str, peak: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
     assert CudaDiagnostics(torch.device("cuda", 0)).peak_flops(params) == peak
 
 
