@@ -34,7 +34,7 @@ def planned(folder: Path, steps: int, resume: str = "auto", **optim: Any) -> Res
     if not rows.exists():
         token_file(rows, num_rows=18)
     data = {"source": "tokens", "path": str(rows)}
-    checkpoint = {"every": 1, "keep": 20, "resume": resume}
+    checkpoint = {"every": 1, "keep": 20, "async": False, "resume": resume}  # no step is passed over
     return run_plan(folder, data, steps=steps, optim=optim, checkpoint=checkpoint)
 
 
