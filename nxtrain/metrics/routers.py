@@ -45,7 +45,7 @@ def router_numbers(loads: Loads) -> dict[str, Any]:
         entropies.append(entropy / tokens / largest)
     num_slots = sum(sum(row[:-NUM_OTHERS]) for row in rows)
     dropped = sum(row[-1] for row in rows) / num_slots
-    by_expert = [[int(number) for number in row[:-NUM_OTHERS]] for row in loads]
+    by_expert = [list(map(int, row[:-NUM_OTHERS])) for row in loads]
     values = (min(relative), max(relative), fmean(entropies), dropped, by_expert)
     return dict(zip(ROUTER_NUMBERS, values, strict=True))
 

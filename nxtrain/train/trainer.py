@@ -162,8 +162,9 @@ class Trainer:
         read = self.state.backend.fetch({**numbers, **self._health(lr)})
         loads: Loads = ()
         if result.loads is not None:
-            num_rows, width = result.loads.shape
-            loads = [[read.pop(f"loads_{row * width + i}") for i in range(width)] for row in range(num_rows)]
+            entries = [read.pop(f"loads_{i}") for i in range(result.loads.numel())]
+            width = result.loads.shape[1]
+            loads = [entries[i : i + width] for i in range(0, len(entries), width)]
         verdict = self.guard.judge(step, read, loads, recorded=recorded)
         if loads:
             read |= router_numbers(loads)
