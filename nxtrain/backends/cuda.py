@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,12 @@ from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_ent
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.distributed.heartbeats import Queued
 from nxtrain.common.errors import BackendError
-from nxtrain.common.kernels import ANY_ROWS, AdamStep, Function, Grouping, RoundingKey, RowGroups, Rows
+from nxtrain.common.kernels import ANY_ROWS, Function, Grouping, RowGroups, Rows
 from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import VocabColumns
+
+Method = TypeVar("Method", bound=Callable[..., None])
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of `precision.params`."""
@@ -86,6 +88,15 @@ def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
         switches.fill_uninitialized_memory = fills
 
 
+def _plain_in_graphs(plain: Method, fused: Method) -> Method:
+    """Method of elementary operations in a graph, whose compiler makes one kernel of them, and of torch's elsewhere."""
+
+    def method(*args: Any) -> None:
+        (plain if torch.compiler.is_compiling() else fused)(*args)
+
+    return method  # type: ignore[return-value]
+
+
 class CudaKernels(FusedKernels):
     """torch's fused kernels; with `compile.torch_compile` the loss and the update are graphs as well.
 
@@ -118,30 +129,9 @@ class CudaKernels(FusedKernels):
         entropy = masked_cross_entropy if torch.compiler.is_compiling() else cross_entropy
         return entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
 
-    def adamw(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        how: AdamStep,
-    ) -> None:
-        update = super().adamw
-        if torch.compiler.is_compiling():
-            update = partial(PlainKernels.adamw, self)
-        update(params, grads, exp_avgs, exp_avg_sqs, how)
-
-    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            PlainKernels.replace(self, x, new, unless)
-        else:
-            super().replace(x, new, unless)
-
-    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            PlainKernels.stochastic_round(self, x, out, key, step)
-        else:
-            super().stochastic_round(x, out, key, step)
+    adamw = _plain_in_graphs(PlainKernels.adamw, FusedKernels.adamw)
+    replace = _plain_in_graphs(PlainKernels.replace, FusedKernels.replace)
+    stochastic_round = _plain_in_graphs(PlainKernels.stochastic_round, FusedKernels.stochastic_round)
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         norms: dict[int, Tensor] = {}

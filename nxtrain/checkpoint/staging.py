@@ -58,9 +58,7 @@ class Staging:
             update.
     """
 
-    def __init__(
-        self, layout: Layout, pin: Callable[[Tensor], Callable[[], None] | None] = lambda memory: None
-    ) -> None:
+    def __init__(self, layout: Layout, pin: Pin = lambda memory: None) -> None:
         self._layout, self._pin = layout, pin
         self._unpin: Callable[[], None] | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}

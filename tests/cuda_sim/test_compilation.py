@@ -12,7 +12,7 @@ import pytest
 from nxtrain.backends.base import BackendSettings
 from nxtrain.tools.trace.fake_rank import zero_batch
 from tests.cuda_sim.test_steps import SHAPE, started
-from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, recorded, why_not
+from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, recorded
 
 NAMES = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3", 100: "NVIDIA B200"}
 
@@ -30,7 +30,6 @@ def block_pass() -> Record:
     return record
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("architecture", [80, 100, pytest.param(90, marks=pytest.mark.slow)])
 def test_kernels_of_a_compiled_block_are_built_for_the_architecture(tmp_path: Path, architecture: int) -> None:
     caches = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TORCHINDUCTOR", "TRITON")}

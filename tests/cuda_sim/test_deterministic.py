@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_sim.test_steps import third_step
-from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu, why_not
+from tests.support.cuda_sim import Record, SimulatedGpu, opened_gpu
 
 BACKWARD = "flash_bwd_dq_dk_dv"
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -27,8 +27,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[SimulatedGpu]:
     """A process of its own: torch reads the variable of cuBLAS once."""
-    if reason := why_not():
-        pytest.skip(reason)
     opened = SimulatedGpu(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     yield opened
     opened.close()

@@ -101,6 +101,7 @@ def test_the_end_of_a_process_visits_nothing(found: dict[str, Any]) -> None:
     assert found["left"] < 100
 
 
+# `_checkpoint_without_reentrant_generator_impl` of torch 2.15 asks torch._dynamo for a setting, in eager runs as well.
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) >= "2.15", reason="activation checkpointing of torch 2.15 imports torch's compiler"
 )
