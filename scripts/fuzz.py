@@ -6,6 +6,8 @@ this CPU) and `command` (`nxtrain launch`). A failure prints the line that repea
 goes through the command line. Exit code 0 when all runs agree, 1 when not.
 """
 
+# ruff: noqa: E402 - the tests are importable once the path names them
+
 from __future__ import annotations
 
 import argparse
@@ -14,11 +16,41 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # for this process, and for those that it starts
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from nxtrain.backends import open_backend
+from tests.support import fake_neuron
+from tests.support.drawn import Drawn, draw
+from tests.support.drawn_fp16 import WORSE, differences, distances, draw_fp16
+from tests.support.drawn_fp16 import run as run_fp16
+from tests.support.drawn_runs import (
+    ON_TORCHNEURON,
+    Error,
+    error_of,
+    error_of_command,
+    first_weights,
+    on_torchneuron,
+    ours,
+    prepare,
+    run_command,
+    wanted,
+)
+from tests.support.layouts import ONE, Degrees, covering_array, is_for_xla
+from tests.support.models import weights_of
+from tests.support.parity import Course
+from tests.support.ranks import RankPool
+from tests.support.xla_bodies import drawn_courses
+from tests.support.xla_engine import run_devices
+
 LANES = (
     "process",
     "bf16",
@@ -32,9 +64,88 @@ LANES = (
     "xla",
     "command",
 )
+LAYOUTS = 64
+"""Of a covering array; later draws begin it again with other shapes."""
 
-if TYPE_CHECKING:
-    from tests.support.drawn import Drawn
+COMMAND_RANKS = 4
+"""Most ranks of a run by command."""
+
+NOT_BY_COMMAND = {
+    "native": "no command reaches the stand-in of TorchNeuron: leave out --command",
+    "fp16": "the reference of fp16 follows decisions that no command records: leave out --command",
+}
+"""Lanes whose runs no command repeats, with the reason."""
+
+
+class Runs:
+    """Draws and checks runs; a context that ends the processes."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self._seed, self._folder = seed, folder
+        self._layouts: dict[str, Sequence[Degrees]] = {
+            "gloo": covering_array(seed, LAYOUTS),
+            "cp": covering_array(seed, LAYOUTS, cp=True),
+            "mixtures": [*covering_array(seed + 1, LAYOUTS), *covering_array(seed + 1, 48, cp=True)],
+            "ep-mixtures": covering_array(seed, 48, ep=True),
+            "fp16": covering_array(seed, LAYOUTS),
+            "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
+            "xla": covering_array(seed, 12, is_for_xla),
+            "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= COMMAND_RANKS),
+        }
+        self._backend, self._ranks = open_backend("cpu"), RankPool()
+        self._native = RankPool("neuron-native", fake_neuron.install)
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ranks.close()
+        self._native.close()
+
+    def draw(self, lane: str, index: int) -> Drawn:
+        """One run of a lane, the same that the lane's test draws."""
+        layouts = self._layouts.get(lane, [ONE])
+        drawn = draw(lane, self._seed, index, layouts[index % len(layouts)], bf16=lane == "bf16", xla=lane == "xla")
+        return on_torchneuron(drawn) if lane == "native" else drawn
+
+    def check(self, drawn: Drawn, *, by_command: bool) -> str:
+        """Run a draw; the differences from the reference in words."""
+        if by_command or drawn.lane == "command":
+            assert drawn.lane not in NOT_BY_COMMAND, NOT_BY_COMMAND[drawn.lane]
+            return self._by_command(drawn)
+        if drawn.lane == "bf16":
+            own, theirs = distances(self._backend, drawn)
+            said = f"gradient {own.gradient:.1e} beside {theirs.gradient:.1e}"
+            assert own.gradient <= WORSE * theirs.gradient, said
+            return said
+        if drawn.lane == "fp16":
+            resolved = draw_fp16(drawn.lane, drawn.seed, drawn.index, drawn.degrees)
+            courses = self._ranks.run(drawn.degrees.world, run_fp16, resolved, weights_of(resolved))
+            return differences(courses, resolved)
+        error = error_of(self._courses(drawn), wanted(drawn), drawn)
+        assert error.is_parity, str(error)
+        return str(error)
+
+    def _courses(self, drawn: Drawn) -> list[Course]:
+        weights, world = first_weights(drawn), drawn.degrees.world
+        if drawn.lane in ("process", "process-mixtures"):
+            return [ours(self._backend, drawn, weights)]
+        if drawn.lane in ("gloo", "cp", "mixtures", "ep-mixtures"):
+            return self._ranks.run(world, ours, drawn, weights)
+        if drawn.lane == "native":
+            return self._native.run(world, ours, drawn, weights)
+        return [course for (course,) in run_devices(world, drawn_courses, [(drawn, weights)], folder=self._folder)]
+
+    def _by_command(self, drawn: Drawn) -> str:
+        folder = self._folder / f"{drawn.lane}-{drawn.index}"
+        folder.mkdir()
+        run_command(prepare(drawn, folder))
+        error: Error = error_of_command(drawn, folder)
+        assert error.is_parity, str(error)
+        return f"by `nxtrain launch`: {error}"
 
 
 def main() -> None:
@@ -49,8 +160,6 @@ def main() -> None:
     parser.add_argument("--command", action="store_true", help="run through `nxtrain launch`")
     options = parser.parse_args()
 
-    from tests.support.drawn_lanes import Lanes
-
     wanted: list[tuple[str, int]]
     if options.only:
         lane, _, index = options.only.partition(":")
@@ -60,17 +169,17 @@ def main() -> None:
     else:
         lanes = options.lane or LANES[:-1]
         wanted = [(lane, index) for index in range(options.number) for lane in lanes]
-    with tempfile.TemporaryDirectory(prefix="nxtrain-fuzz-") as folder, Lanes(options.seed, Path(folder)) as runs:
-        failed = sum(not _run(runs.draw(*one), runs.check, options.command) for one in wanted)
+    with tempfile.TemporaryDirectory(prefix="nxtrain-fuzz-") as folder, Runs(options.seed, Path(folder)) as runs:
+        failed = sum(not _run(runs, runs.draw(*one), options.command) for one in wanted)
     print(f"{len(wanted) - failed} passed, {failed} failed", flush=True)
     sys.exit(1 if failed else 0)
 
 
-def _run(drawn: Drawn, check: Callable[..., str], by_command: bool) -> bool:
+def _run(runs: Runs, drawn: Drawn, by_command: bool) -> bool:
     """Run one draw and print its line; true if the run agrees."""
     begin = time.monotonic()
     try:
-        error = check(drawn, by_command=by_command)
+        error = runs.check(drawn, by_command=by_command)
         verdict = f"ok    {error}"
     except Exception as failure:
         verdict = f"FAIL  {failure}\n      {drawn.reproduce}\n      {shlex.join(drawn.overrides)}"
@@ -79,7 +188,4 @@ def _run(drawn: Drawn, check: Callable[..., str], by_command: bool) -> bool:
 
 
 if __name__ == "__main__":
-    if str(ROOT) not in sys.path:  # for this process, and for those that it starts
-        sys.path.insert(0, str(ROOT))
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     main()

@@ -9,14 +9,14 @@ import pytest
 
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from tests.support.corpora import END
-from tests.support.document_rows import (
+from tests.dist.test_document_stages import (
     MUTANTS,
     documents_alone,
     documents_on_rank,
     documents_with_mutant,
     hold_documents,
 )
+from tests.support.corpora import END
 from tests.support.drawn import one_in
 from tests.support.models import weights_of
 from tests.support.parity import layout, relative_errors, whole

@@ -26,7 +26,7 @@ from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
 from tests.support.overlap import read_profiles
 from tests.support.parity import batches, layout, local_batch, start
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.ranks import RankPool
 
 BUCKET_BYTES = 16 << 10

@@ -24,7 +24,7 @@ from tests.support import forked_python
 from tests.support.command_ranks import WORLD, until
 from tests.support.commands import OUTPUT
 from tests.support.commands import start as start_command
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.recovery import (
     Golden,
     History,

@@ -17,7 +17,7 @@ from nxtrain.common.process import deadlines
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import command
 from tests.support.commands import ended, start_rank, trained, write_config
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 LIMIT_S = 1.0
 

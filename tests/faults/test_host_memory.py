@@ -17,7 +17,7 @@ import torch
 from tests.support import command_ranks, runs
 from tests.support.command_ranks import Ranks
 from tests.support.commands import at_batch, ended, start_rank, trained, write_config
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.runs import course
 
 STEPS = 12

@@ -25,7 +25,7 @@ from nxtrain.launch.debug import debug_variables
 from tests.support import command_ranks
 from tests.support.command_ranks import WORLD, Ranks
 from tests.support.commands import ended, start_rank, write_config
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.runs import course, records
 
 LIMIT_S = 3.0

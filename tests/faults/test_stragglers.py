@@ -12,7 +12,7 @@ from nxtrain.common.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
 from tests.support.commands import OUTPUT, ended, start_rank, trained, write_config
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.runs import course
 
 STEPS = 100

@@ -14,6 +14,11 @@ from random import Random
 import torch
 from torch import Tensor
 
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cuda import CudaKernels
+from nxtrain.backends.torch_kernels import FusedKernels
+from nxtrain.common.kernels import Kernels
+
 Shape = tuple[int, ...]
 
 
@@ -363,3 +368,15 @@ def check_gradient(work: Work, rng: Random) -> None:
         torch.autograd.gradcheck(call, [placed.base for placed in given.values()])
     except Exception as error:
         raise AssertionError(f"{work.label}: {setting.forms}: {error}") from error
+
+
+class WideKernels(CpuKernels):
+    """Kernels of a CPU that multiplies matrices of no type as fast as copies in float32 or float64."""
+
+    def widens(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+def drawn_kernels(rng: Random) -> Kernels:
+    """Kernels that multiply matrices as they are, or copies of a wider type, or that add products to a sum."""
+    return rng.choice((FusedKernels(), WideKernels(), CudaKernels()))

@@ -45,7 +45,7 @@ from nxtrain.parallel.slot_rows import _Collect, _Spread
 from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Sleep
 from nxtrain.tools.trace.step_trace import _Backward
-from tests.support.contract import WHOLE, Operand, Shape, Work
+from tests.support.contract import WHOLE, Operand, Shape, Work, drawn_kernels
 from tests.support.contract_experts import (
     all_to_all,
     block_products,
@@ -56,7 +56,6 @@ from tests.support.contract_experts import (
 )
 from tests.support.contract_kernels import (
     EPS,
-    drawn_kernels,
     exact_attention,
     exact_rms_norm,
     exact_rotate,

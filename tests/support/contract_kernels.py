@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.rounding import mix_, step_hash
-from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
 from nxtrain.common.mesh import Mesh
@@ -27,23 +24,11 @@ from tests.support.contract import (
     Work,
     compare,
 )
-from tests.support.contract_groups import grouped_gradient, grouped_matmul
+from tests.support.contract_experts import grouped_gradient, grouped_matmul
 from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts
 
 LARGEST_ROUNDED = 3e38
 EPS = 1e-5
-
-
-class WideKernels(CpuKernels):
-    """Kernels of a CPU that multiplies matrices of no type as fast as copies in float32 or float64."""
-
-    def widens(self, dtype: torch.dtype) -> bool:
-        return True
-
-
-def drawn_kernels(rng: Random) -> Kernels:
-    """Kernels that multiply matrices as they are, or copies of a wider type, or that add products to a sum."""
-    return rng.choice((FusedKernels(), WideKernels(), CudaKernels()))
 
 
 def linear(kernels: Kernels, rng: Random) -> Work:

@@ -40,8 +40,7 @@ from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 from tests.support import ROOT
-from tests.support.ports import patient_s
-from tests.support.processes import rank_variables
+from tests.support.processes import patient_s, rank_variables
 
 SOURCES = ROOT / "tests" / "cuda_sim" / "device"
 LIBRARY, DRIVER = "libcuda_sim.so", "libcuda.so.1"

@@ -1,10 +1,14 @@
-"""Processes of tests: forks of one that has imported everything, each with a log, a rank, and a limit."""
+"""Processes of tests: forks of one that has imported everything, each with a log, a rank, a port, and a limit."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
 import os
+import secrets
+import socket
+import sys
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -32,9 +36,18 @@ def is_alive(pid: int) -> bool:
 
 def context(*preload: str) -> ForkServerContext:
     """Starts forks of a process that has imported some modules; a test process has one such process."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*preload])
-    return found
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*preload])
+    return server
+
+
+PATIENCE = "NXTRAIN_TEST_PATIENCE"
+"""Variable with the factor of all limits; 1 if it is not set."""
+
+
+def patient_s(seconds: float) -> float:
+    """A limit in seconds, times the factor of this test session."""
+    return seconds * float(os.environ.get(PATIENCE) or 1)
 
 
 class Ended(NamedTuple):
@@ -90,3 +103,46 @@ def rank_variables(rank: int, world: int, port: int, host: str = "127.0.0.1") ->
 
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 """Tells ranks that the store in which they meet belongs to the process that started them."""
+
+
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+"""Linux gives ports from 32768 on to connections."""
+
+_reserved: deque[socket.socket] = deque(maxlen=64)
+"""The latest reservations of this process: a port is opened long before 64 others are asked for."""
+
+
+def free_port() -> int:
+    """Reserve a port of this machine for a store or server that another process opens a moment later.
+
+    A port that is free and closed again may be given away before its user opens the port: to another test process, or
+    to any connection of this machine. Ports below those that systems give to connections, each reserved under a name
+    that one process can hold, are safe from both.
+    """
+    while True:
+        port = FIRST_PORT + secrets.randbelow(LAST_PORT - FIRST_PORT)
+        if _reserve(port) and _is_free(port):
+            return port
+
+
+def _reserve(port: int) -> bool:
+    if sys.platform != "linux":  # names without a file are Linux's
+        return True
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0nxtrain-test-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    if len(_reserved) == _reserved.maxlen:
+        _reserved.popleft().close()
+    _reserved.append(name)
+    return True
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True

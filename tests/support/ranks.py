@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from tests.support import processes
-from tests.support.ports import patient_s
-from tests.support.processes import AGENT_STORE, rank_variables
+from tests.support.processes import AGENT_STORE, patient_s, rank_variables
 
 
 class _Pickler(ForkingPickler):

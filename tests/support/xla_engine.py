@@ -27,8 +27,7 @@ import torch
 from torch.distributed import TCPStore
 
 from nxtrain.common.process.placement import Placement
-from tests.support.ports import patient_s
-from tests.support.processes import AGENT_STORE, Ended, rank_variables
+from tests.support.processes import AGENT_STORE, Ended, patient_s, rank_variables
 from tests.support.xla_processes import FAST, nxtrain, start
 
 RANKS_TIMEOUT_S = patient_s(200)

@@ -25,7 +25,7 @@ MODULES = (
     "tests.xla.test_neuron_ranks",
     "tests.xla.test_neuron_rounding",
     "tests.xla.test_recompiles",
-    "tests.support.reductions",
+    "tests.dist.test_reduction_types",
     "tests.support.xla_bodies",
     "tests.support.xla_engine",
     "tests.xla.test_guard",

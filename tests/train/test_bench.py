@@ -34,7 +34,7 @@ from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import transformers_step
 from tests.support.commands import command as forked_command
 from tests.support.commands import outcome
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
 BATCH, SEQ_LEN = 2, 64

@@ -21,7 +21,7 @@ import pytest
 from nxtrain.tools.eval.generate import Sampling
 from tests.support import ROOT
 from tests.support.models import continued
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 
 _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n])|(?P<text>[^\x1b\r\n]+)")
 

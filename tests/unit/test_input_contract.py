@@ -26,7 +26,7 @@ from nxtrain.common.kernels import Kernels
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
-from tests.support import contract_functions, contract_kernels, contract_layers
+from tests.support import contract, contract_functions, contract_kernels, contract_layers
 from tests.support.contract import Setting, Update, Work, check_gradient, hold
 from tests.support.contract_functions import NOT_ECHOED, Echo, Ranks
 
@@ -109,7 +109,7 @@ def test_every_layer_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", contract_kernels.CASES)
-@pytest.mark.parametrize("kernels", (*KERNELS, contract_kernels.WideKernels()), ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("kernels", (*KERNELS, contract.WideKernels()), ids=lambda k: type(k).__name__)
 def test_a_kernel_keeps_what_it_is_given(kernels: Kernels, name: str) -> None:
     drawn(lambda rng, _: contract_kernels.CASES[name](kernels, rng), name)
 

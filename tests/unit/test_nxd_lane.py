@@ -12,7 +12,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.nxd_cpu import COMMITS, REPOSITORY
 from tests.support.nxd_golden import VERSION
-from tests.support.ports import VARIABLE, patient_s
+from tests.support.processes import PATIENCE, patient_s
 
 SCRIPT = (ROOT / "scripts" / "nxd.sh").read_text(encoding="utf-8")
 WAY_OUT = f"git clone {REPOSITORY}, check out {COMMITS[VERSION][:7]}, then: bash scripts/test.sh nxd --source DIR"
@@ -94,11 +94,11 @@ def test_a_source_is_for_its_lane_and_its_torch(tmp_path: Path) -> None:
 
 
 def test_patience_multiplies_limits_in_its_lane_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PATIENCE, raising=False)
     assert patient_s(120) == 120
-    monkeypatch.setenv(VARIABLE, "5")
+    monkeypatch.setenv(PATIENCE, "5")
     assert patient_s(120) == 600
-    assert f"{VARIABLE}=$NXD_PATIENCE" in SCRIPT
+    assert f"{PATIENCE}=$NXD_PATIENCE" in SCRIPT
 
 
 def test_pytest_finds_every_lane_by_itself(request: pytest.FixtureRequest) -> None:

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tests.support import ROOT, ports
+from tests.support import ROOT, processes
 
 OTHER = """
 import sys
-from tests.support import ports
-ports.FIRST, ports.LAST = map(int, sys.argv[1:])
-print(ports.free_port(), flush=True)
+from tests.support import processes
+processes.FIRST_PORT, processes.LAST_PORT = map(int, sys.argv[1:])
+print(processes.free_port(), flush=True)
 sys.stdin.read()
 """
 
@@ -23,16 +23,16 @@ sys.stdin.read()
     sys.platform != "linux", reason="ports are reserved by abstract socket names, which Linux alone has"
 )
 def test_of_three_ports_one_is_taken_and_one_is_reserved_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = ports.free_port()
-    ports._reserved.pop().close()  # so that nothing but the server says so
+    taken = processes.free_port()
+    processes._reserved.pop().close()  # so that nothing but the server says so
     with socket.create_server(("127.0.0.1", taken)):
         first, last = taken - 1, taken + 2
-        monkeypatch.setattr(ports, "FIRST", first)
-        monkeypatch.setattr(ports, "LAST", last)
+        monkeypatch.setattr(processes, "FIRST_PORT", first)
+        monkeypatch.setattr(processes, "LAST_PORT", last)
         argv = (sys.executable, "-c", OTHER, str(first), str(last))
         with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             theirs = int(other.stdout.readline())
-            ours = ports.free_port()
+            ours = processes.free_port()
             assert {taken, theirs, ours} == {first, taken, taken + 1}
             other.communicate(timeout=30)

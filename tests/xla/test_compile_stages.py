@@ -15,8 +15,7 @@ from nxtrain.tools.compile.entries import CacheKey
 from nxtrain.tools.compile.manifest import GraphManifest, read_manifest
 from tests.support import ROOT
 from tests.support.neuron_machine import assert_real, command, install, rank_variables
-from tests.support.ports import free_port
-from tests.support.processes import Started
+from tests.support.processes import Started, free_port
 from tests.support.xla_processes import start
 
 CONFIG = ROOT / "configs/tiny_cpu.toml"

@@ -19,7 +19,7 @@ from tests.support import graph_mutants, leave_metadata
 from tests.support.graph_mutants import MUTANTS, STEPS, traced
 from tests.support.models import changed
 from tests.support.parity import layout
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.xla_engine import run_devices
 from tests.support.xla_processes import nxtrain
 

@@ -15,7 +15,7 @@ import pytest
 from nxtrain.backends.base import Backend
 from tests.support import starting
 from tests.support.forked_python import play
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.xla_engine import run_devices, start_devices
 from tests.support.xla_processes import start
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.precision import DTYPES
+from tests.dist.test_reduction_types import formula, of_each, own_gradients, reduced_gradient, reducing, shard_pairs
 from tests.support.graph_mutants import traced
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout, table_of
-from tests.support.reductions import formula, of_each, own_gradients, reduced_gradient, reducing, shard_pairs
 from tests.support.xla_engine import run_devices
 
 WORLD = Mesh.build(4096, 0, tp=8)

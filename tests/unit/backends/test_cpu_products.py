@@ -17,8 +17,8 @@ from nxtrain.backends.cpu_products import wide_matmul
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Init, Segment
 from nxtrain.parallel.linear import ColumnLinear
+from tests.support.contract import WideKernels
 from tests.support.contract_functions import Echo, Ranks
-from tests.support.contract_kernels import WideKernels
 
 LENGTHS = (1, 2, 3, 7, 16, 31)
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -11,7 +11,7 @@ import pytest
 
 from nxtrain.common.process.greetings import without_greetings
 from tests.support import ROOT
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks."
 

@@ -16,7 +16,7 @@ from nxtrain.metrics.run_observer import Observers, Section
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.work_meter import WorkMeter
 from nxtrain.tools.report.watch import Followed
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.run_folders import record, write_run
 
 STEP_S = 0.05

@@ -19,7 +19,7 @@ from nxtrain.common.errors import BackendError
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics import trackers
 from nxtrain.metrics.sinks import open_sinks
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "alarm": "spike: loss", "mfu": None},

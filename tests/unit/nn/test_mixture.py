@@ -21,8 +21,7 @@ from nxtrain.nn.mixture import Router
 from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.slot_rows import block_rows, sorted_rows
-from tests.support.contract_experts import drawn_indices, exact_mixture
-from tests.support.contract_groups import GroupingKernels
+from tests.support.contract_experts import GroupingKernels, drawn_indices, exact_mixture
 from tests.support.models import alone, filled, random
 
 KERNELS = FusedKernels()

@@ -25,7 +25,7 @@ from nxtrain.tools.doctor.host import check_disk
 from nxtrain.tools.doctor.packages import NEWEST_TORCH
 from tests.support import ROOT, sick_machine
 from tests.support.commands import in_process
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 from tests.support.sick_machine import Machine
 
 INSTALLED = {

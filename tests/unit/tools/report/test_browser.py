@@ -17,7 +17,7 @@ import pytest
 from nxtrain.common.run_folder import LOGS_DIR, RANKS_FILE
 from nxtrain.tools.report.command import report
 from nxtrain.tools.report.comparison import Bounds
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.run_folders import restarted, write_run
 
 HEIGHT = 2400

@@ -21,7 +21,7 @@ from nxtrain.tools.report.command import report
 from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.page import render
 from nxtrain.tools.report.run import read_run, read_runs, shortened
-from tests.support.ports import patient_s
+from tests.support.processes import patient_s
 from tests.support.run_folders import record, restarted, start, write_run
 
 PIECES = st.sampled_from(
