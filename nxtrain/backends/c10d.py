@@ -14,7 +14,6 @@ from nxtrain.backends.base import Backend, fetched_names
 from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
 from nxtrain.common.distributed.failures import FailureReporter
-from nxtrain.common.distributed.heartbeats import HeartbeatStore
 from nxtrain.common.distributed.rendezvous import meet
 from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
@@ -37,9 +36,6 @@ class C10dBackend(Backend):
 
     collectives: C10dCollectives
     diagnostics: Diagnostics = C10dDiagnostics()
-    _failures: FailureReporter | None = None
-    _store: dist.Store | None = None
-    _ends_early = False
     _group_patience_s = 0.0
 
     def _take_place(self) -> None:
@@ -76,17 +72,6 @@ class C10dBackend(Backend):
 
     def device_mesh(self, axes: StateAxes) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, axes)
-
-    def heartbeat_store(self) -> HeartbeatStore | None:
-        if self._store is None:
-            return None
-        return HeartbeatStore(self._store, self.rank, self.world)
-
-    def failed(self, error: Exception) -> Exception:
-        if self._failures is None:
-            return error
-        self._ends_early = True
-        return self._failures.failed(error)
 
     def close(self) -> None:
         super().close()

@@ -285,7 +285,7 @@ class CudaBackend(AcceleratorBackend):
         return Support(True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        self._unpin()
+        self._pins.close()
         self.kernels.flex, self.kernels.causal = None, "fused"
         choose = partial(self._choose, wanted)
         self.attention = choose_mixed(choose, shape) if shape.is_mixed else choose(shape)
@@ -329,15 +329,12 @@ class CudaBackend(AcceleratorBackend):
             if not why:
                 reason = choice.reason if kind == choice.kind else "; ".join([CUDA_KERNELS[kind], *tried])
                 return AttentionChoice(kind, reason)
-            self._unpin()
+            self._pins.close()
             tried.append(f"{kind} fails here: {why}")
         if choice.kind in ("fused", "efficient"):
             self.kernels.causal = "plain"
             return AttentionChoice("blocked", f"{'; '.join(tried)}. {shape.blocks_cost(self.name)}")
         raise BackendError(f"backend.attention={choice.kind} cannot run on this GPU: {tried[0]}; use auto")
-
-    def _unpin(self) -> None:
-        self._pins.close()
 
     def overlap_products(self, tp: Axis) -> None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -346,7 +343,7 @@ class CudaBackend(AcceleratorBackend):
         self.compiler_options = {"_micro_pipeline_tp": True}
 
     def close(self) -> None:
-        self._unpin()
+        self._pins.close()
         self._settings.close()
         super().close()
 

@@ -12,9 +12,10 @@ from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nxtrain.common.distributed.failures import FailureReporter
     from nxtrain.common.distributed.heartbeats import HeartbeatStore
 
 
@@ -36,6 +37,9 @@ class RankGroup(ABC):
     local_rank: int
     collectives: Collectives
     host_group: ProcessGroup | None = None
+    _store: Store | None = None
+    _failures: FailureReporter | None = None
+    _ends_early = False
 
     def lay_out(self, mesh: Mesh) -> None:
         """Set the mesh of the run; all ranks call this once, before any communication.
@@ -67,7 +71,11 @@ class RankGroup(ABC):
 
     def heartbeat_store(self) -> HeartbeatStore | None:
         """Heartbeat store of the ranks, independent of collectives; None if the run has none."""
-        return None
+        if self._store is None:
+            return None
+        from nxtrain.common.distributed.heartbeats import HeartbeatStore
+
+        return HeartbeatStore(self._store, self.rank, self.world)
 
     def failed(self, error: Exception) -> Exception:
         """Publish why this rank fails; if it only lost a peer, return the peer's own failure.
@@ -81,7 +89,10 @@ class RankGroup(ABC):
         Returns:
             The error to report: `error`, or the first failure of another rank.
         """
-        return error
+        if self._failures is None:
+            return error
+        self._ends_early = True
+        return self._failures.failed(error)
 
     def compare_graphs(self, work: str) -> None:
         """Compare later graphs between the ranks of a stage before each runs; a comparison takes tens of milliseconds.

@@ -85,7 +85,9 @@ class PlainKernels(Kernels):
         return cross_entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return recompute(function, *inputs)
+        # torch stops the second call after the last value that backward needs.
+        out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return out
 
     def row_square_sums(self, x: Tensor) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
@@ -232,11 +234,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`Kernels.rms_norm` in elementary operations."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
-
-
-def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """`Kernels.recompute` by torch, which stops the second call after the last value that backward needs."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def _spare_compiler(hidden: Any) -> None:

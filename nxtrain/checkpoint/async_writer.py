@@ -107,7 +107,11 @@ class CheckpointWriter:
         if self._written == meta.step or (self._failed and not after_failure):
             return
         state = shards()
-        lack = self._lack_of_memory(state)
+        lack = ""  # text about a host without memory for the copies of its ranks, equal on all ranks
+        if not self._staging.is_allocated:
+            lack = self._full_host(state) or self._refusing_host(state)
+        if lack:
+            lack += ": checkpoints are written while training waits until it fits"
         note = ""
         if not self._has_noted:
             note = lack
@@ -167,15 +171,6 @@ class CheckpointWriter:
         group = self._destination.scope.ranks.group
         if group is not None:
             dist.destroy_process_group(group)
-
-    def _lack_of_memory(self, state: Shards) -> str:
-        """Text about a host without memory for the copies of its ranks, equal on all ranks; empty if all fit."""
-        if self._staging.is_allocated:
-            return ""
-        lack = self._full_host(state) or self._refusing_host(state)
-        if not lack:
-            return ""
-        return f"{lack}: checkpoints are written while training waits until it fits"
 
     def _full_host(self, state: Shards) -> str:
         """Text about a host whose free memory is less than the copies of its ranks; empty if there is none."""

@@ -150,11 +150,11 @@ def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> l
         if name in present and present[name] != expected
     ]
     lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
-    return [f"{len(names)} {title}: {_some(names)}" for title, names in lines.items() if names]
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    if len(names) <= _SHOWN:
-        return shown
-    return f"{shown} and {len(names) - _SHOWN} more"
+    differences = []
+    for title, names in lines.items():
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += f" and {len(names) - _SHOWN} more"
+        if names:
+            differences.append(f"{len(names)} {title}: {shown}")
+    return differences

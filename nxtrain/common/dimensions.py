@@ -45,16 +45,13 @@ class MoeShape:
         names = (f"{expert}.{matrix}" for expert in experts for matrix in (self.gate, self.up))
         return tuple(Segment(name, self.expert_size) for name in names)
 
-    def down_segments(self, experts: range) -> tuple[Segment, ...]:
-        """Matrices of some experts that project into the residual stream."""
-        return tuple(Segment(f"{expert}.{self.down}", self.expert_size) for expert in experts)
-
     def specs(self, hidden_size: int, experts: range) -> dict[str, ShardSpec]:
         """Sharding of the matrices of some experts, by their names inside the feed-forward.
 
         The rows of an expert in the first matrix are adjacent, and so are the columns of an expert in the second.
         """
-        gate_up, down = self.gate_up_segments(experts), self.down_segments(experts)
+        gate_up = self.gate_up_segments(experts)
+        down = tuple(Segment(f"{expert}.{self.down}", self.expert_size) for expert in experts)
         width = len(experts) * self.expert_size
         return {
             "experts.gate_up_proj.weight": replace(ShardSpec.column(hidden_size, gate_up), expert=True),

@@ -155,19 +155,14 @@ def explained(error: Exception) -> NxtrainError | None:
     if isinstance(error, NxtrainError):
         return error
     if isinstance(error, ImportError):
-        return _missing(error)
+        name = (error.name or "").partition(".")[0]
+        if name in _OWN_PACKAGES:
+            return None
+        what = f"{name} cannot be imported" if name else "a library cannot be loaded"
+        return BackendError(f"{what}: {error}; install what nxtrain needs: pip install {_requirement(name)}")
     if isinstance(error, UnicodeError):
         return ConfigError(f"a text is not UTF-8: {error}; give or save it as UTF-8")
     return refused(error) if isinstance(error, OSError) else None
-
-
-def _missing(error: ImportError) -> NxtrainError | None:
-    """Error for a package that is absent, of another version, or broken; None for a package of nxtrain itself."""
-    name = (error.name or "").partition(".")[0]
-    if name in _OWN_PACKAGES:
-        return None
-    what = f"{name} cannot be imported" if name else "a library cannot be loaded"
-    return BackendError(f"{what}: {error}; install what nxtrain needs: pip install {_requirement(name)}")
 
 
 def _requirement(name: str) -> str:

@@ -264,11 +264,8 @@ class ShardSpec:
         return local
 
 
-class ParamTable(Mapping[str, ShardSpec]):
+class ParamTable(dict[str, ShardSpec]):
     """Sharding of every parameter of a model, by parameter name, in model order."""
-
-    def __init__(self, specs: Mapping[str, ShardSpec]) -> None:
-        self._specs = dict(specs)
 
     @classmethod
     def of(cls, model: nn.Module) -> ParamTable:
@@ -281,15 +278,6 @@ class ParamTable(Mapping[str, ShardSpec]):
         for name, parameter in model.named_parameters():
             assert len(parameter.shape) == len(specs[name].shape), (name, parameter.shape, specs[name])
         return table
-
-    def __getitem__(self, name: str) -> ShardSpec:
-        return self._specs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
     def of_trained(self, model: nn.Module) -> ParamTable:
         """Sharding of the model's parameters that have gradients, without frozen parameters."""
@@ -308,7 +296,7 @@ class ParamTable(Mapping[str, ShardSpec]):
         return shapes
 
 
-class Layout(Mapping[str, tuple[ShardBox, ...]]):
+class Layout(dict[str, tuple[ShardBox, ...]]):
     """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
 
     The local tensors are rows of the tensor parallel shards: `row_cut` over the shard axis selects the rows. Rows of
@@ -317,16 +305,7 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
 
     def __init__(self, table: ParamTable, mesh: Mesh) -> None:
         self.table, self.mesh = table, mesh
-        self._blocks = {name: tuple(spec.blocks(mesh.tp, self.axes_of(name).shard)) for name, spec in table.items()}
-
-    def __getitem__(self, name: str) -> tuple[ShardBox, ...]:
-        return self._blocks[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
+        super().__init__((name, tuple(spec.blocks(mesh.tp, self.axes_of(name).shard))) for name, spec in table.items())
 
     def axes_of(self, name: str) -> StateAxes:
         """Axes of the ranks that hold the training state of a parameter."""

@@ -81,7 +81,16 @@ class RouterWatch:
         collapsed = [key for key in due if "." not in key]
         # Of a collapsed router, most experts are dead.
         dead = [key for key in due if "." in key and key.partition(".")[0] not in routers]
-        return "; ".join(filter(None, (_of_routers(collapsed), _of_experts(dead))))
+        alarms = []
+        if collapsed:
+            noun = "router of block" if len(collapsed) == 1 else "routers of blocks"
+            blocks = ", ".join(collapsed)
+            alarms.append(
+                f"the {noun} {blocks} collapsed: for {SUSTAINED} steps nearly all tokens chose the same experts"
+            )
+        if dead:
+            alarms.append(_of_dead(dead))
+        return "; ".join(alarms)
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values."""
@@ -101,17 +110,8 @@ def _excess(slots: Sequence[float], k: int) -> float:
     return (sum(sorted(slots)[-k:]) / sum(slots) - even) / (1 - even)
 
 
-def _of_routers(blocks: Sequence[str]) -> str:
-    if not blocks:
-        return ""
-    noun = "router of block" if len(blocks) == 1 else "routers of blocks"
-    numbers = ", ".join(blocks)
-    return f"the {noun} {numbers} collapsed: for {SUSTAINED} steps nearly all tokens chose the same experts"
-
-
-def _of_experts(names: Sequence[str]) -> str:
-    if not names:
-        return ""
+def _of_dead(names: Sequence[str]) -> str:
+    """Alarm of experts without tokens, of which the first `MOST_NAMED` are named."""
     texts = []
     for name in names[:MOST_NAMED]:
         block, _, expert = name.partition(".")

@@ -43,7 +43,11 @@ class WandbSink:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._open = folder / OPEN
-        sent = _sent_step(self._open, resume_step)
+        # Last step that Weights & Biases certainly has: the resume step of the first start without an end.
+        sent = resume_step
+        if self._open.exists():
+            text = read_text(self._open).strip()
+            sent = min(int(text), resume_step) if text.isdecimal() else 0
         with _as_os_error("wandb"):
             self._run = wandb.init(
                 project=PROJECT,
@@ -109,14 +113,6 @@ class MlflowSink:
         """Mark the run as ended."""
         with _as_os_error("mlflow"):
             self._client.set_terminated(self._id)
-
-
-def _sent_step(file: Path, resume_step: int) -> int:
-    """Last step that Weights & Biases certainly has: the resume step of the first start without an end."""
-    if not file.exists():
-        return resume_step
-    text = read_text(file).strip()
-    return min(int(text), resume_step) if text.isdecimal() else 0
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:

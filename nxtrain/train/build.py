@@ -23,7 +23,7 @@ from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 from nxtrain.config.check import Resolved
 from nxtrain.config.model_folder import whole_folder
-from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig, TrainConfig
+from nxtrain.config.schema import FULLY_SHARDED, RunConfig, TrainConfig
 from nxtrain.metrics.routers import NUM_OTHERS
 from nxtrain.nn import quantized
 from nxtrain.nn.balance import BatchRouterLosses
@@ -76,8 +76,14 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
         ConfigError: The degrees do not fit the world.
     """
     parallel = plan.config.parallel
-    shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
-    shard_size = shard.get(parallel.shard, 0)
+    shard_size = 0
+    if parallel.shard == "none":
+        shard_size = 1
+    elif parallel.shard == "hybrid":
+        shard_size = parallel.shard_size
+        replicas_per_node, rest = divmod(ranks_per_node, parallel.tp)
+        if not shard_size:  # the largest group of adjacent ranks that fits one node and divides those of dp x cp evenly
+            shard_size = 1 if rest else math.gcd(world // (parallel.tp * parallel.pp), replicas_per_node)
     mesh = Mesh.build(
         world,
         rank,
@@ -93,13 +99,6 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
         raise ConfigError([Problem("parallel.offload", reason, hint="leave params out, or start more ranks")])
     return mesh
-
-
-def _shard_within_node(parallel: ParallelConfig, world: int, ranks_per_node: int) -> int:
-    """Largest group of adjacent ranks of dp x cp that fits one node and divides their number evenly."""
-    if ranks_per_node % parallel.tp:
-        return 1
-    return math.gcd(world // (parallel.tp * parallel.pp), ranks_per_node // parallel.tp)
 
 
 def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
@@ -263,13 +262,6 @@ def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]
     return ParamTable.of(model).global_shapes()
 
 
-def num_trained(plan: Resolved, backend: Backend) -> int:
-    """Number of parameters of the whole model that are trained."""
-    if not plan.config.finetune.adapts:
-        return plan.dimensions.num_params
-    return sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
-
-
 def _adapter_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
     """Shape of each adapter matrix of the whole model by its name in a checkpoint."""
     model, parallel = _build_whole(plan, backend)
@@ -310,6 +302,9 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     run = plan.config
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model).of_trained(model), mesh)
+    num_params = plan.dimensions.num_params
+    if run.finetune.adapts:
+        num_params = sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
     context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
@@ -328,7 +323,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         gradients=Gradients(data_parallel, backend.collectives, put, kernels),
         optimizer=_optimizer(plan, model, data_parallel, backend, precision),
         pipeline=_pipeline(plan, model, backend, mesh, precision),
-        num_params=num_trained(plan, backend),
+        num_params=num_params,
         backend=backend,
         precision=precision,
         clip=run.optim.clip,

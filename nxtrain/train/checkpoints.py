@@ -113,8 +113,10 @@ class Checkpoints(RunObserver):
             "stability": self._identity.stability(),
             "data_cursor": places,
             "samples": meta.samples + skipped,
-            "loss_scale": self._loss_scale(),
         }
+        state = self._state
+        if state.loss_scale is not None:
+            update["loss_scale"] = state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])
         meta = meta.model_copy(update=update)
         strict = self._plan.config.checkpoint.strict
         self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
@@ -167,12 +169,6 @@ class Checkpoints(RunObserver):
         shards = shards_of(self._state)
         self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
-
-    def _loss_scale(self) -> dict[str, float]:
-        state = self._state
-        if state.loss_scale is None:
-            return {}
-        return state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])
 
     def _report(self, *, saves: bool = True) -> None:
         """Report finished uploads and, unless saves are put off, finished saves."""

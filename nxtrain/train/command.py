@@ -120,11 +120,7 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
 def _announce(context: RunContext) -> None:
     """Print the backend, the mesh, and notes of the backend and its layers."""
     backend, mesh = context.backend, context.mesh
-    degrees = f"{_pipeline(context)}tp {mesh.tp_size}, {_context(context)}dp {mesh.dp_size}"
-    if mesh.ep_size > 1:
-        degrees += f", experts divided by {mesh.ep_size}"
-    degrees += _sharding(context)
-    context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {degrees}")
+    context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {_degrees(context)}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)
     if context.config.precision.params == "bf16":
@@ -133,28 +129,26 @@ def _announce(context: RunContext) -> None:
             context.print_line(warning)
 
 
-def _pipeline(context: RunContext) -> str:
-    parallel, size = context.config.parallel, context.mesh.pp_size
-    if size == 1:
-        return ""
-    if parallel.virtual_pp > 1:
-        return f"pp {size} of {parallel.virtual_pp} chunks each, "
-    if parallel.schedule == "zero_bubble":
-        return f"pp {size} (zero_bubble), "
-    return f"pp {size}, "
-
-
-def _context(context: RunContext) -> str:
-    ranks = context_parallel_of(context.plan, context.backend, context.mesh)
-    if ranks is None:
-        return ""
-    return f"cp {ranks.axis.size} ({ranks.method}, {ranks.cut.layout}), "
-
-
-def _sharding(context: RunContext) -> str:
-    shard, size = context.config.parallel.shard, context.mesh.shard_size
-    if shard == "none":
-        return ""
-    if size == 1:
-        return f"; one rank holds all state, so that parallel.shard={shard} changes nothing"
-    return f", state cut over {size} of them ({shard})"
+def _degrees(context: RunContext) -> str:
+    """Degrees of parallelism, and the sharding of the state, in words."""
+    parallel, mesh = context.config.parallel, context.mesh
+    degrees = ""
+    if mesh.pp_size > 1:
+        degrees = f"pp {mesh.pp_size}"
+        if parallel.virtual_pp > 1:
+            degrees += f" of {parallel.virtual_pp} chunks each"
+        elif parallel.schedule == "zero_bubble":
+            degrees += " (zero_bubble)"
+        degrees += ", "
+    degrees += f"tp {mesh.tp_size}, "
+    ranks = context_parallel_of(context.plan, context.backend, mesh)
+    if ranks is not None:
+        degrees += f"cp {ranks.axis.size} ({ranks.method}, {ranks.cut.layout}), "
+    degrees += f"dp {mesh.dp_size}"
+    if mesh.ep_size > 1:
+        degrees += f", experts divided by {mesh.ep_size}"
+    if parallel.shard == "none":
+        return degrees
+    if mesh.shard_size == 1:
+        return f"{degrees}; one rank holds all state, so that parallel.shard={parallel.shard} changes nothing"
+    return f"{degrees}, state cut over {mesh.shard_size} of them ({parallel.shard})"

@@ -100,6 +100,11 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
     config, precision = plan.config, Precision.of(plan.config.precision)
     samples = config.train.batch_sizes().before(step)
     tokens = samples * config.train.seq_len
+    base = ""
+    if inputs.base:  # a name that holds in every working directory: a whole path, or a commit of the Hub
+        base = config.model.hf
+        if model_named(base) is None:
+            base = os.path.abspath(base)
     rewarm_after = None
     if before is not None:
         rewarm_after = before.rewarm_after
@@ -117,7 +122,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
         adapter=_adapter(config.finetune),
-        base=_base_name(config.model.hf) if inputs.base else "",
+        base=base,
         base_fingerprint=inputs.base,
         rewarm_after=rewarm_after,
         dtype=dtype_name(precision.params),
@@ -146,13 +151,6 @@ def refuse_other_commits(names: Sequence[str]) -> None:
         reason = f"ranks read different models, {' and '.join(different)}"
         hint = f"name one commit or folder for all of them, such as model.hf={different[0]}"
         raise ConfigError([Problem(KEY, reason, hint=hint)])
-
-
-def _base_name(text: str) -> str:
-    """Name of the frozen weights that holds in every working directory: a whole path, or a commit of the Hub."""
-    if model_named(text) is not None:
-        return text
-    return os.path.abspath(text)
 
 
 def code_fingerprint(plan: Resolved) -> str:
@@ -250,7 +248,12 @@ def _adapter(config: FinetuneConfig) -> dict[str, Any]:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
-    optim |= _schedule_settings(config)
+    # The lengths of the schedule count in steps.
+    steps = config.train.steps
+    optim["optim.warmup_steps"] = config.optim.num_warmup_steps(steps)
+    optim["optim.decay_steps"] = config.optim.decay_steps or steps
+    if config.optim.schedule == "wsd":
+        optim |= {"optim.decay_steps": config.optim.num_decay_steps(steps), "train.steps": steps}
     for key in _UNUSED[config.optim.schedule]:
         del optim[f"optim.{key}"]
     types = config.precision.model_dump(mode="json", exclude={"type"})
@@ -262,15 +265,6 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         keys = ("objective", "beta", "label_smoothing", "orpo_lambda")
         given |= {f"finetune.{key}": getattr(tuning, key) for key in keys}
     return {**optim, **precision, **given, "torch": torch.__version__}
-
-
-def _schedule_settings(config: RunConfig) -> dict[str, Any]:
-    """Lengths of the schedule in steps."""
-    optim, steps = config.optim, config.train.steps
-    lengths = {"optim.warmup_steps": optim.num_warmup_steps(steps), "optim.decay_steps": optim.decay_steps or steps}
-    if optim.schedule == "wsd":
-        return {**lengths, "optim.decay_steps": optim.num_decay_steps(steps), "train.steps": steps}
-    return lengths
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:

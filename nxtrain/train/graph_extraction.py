@@ -6,7 +6,7 @@ does each kind of work twice, the second time on the results of the first. It ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,13 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         backend.step_boundary()
     short = _short(plan.config, mesh)
     trainer(plan, state, short, Schedule.constant(0.0), Announced()).run(0)
-    print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
+    reached = ", ".join(f"{work} {done.count(work)} times" for work in dict.fromkeys(done))
+    line = f"reached the start, with and without a checkpoint, {reached}"
+    if not plan.config.train.eval_every:
+        line += "; no evaluation, since train.eval_every=0"
+    if not plan.config.checkpoint.every:
+        line += "; no checkpoint, since checkpoint.every=0"
+    print_line(line)
 
 
 def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
@@ -166,14 +172,3 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
         shuffle=False,
         doc_mask=config.data.doc_mask,
     )
-
-
-def _listed(done: list[str]) -> str:
-    return ", ".join(f"{work} {done.count(work)} times" for work in dict.fromkeys(done))
-
-
-def _left_out(config: RunConfig) -> Iterator[str]:
-    if not config.train.eval_every:
-        yield "; no evaluation, since train.eval_every=0"
-    if not config.checkpoint.every:
-        yield "; no checkpoint, since checkpoint.every=0"

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
 from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.config.schema import RunConfig
@@ -189,7 +188,8 @@ class Trainer:
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
             found = eval_step(self.state, self._put(self.validation.batch(index)))
             for name, values in zip(sums, zip(*found, strict=True), strict=True):
-                sums[name] += _total(backend, values)
+                numbers = backend.fetch({str(row): value for row, value in enumerate(values)})
+                sums[name] += math.fsum(numbers.values())
         loss, num_tokens = sums.pop("loss"), sums.pop("targets")
         if not compares:
             return loss / num_tokens, {}
@@ -229,10 +229,6 @@ def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     result = train_step(state, batch, lr)
     state.backend.step_boundary()
     return result
-
-
-def _total(backend: Backend, values: Sequence[Tensor]) -> float:
-    return math.fsum(backend.fetch({str(index): value for index, value in enumerate(values)}).values())
 
 
 def _due(step: int, every: int, total: int) -> bool:

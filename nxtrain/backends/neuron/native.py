@@ -25,7 +25,7 @@ from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.native_diagnostics import DEVICE_TYPE, NeuronNativeDiagnostics, find_function
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
-from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds
+from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds, round_on_host
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.greetings import without_greetings
 
@@ -94,8 +94,8 @@ class NeuronNativeBackend(AcceleratorBackend):
             self.kernels.rounds = True
             self._rounding = "stochastic rounding by the hardware, which nobody has tested with TorchNeuron"
             return
-        rounder, self._rounding = choose_rounder(self.put)
-        self.kernels.round_by(rounder)
+        self.kernels.rounder, self._rounding = choose_rounder(self.put)
+        self.kernels.rounds_on_host = self.kernels.rounder is round_on_host
 
     def compile_kernels(self) -> None:
         self.kernels.compile()

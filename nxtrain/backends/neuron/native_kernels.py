@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views, round_on_host
+from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import PlainKernels, masked_cross_entropy, rms_norm
 from nxtrain.common.kernels import RoundingKey
@@ -26,7 +26,7 @@ class NeuronNativeKernels(PlainKernels):
     Attributes:
         compiles: `fuse` compiles.
         grouped: Attention gets keys and values without copies for the query heads that share them.
-        rounder: Stochastic rounding in software.
+        rounder: Stochastic rounding in software; `rounds_on_host` if it is `round_on_host`.
         rounds: The hardware rounds casts at random.
     """
 
@@ -76,7 +76,3 @@ class NeuronNativeKernels(PlainKernels):
             out.copy_(x)
         else:
             self.rounder(x, out, key, step)
-
-    def round_by(self, rounder: Rounder) -> None:
-        """Set the way of stochastic rounding."""
-        self.rounder, self.rounds_on_host = rounder, rounder is round_on_host

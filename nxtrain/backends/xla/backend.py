@@ -21,7 +21,6 @@ from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.distributed.failures import FailureReporter
-from nxtrain.common.distributed.heartbeats import HeartbeatStore
 from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import RoundingKey
 from nxtrain.common.mesh import Axis, Mesh
@@ -241,8 +240,6 @@ class XlaBackend(Backend):
         self._hosts = join(placement, settings.hang_timeout_s) if placement.world > 1 else None
         self._compared, self._num_compared = "", 0
         self._mesh: Mesh | None = None
-        self._failures: FailureReporter | None = None
-        self._ends_early = False
         self.device = torch_xla.device()
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
@@ -251,8 +248,8 @@ class XlaBackend(Backend):
             self.local_rank, self.local_world = placement.local_rank, placement.local_world
             freeze_older_objects()
             meet = self._hosts.barrier
-            store = dist.distributed_c10d._get_default_store()
-            self._failures = FailureReporter(store, placement.rank, settings.hang_timeout_s, self._name_of)
+            self._store = dist.distributed_c10d._get_default_store()
+            self._failures = FailureReporter(self._store, placement.rank, settings.hang_timeout_s, self._name_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
@@ -294,17 +291,6 @@ class XlaBackend(Backend):
             computed = pending(self.device)
             graph = hash_of(computed) if computed else ""
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
-
-    def heartbeat_store(self) -> HeartbeatStore | None:
-        if self._hosts is None:
-            return None
-        return HeartbeatStore(dist.distributed_c10d._get_default_store(), self.rank, self.world)
-
-    def failed(self, error: Exception) -> Exception:
-        if self._failures is None:
-            return error
-        self._ends_early = True
-        return self._failures.failed(error)
 
     def _name_of(self, rank: int) -> str:
         return self._mesh.words(rank) if self._mesh is not None else f"rank {rank}"

@@ -112,34 +112,29 @@ def running_mean(source: Location, dst: Path) -> None:
 
 
 def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> None:
-    """Write weights as a checkpoint at step 0, with the metadata and the tokenizer of another."""
+    """Write weights as a checkpoint at step 0, with the model, the tokenizer and the special tokens of another."""
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    with _tokenizer(source) as tokenizer:
-        written = write(dst, Staged(weights), _meta_of(meta), alone, tokenizer)
-    read_back(dst, written, alone)
-
-
-def _meta_of(last: Meta) -> Meta:
-    """Metadata of weights alone, with the model, the tokenizer and the special tokens of a checkpoint."""
-    ids = {key: last.settings[key] for key in (CONFIG, GENERATION_CONFIG) if key in last.settings}
-    return Meta(
+    of_weights = Meta(
         step=0,
         samples=0,
         tokens=0,
-        seed=last.seed,
-        family=last.family,
-        config=last.config,
-        adapter=last.adapter,
-        base=last.base,
-        base_fingerprint=last.base_fingerprint,
-        dtype=last.dtype,
-        settings=ids,
-        tokenizer_fingerprint=last.tokenizer_fingerprint,
-        end_of_text=last.end_of_text,
+        seed=meta.seed,
+        family=meta.family,
+        config=meta.config,
+        adapter=meta.adapter,
+        base=meta.base,
+        base_fingerprint=meta.base_fingerprint,
+        dtype=meta.dtype,
+        settings={key: meta.settings[key] for key in (CONFIG, GENERATION_CONFIG) if key in meta.settings},
+        tokenizer_fingerprint=meta.tokenizer_fingerprint,
+        end_of_text=meta.end_of_text,
         mesh={"pp": 1, "dp": 1, "tp": 1},
         kinds=(MODEL,),
     )
+    with _tokenizer(source) as tokenizer:
+        written = write(dst, Staged(weights), of_weights, alone, tokenizer)
+    read_back(dst, written, alone)
 
 
 @contextmanager

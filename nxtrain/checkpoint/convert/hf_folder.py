@@ -94,7 +94,13 @@ class HfFolder:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the tensors of the folder with the tensors of a model."""
-        shapes = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
+        is_tied = self.config.get("tie_word_embeddings", False)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in self.shapes.items():
+            # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
+            is_harmless = name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+            if name in wanted or not is_harmless:
+                shapes[name] = shape
         problems = mismatches(wanted, shapes)
         if problems:
             raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
@@ -141,11 +147,6 @@ class HfFolder:
             row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
             parts += [f"{name} {shape} {row.dtype}".encode(), bytes(bytes_of(row))]
         return fingerprint(parts)
-
-    def _harmless(self, name: str) -> bool:
-        # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
-        tied_head = name == "lm_head.weight" and self.config.get("tie_word_embeddings", False)
-        return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 class Finiteness:

@@ -98,7 +98,7 @@ def nxd_to_nxtrain(
         return source.assemble(chunk, states.local)
 
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    order = sorted(chunks, key=lambda chunk: source.owner(chunk.name))  # stage by stage, so that few files are open
+    order = sorted(chunks, key=lambda chunk: source.owners[chunk.name])  # stage by stage, so that few files are open
     read_back(dst, write(dst, Staged(LazyTensors(order, read)), meta, alone), alone)
     return read_meta(dst)
 

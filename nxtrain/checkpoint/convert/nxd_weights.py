@@ -63,7 +63,7 @@ class NxdWeights:
         return stages
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[int, str]]:
+    def owners(self) -> dict[str, tuple[int, str]]:
         """Stage and NxD's name of the first parameter that holds a tensor, by the tensor's global name."""
         owners: dict[str, tuple[int, str]] = {}
         for pp, names in enumerate(self.stages):
@@ -71,10 +71,6 @@ class NxdWeights:
                 for whole, _ in self.layout.param(name, 0).blocks:
                     owners.setdefault(whole, (pp, name))
         return owners
-
-    def owner(self, name: str) -> tuple[int, str]:
-        """Stage and name of the parameter that holds a tensor."""
-        return self._owners[name]
 
     def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
         """Every tensor of a kind, as a whole shard."""
@@ -88,7 +84,7 @@ class NxdWeights:
 
     def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
         """Assemble a tensor from the ranks' parts, and check that replicas are equal."""
-        pp, name = self.owner(chunk.name)
+        pp, name = self.owners[chunk.name]
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
         for tp in range(self.grid.tp):
             param = self.layout.param(name, tp)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals of preemption by a cluster, Slurm's warning before it, a keyboard interrupt, and a closed terminal."""
@@ -74,7 +73,8 @@ def noted() -> Iterator[Signals]:
     thread = threading.Thread(target=signals.follow, args=(reader,), name="nxtrain-signals", daemon=True)
     thread.start()
     handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, _noted) for number in handled}
+    # The thread records each signal. Without a handler, which does nothing, the signal would end the process.
+    handlers = {number: signal.signal(number, lambda number, frame: None) for number in handled}
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield signals
@@ -85,7 +85,3 @@ def noted() -> Iterator[Signals]:
         os.close(writer)
         thread.join()
         os.close(reader)
-
-
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing, since the thread records the signal; without a handler the signal would end the process."""

@@ -78,16 +78,11 @@ def pipe_safe_streams() -> Iterator[None]:
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError):
-                _flush_or_discard(stream)
+                try:
+                    stream.flush()
+                except OSError:  # a buffer that stays full would make the interpreter exit with code 120
+                    _discard(stream)
         sys.stdout, sys.stderr = before
-
-
-def _flush_or_discard(stream: TextIO) -> None:
-    """Flush a stream, dropping its buffer on an error: otherwise the interpreter would exit with code 120."""
-    try:
-        stream.flush()
-    except OSError:
-        _discard(stream)
 
 
 def _discard(stream: TextIO) -> None:
