@@ -225,6 +225,31 @@ def adapter_specs(
     return ShardSpec((r, in_features), dim=1), ShardSpec((out_features, r), partial_gradient=partial_gradient)
 
 
+def expert_adapter_specs(weight: ShardSpec, r: int) -> tuple[ShardSpec, ShardSpec]:
+    """Sharding of the matrices A and B of the adapters of one matrix of each expert.
+
+    Gate and values of an expert share an A, since PEFT adapts the stacked parameter of both. Every tensor parallel rank
+    has a partial sum of the gradient of a replicated matrix.
+
+    Args:
+        weight: Sharding of the matrices, as of `MoeShape.specs`.
+        r: Rank of each adapter.
+    """
+    rows, columns = weight.shape
+    experts = tuple(dict.fromkeys(segment.name.partition(".")[0] for segment in weight.segments))
+    if weight.dim == 0:
+        size = rows // (2 * len(experts))
+        ups = tuple(Segment(f"{expert}.{name}", size) for expert in experts for name in ("gate_proj", "up_proj"))
+        shared = tuple(Segment(f"{expert}.gate_up_proj", r) for expert in experts)
+        a = ShardSpec((r * len(shared), columns), segments=shared, partial_gradient=True, expert=True)
+        return a, ShardSpec((rows, r), dim=0, segments=ups, expert=True)
+    names = [f"{expert}.down_proj" for expert in experts]
+    inner = tuple(Segment(name, columns // len(names)) for name in names)
+    outer = tuple(Segment(name, rows) for name in names)
+    b = ShardSpec((rows * len(names), r), segments=outer, partial_gradient=True, expert=True)
+    return ShardSpec((r, columns), dim=1, segments=inner, expert=True), b
+
+
 def is_matrix(spec: ShardSpec) -> bool:
     """True for the weight of a linear layer, which may be quantized; experts and routers are not linear layers."""
     return spec.dim is not None and len(spec.shape) > 1 and not spec.expert

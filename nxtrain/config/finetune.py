@@ -38,6 +38,10 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
         reason = f"bitsandbytes restores NF4 eagerly on cuda and cpu, not with {by}"
         yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
+    experts = [target for target in tuning.targets if target.startswith("experts.")]
+    if experts and tuning.dropout:
+        reason = f"{experts[0]} has an adapter for all experts, in PEFT's format without dropout"
+        yield Problem("finetune.dropout", reason, hint="use 0, or adapt other layers than experts")
     if len(set(tuning.targets)) < len(tuning.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
 

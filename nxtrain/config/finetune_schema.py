@@ -22,7 +22,8 @@ class FinetuneConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the entries of an adapter's input that a training step leaves out at random."""
     targets: tuple[str, ...] = Field(default=(), strict=False)
-    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
+    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks. Experts have adapters
+    if `experts.gate_up_proj` or `experts.down_proj` is named."""
     rslora: bool = False
     """Divide alpha by the square root of r instead."""
     adapter: LocalText = ""

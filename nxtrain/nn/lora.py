@@ -16,13 +16,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from nxtrain.common.dimensions import adapter_specs
+from nxtrain.common.dimensions import adapter_specs, expert_adapter_specs
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Axis
@@ -30,11 +31,16 @@ from nxtrain.common.sharding import Init, Segment
 from nxtrain.config.decode import nearest
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.nn.dropout import Dropout, LayerDropout
+from nxtrain.parallel.expert_products import LowRank
+from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
 
 A, B = "lora_A", "lora_B"
 """Names of the parameters of an adapted layer, PEFT's names of its modules."""
+
+EXPERT_TARGETS = "experts.gate_up_proj", "experts.down_proj"
+"""Targets for the input and output projections of all experts, PEFT's names of the stacked parameters."""
 
 _SWITCH = "adapter_switch"
 
@@ -75,6 +81,9 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
             names.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout, switch))
             if A in layer.specs:
                 widest = max(widest, *layer.specs["weight"].shape)
+        if isinstance(layer, Experts):
+            names.update(EXPERT_TARGETS)
+            widest = max([widest, *_adapt_experts(layer, config, tp, switch)])
     missing = sorted({*config.targets} - names)
     if missing:
         reason = f"{', '.join(missing)}: no linear layer of the model's blocks has this name"
@@ -153,6 +162,42 @@ def _adapt_layer(
     for name, method in methods.items():
         setattr(adapted, name, MethodType(method, layer))
     return names
+
+
+def _adapt_experts(experts: Experts, config: FinetuneConfig, tp: TensorParallel, switch: _Switch) -> Sequence[int]:
+    """Add the adapters of experts whose targets are named, and return the widths of what is adapted."""
+    widths: list[int] = []
+    for target, module in zip(EXPERT_TARGETS, (experts.gate_up_proj, experts.down_proj), strict=True):
+        if target not in config.targets:
+            continue
+        a, b = expert_adapter_specs(module.specs["weight"], config.r)
+        (_, in_features), (out_features, _) = a.global_shape(a.segments[0]), b.global_shape(b.segments[0])
+        widths += [in_features, out_features]
+        a = replace(a, init=Init("uniform", 1 / math.sqrt(3 * in_features)))
+        with torch.device("meta"):
+            for leaf, matrix in ((A, a), (B, replace(b, init=Init("zeros")))):
+                module.specs[leaf] = matrix
+                module.register_parameter(leaf, tp.empty(matrix))
+    if widths:
+        experts.updates = partial(_expert_updates, experts, scale_of(config), switch)
+    return widths
+
+
+def _expert_updates(experts: Experts, factor: float, switch: _Switch) -> tuple[LowRank | None, LowRank | None]:
+    """Updates of the input and output projections of the experts; None without an adapter, or if adapters are off."""
+    updates: list[LowRank | None] = []
+    for module in (experts.gate_up_proj, experts.down_proj):
+        a, b = getattr(module, A, None), getattr(module, B, None)
+        if switch.is_off or a is None or b is None:
+            updates.append(None)
+            continue
+        dim = module.specs[A].dim or 0
+        by_expert = a.unflatten(dim, (experts.num_own, -1))
+        if dim:
+            by_expert = by_expert.transpose(0, 1)
+        updates.append(LowRank(by_expert, b.unflatten(0, (experts.num_own, -1)), factor))
+    of_gate_up, of_down = updates
+    return of_gate_up, of_down
 
 
 @dataclass(frozen=True)

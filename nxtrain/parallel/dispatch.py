@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nxtrain.common.kernels import Kernels, RowGroups
 from nxtrain.parallel.expert_parallel import ExpertParallel
-from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
+from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.slot_rows import SlotRows, block_rows, sorted_rows
 
 EVEN_ROWS = 2
@@ -38,12 +38,11 @@ def num_dropped(indices: Tensor, num_experts: int, capacity: int) -> Tensor:
     return (counts - capacity).clamp(min=0).sum()
 
 
-def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of an expert, and the ranks
+def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of an expert, and the ranks
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertMatrices,
     num_experts: int,
     kernels: Kernels,
     capacity: int | None = None,
@@ -58,8 +57,7 @@ def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of a
         x: (T, D).
         weights: (T, k) float32.
         indices: (T, k) integers, the experts of each token, each once.
-        gate_up: (E * 2F, D), the rows of an expert adjacent; under expert parallelism, of this rank's experts.
-        down: (D, E * F), the columns of an expert adjacent, likewise.
+        experts: Matrices of this rank's experts.
         num_experts: E, over all ranks.
         capacity: As for `sorted_rows`.
         expert_parallel: Ranks that divide the experts; None: this rank has all.
@@ -68,26 +66,23 @@ def dispatch(  # 9 arguments: tokens, their routing, the experts, the limit of a
         (T, D); with a sharded intermediate size, a partial sum over the tensor parallel ranks.
     """
     if expert_parallel is None:
-        grouping = kernels.grouping(x.dtype, (x.shape[1], down.shape[1] // num_experts))
+        grouping = kernels.grouping(x.dtype, experts.sizes)
         rows, heights = sorted_rows(indices, num_experts, capacity, grouping)
         own, scale = rows.spread(x), rows.weights(weights)
         groups = RowGroups.of(heights, grouping)
-        return rows.collect(ExpertProducts.apply(own, scale, gate_up, down, groups, kernels))
-    num_own = len(expert_parallel.own(num_experts))
-    grouping = kernels.grouping(x.dtype, (x.shape[1], down.shape[1] // num_own))
+        return rows.collect(experts.of_groups(own, scale, groups, kernels))
+    grouping = kernels.grouping(x.dtype, experts.sizes)
     rows, counts = sorted_rows(indices, num_experts, capacity)
     exchange = expert_parallel.exchange(counts, grouping)
     own, scale = exchange.send(rows.spread(x)), exchange.send(rows.weights(weights))
-    out: Tensor = ExpertProducts.apply(own, scale, gate_up, down, exchange.groups, kernels)
-    return rows.collect(exchange.give_back(out))
+    return rows.collect(exchange.give_back(experts.of_groups(own, scale, exchange.groups, kernels)))
 
 
-def static_dispatch(  # 8 arguments: as `dispatch`
+def static_dispatch(  # 7 arguments: as `dispatch`
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: ExpertMatrices,
     num_experts: int,
     capacity: int | None = None,
     expert_parallel: ExpertParallel | None = None,
@@ -98,34 +93,26 @@ def static_dispatch(  # 8 arguments: as `dispatch`
     and has rows for the routing that gives its experts the most of them.
     """
     if expert_parallel is None:
-        return _of_blocks(x, weights, *block_rows(indices, num_experts, capacity), gate_up, down, num_experts)
-    num_own = len(expert_parallel.own(num_experts))
+        return _of_blocks(x, weights, *block_rows(indices, num_experts, capacity), experts)
+    num_own = experts.number
     if capacity is None:
         x, weights, indices = expert_parallel.send_tokens(x, weights, indices, num_own)
         most_of_token = min(indices.shape[1], num_own)
         # A block for each expert has room for every token, and copies no matrices. More experts take too many rows.
         capacity = x.shape[0] if num_own <= EVEN_ROWS * most_of_token else None
         found = block_rows(indices, num_own, capacity, most_slots=x.shape[0] * most_of_token)
-        return expert_parallel.sum_tokens(_of_blocks(x, weights, *found, gate_up, down, num_own))
+        return expert_parallel.sum_tokens(_of_blocks(x, weights, *found, experts))
     rows, _, num_blocks = block_rows(indices, num_experts, capacity)
     blocks = expert_parallel.send_blocks(rows.spread(x).unflatten(0, (num_blocks, -1)))
     scale = expert_parallel.send_blocks(rows.weights(weights).unflatten(0, (num_blocks, -1)))
-    out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_own, None)
+    out = experts.of_blocks(blocks, scale, None)
     return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))
 
 
-def _of_blocks(  # 8 arguments: as `static_dispatch`, with the blocks of its tokens
-    x: Tensor,
-    weights: Tensor,
-    rows: SlotRows,
-    owner: Tensor | None,
-    num_blocks: int,
-    gate_up: Tensor,
-    down: Tensor,
-    num_experts: int,
+def _of_blocks(
+    x: Tensor, weights: Tensor, rows: SlotRows, owner: Tensor | None, num_blocks: int, experts: ExpertMatrices
 ) -> Tensor:
     """Weighted sum over the experts of this rank for each token: (T, D) to (T, D)."""
     blocks = rows.spread(x).unflatten(0, (num_blocks, -1))
     scale = rows.weights(weights).unflatten(0, (num_blocks, -1))
-    out: Tensor = BlockProducts.apply(blocks, scale, gate_up, down, num_experts, owner)
-    return rows.collect(out.flatten(0, 1))
+    return rows.collect(experts.of_blocks(blocks, scale, owner).flatten(0, 1))

@@ -8,6 +8,9 @@ Shapes: N rows, D hidden, F intermediate of this rank, E experts, n blocks of B 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,108 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.common.kernels import Kernels, RowGroups
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Update of one matrix of each expert: factor * B A.
+
+    Args:
+        a: (E, r, inputs).
+        b: (E, outputs, r).
+        factor: Factor of the product.
+    """
+
+    a: Tensor
+    b: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """Matrices of the experts of a rank.
+
+    Args:
+        gate_up: (E * 2F, D), the rows of an expert adjacent.
+        down: (D, E * F), the columns of an expert adjacent.
+        number: E.
+        of_gate_up, of_down: Low-rank updates of the matrices; None: none.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    number: int
+    of_gate_up: LowRank | None = None
+    of_down: LowRank | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every size of the matrices of an expert."""
+        ranks = [update.a.shape[1] for update in (self.of_gate_up, self.of_down) if update is not None]
+        return (self.gate_up.shape[1], self.down.shape[1] // self.number, *ranks)
+
+    def of_groups(self, rows: Tensor, scale: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
+        """Gated feed-forwards of sorted rows, times a factor of each row: (N, D), (N,) to (N, D)."""
+        if self.of_gate_up is None and self.of_down is None:
+            return ExpertProducts.apply(rows, scale, self.gate_up, self.down, groups, kernels)  # type: ignore[no-any-return]
+        return self._updated(rows, scale, partial(_of_groups, groups=groups, kernels=kernels))
+
+    def of_blocks(self, blocks: Tensor, scale: Tensor, owner: Tensor | None) -> Tensor:
+        """Gated feed-forwards of blocks of rows, times a factor of each row: (n, B, D), (n, B) to (n, B, D).
+
+        Args:
+            owner: (n,) int64, expert of each block; None: one block of each.
+        """
+        if self.of_gate_up is None and self.of_down is None:
+            return BlockProducts.apply(blocks, scale, self.gate_up, self.down, self.number, owner)  # type: ignore[no-any-return]
+        return self._updated(blocks, scale, partial(_of_owners, owner=owner))
+
+    def _updated(self, rows: Tensor, scale: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Gated feed-forwards with low-rank updates, of products that autograd differentiates."""
+        first, last = _of_blocks(self.gate_up, self.down, self.number)
+        gate, values = _with_update(rows, first, self.of_gate_up, product).chunk(2, dim=-1)
+        hidden = F.silu(gate) * values * scale.unsqueeze(-1).to(rows.dtype)
+        return _with_update(hidden, last, self.of_down, product)
+
+
+def _with_update(
+    rows: Tensor, matrices: Tensor, update: LowRank | None, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    out = product(rows, matrices)
+    if update is None:
+        return out
+    return out + product(product(rows, update.a) * update.factor, update.b)
+
+
+def _of_groups(rows: Tensor, matrices: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
+    return GroupedProduct.apply(rows, matrices, groups, kernels)  # type: ignore[no-any-return]
+
+
+def _of_owners(blocks: Tensor, matrices: Tensor, owner: Tensor | None) -> Tensor:
+    own = matrices if owner is None else matrices.index_select(0, owner)
+    return torch.bmm(blocks, own.transpose(1, 2))
+
+
+class GroupedProduct(torch.autograd.Function):
+    """Product of the rows of each expert with the transposed matrix of the expert: (N, I), (E, O, I) to (N, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
+        ctx.groups, ctx.kernels = groups, kernels
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, matrices)
+        return kernels.grouped_matmul(rows, matrices.transpose(1, 2), groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, matrices = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows_grad, matrices_grad = None, None
+        if ctx.needs_input_grad[0]:
+            rows_grad = ctx.kernels.grouped_matmul(grad, matrices, ctx.groups)
+        if ctx.needs_input_grad[1]:
+            matrices_grad = torch.empty_like(matrices)
+            ctx.kernels.grouped_gradient(grad, rows, ctx.groups, matrices_grad)
+        return rows_grad, matrices_grad, None, None
 
 
 class ExpertProducts(torch.autograd.Function):

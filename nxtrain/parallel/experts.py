@@ -5,6 +5,7 @@ Shapes: S sequence, B batch, D hidden, k experts of a token; S/tp under sequence
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.dispatch import capacity_of, dispatch, num_dropped, static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
+from nxtrain.parallel.expert_products import ExpertMatrices, LowRank
 from nxtrain.parallel.regions import TensorParallel
 
 
@@ -37,7 +39,13 @@ class Experts(nn.Module):
         tp: Tensor parallel context.
         capacity_factor: Slots that an expert computes, relative to an even load; None: all.
         expert_parallel: Ranks that divide the experts; None: this rank has all.
+
+    Attributes:
+        num_own: Experts of this rank.
+        updates: Low-rank updates of the input and of the output projections.
     """
+
+    updates: Callable[[], tuple[LowRank | None, LowRank | None]] | None = None
 
     def __init__(  # 8 arguments: as `LayerSet.experts`, with the ranks
         self,
@@ -58,7 +66,7 @@ class Experts(nn.Module):
         self.gate_up_proj = _Matrices(specs["experts.gate_up_proj.weight"], init, tp)
         self.down_proj = _Matrices(specs["experts.down_proj.weight"], init_out, tp)
         self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
-        self._expert_parallel = expert_parallel
+        self.num_own, self._expert_parallel = len(own), expert_parallel
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
         """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D).
@@ -77,9 +85,10 @@ class Experts(nn.Module):
             if tp.sequence_parallel:
                 dropped = dropped / tp.axis.size
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
-        matrices = (self.gate_up_proj.weight, self.down_proj.weight, self._num_experts)
+        updates = () if self.updates is None else self.updates()
+        matrices = ExpertMatrices(self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates)
         if tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling():
-            out = static_dispatch(*tokens, *matrices, capacity, self._expert_parallel)
+            out = static_dispatch(*tokens, matrices, self._num_experts, capacity, self._expert_parallel)
         else:
-            out = dispatch(*tokens, *matrices, tp.kernels, capacity, self._expert_parallel)
+            out = dispatch(*tokens, matrices, self._num_experts, tp.kernels, capacity, self._expert_parallel)
         return tp.exit(out.unflatten(0, x.shape[:2])), dropped

@@ -1,6 +1,7 @@
 """Low-rank adapters and the frozen model below them: parameters of a stage, and bytes of the frozen ones.
 
-Each linear layer has one adapter for every segment, and these share their input, as in `nn/lora.py`.
+Each linear layer has one adapter for every segment, and these share their input, as in `nn/lora.py`. Gate and values of
+an expert have one adapter together.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nxtrain.common.dimensions import adapter_specs, is_matrix
+from nxtrain.common.dimensions import adapter_specs, expert_adapter_specs, is_matrix
 from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.plan.shapes import Entries, Stage, block_entries, rest_entries, sum_entries
 
@@ -92,13 +93,33 @@ def adapted_layers(stage: Stage, tp: int, adapters: Adapters) -> tuple[AdaptedLa
     return tuple(layers)
 
 
+def expert_adapters(stage: Stage, tp: int, adapters: Adapters, ep_rank: int = 0) -> dict[str, dict[str, ShardSpec]]:
+    """Adapters of the experts of each block of a stage: both matrices by name, for each path inside the block."""
+    found: dict[str, dict[str, ShardSpec]] = {}
+    for name, weight in stage.block_specs(tp, ep_rank).items():
+        path = name.removesuffix(".weight")
+        if weight.expert and ".".join(path.split(".")[-2:]) in adapters.targets:
+            a, b = expert_adapter_specs(weight, adapters.r)
+            found[path] = {f"{path}.lora_A": a, f"{path}.lora_B": b}
+    return found
+
+
 @lru_cache(maxsize=65_536)
 def adapter_entries(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
     """Entries of the adapters of one block."""
     specs: dict[str, ShardSpec] = {}
     for layer in adapted_layers(stage, tp, adapters):
         specs |= layer.specs()
-    return sum_entries(specs, tp, shard)
+    for of_experts in expert_adapters(stage, tp, adapters).values():
+        specs |= of_experts
+    return sum_entries(specs, tp, shard, stage.ep)
+
+
+@lru_cache(maxsize=65_536)
+def stage_adapters(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
+    """Entries of the adapters of a stage."""
+    blocks = adapter_entries(stage, tp, shard, adapters).times(stage.num_blocks - stage.num_dense)
+    return blocks.plus(adapter_entries(stage.dense, tp, shard, adapters).times(stage.num_dense))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ as their losses make them: then each rank's experts compute as many rows as the 
 
 from __future__ import annotations
 
+from nxtrain.plan.adapters import expert_adapters
 from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT, INDEX = SIZES["fp32"], 8
@@ -28,7 +29,21 @@ def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
     kept.append(("experts", "rows", job.slots * hidden * job.params_size))
     kept.append(("experts", "gate and up", 2 * job.slots * job.inner_width * job.params_size))
     kept.append(("experts", "slots and weights", job.slots * (INDEX + FLOAT)))
+    num_adapters = _num_adapters(job)
+    if num_adapters:
+        columns = num_adapters * 2 * job.slots * job.config.finetune.r
+        kept.append(("experts", "columns of adapters", columns * job.params_size))
+        kept.append(
+            ("experts", "unit and inputs of the last product", 3 * job.slots * job.inner_width * job.params_size)
+        )
     return kept
+
+
+def _num_adapters(job: Job) -> int:
+    """Adapters of an expert."""
+    if job.adapters is None:
+        return 0
+    return len(expert_adapters(job.stage(0), job.config.parallel.tp, job.adapters))
 
 
 @once_per_job
@@ -44,7 +59,7 @@ def expert_work_bytes(job: Job) -> int:
     rows = 2 * job.slots * job.dimensions.hidden_size
     between = 8 * job.slots * job.inner_width  # gate, values and their gradients, and four products of both
     matrices = 0
-    if job.num_micro > 1:
+    if job.num_micro > 1 and job.adapters is None:
         matrices = 3 * experts * job.inner_width * job.dimensions.hidden_size
     return (rows + between + matrices) * job.params_size
 

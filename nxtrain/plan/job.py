@@ -15,7 +15,7 @@ from nxtrain.common.machines import Machine
 from nxtrain.common.sequence_cut import ContextMethod
 from nxtrain.common.stages import StagePart
 from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
-from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
+from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, frozen_bytes, stage_adapters
 from nxtrain.plan.shapes import Entries, Stage, pipeline_stages, stage_entries, stage_parts
 
 Attention = Literal["probabilities", "fused", "grouped", "blocked", "scores"]
@@ -334,8 +334,8 @@ class Job:
         """Entries of a stage's parameters that are trained; arguments as in `entries`."""
         if self.adapters is None:
             return self.entries(index, shard)
-        stage, tp = self.stages[index], self.config.parallel.tp
-        return adapter_entries(stage, tp, shard or self.shard_size, self.adapters).times(stage.num_blocks)
+        tp = self.config.parallel.tp
+        return stage_adapters(self.stages[index], tp, shard or self.shard_size, self.adapters)
 
     def frozen(self, index: int) -> FrozenBytes:
         """Bytes of a stage's parameters that are not trained; all 0 without adapters."""

@@ -16,7 +16,7 @@ from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import ShardBox, ShardSpec, row_cut
 from nxtrain.common.stages import units_of
 from nxtrain.config.finetune import BLOCK
-from nxtrain.plan.adapters import adapted_layers
+from nxtrain.plan.adapters import adapted_layers, expert_adapters
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import state_size
 from nxtrain.plan.moments import accumulated_size
@@ -109,6 +109,7 @@ def block_parameters(job: Job, kind: Stage, ep_rank: int = 0) -> Iterator[Parame
     adapters: dict[str, dict[str, ShardSpec]] = {}
     if job.adapters is not None:
         adapters = {layer.path: layer.specs() for layer in adapted_layers(kind, tp, job.adapters)}
+        adapters |= expert_adapters(kind, tp, job.adapters, ep_rank)
     specs = kind.block_specs(tp, ep_rank)
     for name, spec in specs.items():
         is_packed = job.method == "qlora" and is_matrix(spec)

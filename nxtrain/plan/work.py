@@ -7,9 +7,10 @@ have few operations, and take the time in which the memory moves their tensors.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries
+from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries, stage_adapters
 from nxtrain.plan.context import moved_scores, work_share
 from nxtrain.plan.job import SIZES, Job
 
@@ -90,17 +91,22 @@ def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, 
 
 
 def adapter_params(job: Job) -> int:
-    """Entries of the adapters of a block, over all tensor parallel ranks."""
+    """Entries of the adapters of a block that a token passes through, over all ranks."""
     if job.adapters is None:
         return 0
-    return adapter_entries(job.stage(0), 1, 1, job.adapters).local
+    entries, mixture = adapter_entries(replace(job.stage(0), ep=1), 1, 1, job.adapters), job.dimensions.mixture
+    if mixture is None:
+        return entries.local
+    return entries.local - entries.experts + entries.experts * mixture.experts_per_token // mixture.num_experts
 
 
 def trained_params(job: Job) -> int:
     """Trained parameters of the whole model."""
     if job.adapters is None:
         return job.dimensions.num_params
-    return job.dimensions.num_layers * adapter_params(job)
+    dimensions = job.dimensions
+    whole = replace(job.stage(0), blocks=(dimensions.num_layers,), ep=1, num_dense=len(dimensions.dense_layers))
+    return stage_adapters(whole, 1, 1, job.adapters).local
 
 
 def model_flops_per_token(job: Job) -> int:

@@ -25,6 +25,7 @@ from nxtrain.common.sharding import Init, Layout, Segment, ShardSpec
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.dispatch import static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
+from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.train.step import train_step
 from tests.support.contract_experts import drawn_indices, exact_mixture
@@ -356,7 +357,8 @@ def blocks_of_a_rank(backend: Backend, num_experts: int, indices: Tensor) -> lis
     mine += [gate_up[own.start * 6 : own.stop * 6], down[:, own.start * 3 : own.stop * 3]]
     given = [tensor.clone().requires_grad_() for tensor in mine]
     numbers = indices.chunk(backend.world)[rank]
-    out = static_dispatch(given[0], given[1], numbers, given[2], given[3], num_experts, None, exchange)
+    matrices = ExpertMatrices(given[2], given[3], len(own))
+    out = static_dispatch(given[0], given[1], numbers, matrices, num_experts, None, exchange)
     out.backward(grad.chunk(backend.world)[rank])
     return [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.common.kernels import Grouping, RowGroups
 from nxtrain.nn.balance import _WithGradientOf
-from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
 from nxtrain.parallel.regions import _AllToAll
 from nxtrain.parallel.slot_rows import SlotRows, _Collect, _Spread, block_rows, sorted_rows
 from tests.support.contract import WHOLE, Operand, Shape, Work, drawn_kernels
@@ -202,6 +202,24 @@ def expert_products(ranks: Ranks, rng: Random) -> Work:
         "down": Operand((hidden, num * width)),
     }
     return Work(f"ExpertProducts of {counts}, {type(kernels).__name__}", operands, call, exact)
+
+
+def grouped_product(ranks: Ranks, rng: Random) -> Work:
+    """Products of the rows of each expert with one matrix, of experts of which some have no row."""
+    counts = [rng.choice((0, 1, 2, 5)) for _ in range(rng.randint(1, 4))]
+    counts[rng.randrange(len(counts))] += 1
+    rows, inputs, outputs = sum(counts), rng.choice((1, 3)), rng.choice((1, 4))
+    kernels, groups = drawn_kernels(rng), RowGroups.of(torch.tensor(counts))
+
+    def call(x: Tensor, matrices: Tensor) -> Tensor:
+        return GroupedProduct.apply(x, matrices, groups, kernels)  # type: ignore[no-any-return]
+
+    def exact(x: Tensor, matrices: Tensor) -> Tensor:
+        parts = zip(x.split(counts), matrices, strict=True)
+        return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+    operands = {"x": Operand((rows, inputs)), "matrices": Operand((len(counts), outputs, inputs))}
+    return Work(f"GroupedProduct of {counts}, {type(kernels).__name__}", operands, call, exact)
 
 
 def all_to_all(ranks: Ranks, rng: Random) -> Work:

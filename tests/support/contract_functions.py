@@ -28,7 +28,7 @@ from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
-from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts
+from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
 from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
@@ -51,6 +51,7 @@ from tests.support.contract_experts import (
     block_products,
     collect,
     expert_products,
+    grouped_product,
     spread,
     with_gradient_of,
 )
@@ -421,6 +422,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Collect: collect,
     ExpertProducts: expert_products,
     BlockProducts: block_products,
+    GroupedProduct: grouped_product,
     _WithGradientOf: with_gradient_of,
     _AllToAll: all_to_all,
     _Leave: leave,

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved
 from nxtrain.config.tables import toml_value
-from nxtrain.nn.lora import A
+from nxtrain.nn.lora import EXPERT_TARGETS, A
 from tests.support.drawn import Drawn, draw
 from tests.support.drawn_runs import first_weights, ours
+from tests.support.expert_lora import expert_adapters, of_ours, of_peft
 from tests.support.layouts import ONE, Degrees
 from tests.support.models import changed
 from tests.support.parity import Course, reference, whole
@@ -131,7 +132,8 @@ def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
         r=config.r,
         lora_alpha=cast(int, config.alpha),
         use_rslora=config.rslora,
-        target_modules=list(targets_of(resolved)),
+        target_modules=[target for target in targets_of(resolved) if target not in EXPERT_TARGETS],
+        target_parameters=[target for target in targets_of(resolved) if target in EXPERT_TARGETS],
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
@@ -154,7 +156,7 @@ def adapters_of(resolved: Resolved, base: Mapping[str, Tensor], seed: int = 7) -
             for leaf, shape in ((A, (config.r, weight.shape[1])), ("lora_B", (weight.shape[0], config.r))):
                 std = 1 / max(shape[1], 4) ** 0.5
                 found[f"{layer}.{leaf}"] = torch.randn(shape, generator=generator) * std * (1.0 if leaf == A else 0.3)
-    return found
+    return found | expert_adapters(resolved, generator)
 
 
 def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
@@ -174,11 +176,14 @@ def wanted_of_peft(drawn: DrawnAdapters) -> Course:
         with torch.no_grad():
             for name, parameter in found.named_parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(weights[our_name(name)])
+                    parameter.copy_(of_peft(our_name(name), weights, drawn.resolved))
         return found
 
     course = reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=weights, wrap=wrap)
-    return replace(course, weights={our_name(name): tensor for name, tensor in course.weights.items()})
+    found: dict[str, Tensor] = {}
+    for name, tensor in course.weights.items():
+        found |= of_ours(our_name(name), tensor, drawn.resolved)
+    return replace(course, weights=found)
 
 
 def described(drawn: DrawnAdapters) -> str:

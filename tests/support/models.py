@@ -232,7 +232,7 @@ def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) ->
     mixture = dimensions.mixture
     for name, tensor in tensors:
         prefix, _, leaf = name.rpartition(".experts.")
-        if mixture is None:
+        if mixture is None or "lora_" in name:
             found[name] = tensor
         elif prefix:
             prefix = prefix.removesuffix("mlp") + mixture.module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import mismatches
+from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
 from nxtrain.common.family import find_family
 from nxtrain.common.io.atomic import write_durably
@@ -114,13 +115,18 @@ class HfFolder:
         whole[dim] = slice(start, stop)
         return self._stored[name].read(whole)
 
+    @cached_property
+    def mixture(self) -> MoeShape | None:
+        """Experts of the model's blocks; None: the model has none."""
+        family = find_family(str(self.config.get("model_type")))
+        return family.dimensions(family.from_hf(self.config)).mixture
+
     def _unstack(self) -> None:
         """Give the matrices of experts in stacked tensors, and their routers, the names of other files."""
         stacked = {name for name in self.shapes if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
         if not stacked or any(len(self.shapes[name]) != 3 for name in stacked):  # noqa: PLR2004 - expert, row, column
             return
-        family = find_family(str(self.config.get("model_type")))
-        mixture = family.dimensions(family.from_hf(self.config)).mixture
+        mixture = self.mixture
         if mixture is None:
             return
         for name in stacked:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.nf4 import whole_packing
+from nxtrain.checkpoint.convert import peft_experts
 from nxtrain.checkpoint.convert.hf_folder import Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
@@ -33,7 +34,7 @@ from nxtrain.common.sharding import ParamTable
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.model_folder import COMPANIONS, whole_folder
 from nxtrain.config.tables import toml_value
-from nxtrain.nn.lora import A, B, scale_of
+from nxtrain.nn.lora import EXPERT_TARGETS, A, B, scale_of
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of the files of a PEFT folder."""
@@ -54,7 +55,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "alpha_pattern": ({}, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "corda_config": (None,),
     "eva_config": (None,),
@@ -67,7 +67,8 @@ class Adapter:
     """Low-rank update of some weights of a model.
 
     Args:
-        tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`.
+        tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`. The
+            experts of all families are in a module `mlp`, and have the names of `peft_experts`.
         base: Folder of the weights below; empty if unknown.
         base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
     """
@@ -78,14 +79,17 @@ class Adapter:
     base_fingerprint: str = ""
 
     @property
-    def weights(self) -> set[str]:
-        """Names of the weights that have an update."""
-        return {f"{name.rpartition('.')[0]}{_SUFFIX}" for name in self.tensors}
+    def layers(self) -> set[str]:
+        """Names of the layers whose weights have an update."""
+        return {name.removesuffix(f".{B}") for name in self.tensors if name.endswith(f".{B}")}
 
-    def update(self, weight: str, dim: int, start: int, length: int) -> Tensor:
-        """Some entries of the update of a weight along one dimension, in float32."""
-        layer = weight.removesuffix(_SUFFIX)
-        a, b = (self.tensors[f"{layer}.{leaf}"].float() for leaf in (A, B))
+    def pair(self, layer: str) -> tuple[Tensor, Tensor]:
+        """Matrices A and B of a layer."""
+        return self.tensors[f"{peft_experts.layer_of_a(layer)}.{A}"], self.tensors[f"{layer}.{B}"]
+
+    def update(self, layer: str, dim: int, start: int, length: int) -> Tensor:
+        """Some entries of the update of a layer's weight along one dimension, in float32."""
+        a, b = (matrix.float() for matrix in self.pair(layer))
         if dim:
             a = a.narrow(1, start, length)
         else:
@@ -109,12 +113,16 @@ class MergedFolder(HfFolder):
 
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
         super().__init__(path)
-        self._adapter, self._updated = adapter, adapter.weights
+        self._adapter, mixture = adapter, self.mixture
+        self._updated = {peft_experts.weights_of(layer, mixture): layer for layer in sorted(adapter.layers)}
+        self._whole = set[str]()
+        if mixture is not None:
+            self._whole = {name for name in self.shapes if f".{mixture.module}." in name and _is_of_experts(name)}
         self._restored = "", torch.empty(0)
         self.dtype = dtype or self.dtype
-        for weight in sorted(self._updated):
-            layer = weight.removesuffix(_SUFFIX)
-            rows, columns = adapter.tensors[f"{layer}.{B}"].shape[0], adapter.tensors[f"{layer}.{A}"].shape[1]
+        for weight, layer in self._updated.items():
+            a, b = adapter.pair(layer)
+            rows, columns = b.shape[0], a.shape[1]
             if self.shapes.get(weight) != (rows, columns):
                 shape = self.shapes.get(weight, "absent")
                 raise ConfigError(
@@ -125,13 +133,13 @@ class MergedFolder(HfFolder):
         part = self._base(name, dim, start, length)
         if name not in self._updated:
             return part
-        wide = part.to(self.dtype).float() + self._adapter.update(name, dim, start, part.shape[dim])
+        wide = part.to(self.dtype).float() + self._adapter.update(self._updated[name], dim, start, part.shape[dim])
         return wide.to(self.dtype)
 
     def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
         """Read entries of the weights that the adapter was trained on; weights in NF4 are restored."""
-        is_quantized = self._adapter.config.method == "qlora" and len(self.shapes[name]) > 1 and _BLOCKS in name
-        if not is_quantized:
+        is_matrix = len(self.shapes[name]) > 1 and _BLOCKS in name and name not in self._whole
+        if self._adapter.config.method != "qlora" or not is_matrix:
             return super().read(name, dim, start, length)
         if self._restored[0] != name:  # parts of one tensor are read one after the other
             packing = whole_packing(self.shapes[name], self.dtype)
@@ -165,7 +173,7 @@ class AdapterWeights:
                 )
                 raise ConfigError([Problem(f"finetune.{key}", reason, hint=f"use finetune.{key}={toml_value(there)}")])
         shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
-        problems = mismatches(wanted, shapes)
+        problems = mismatches({peft_experts.in_mlp(name): shape for name, shape in wanted.items()}, shapes)
         if problems:
             hint = f"the layers there are {toml_value(adapter.config.targets)}"
             raise ConfigError([Problem("finetune.adapter", f"{src} does not fit: {p}", hint=hint) for p in problems])
@@ -179,7 +187,7 @@ class AdapterWeights:
         """Fill a parameter's shard, a host tensor."""
         spec = self._table[name]
         for piece, view in spec.views(local, self._axis):
-            whole = self._tensors[spec.global_name(name, piece.segment)]
+            whole = self._tensors[peft_experts.in_mlp(spec.global_name(name, piece.segment))]
             view.copy_(whole.narrow(spec.dim or 0, piece.start, piece.length))
 
 
@@ -199,16 +207,22 @@ def read_adapter(folder: Path) -> Adapter:
     except SafetensorError as error:
         raise ConfigError(f"cannot read {folder / WEIGHTS}: {error}; give a folder that PEFT wrote") from error
     layers = {name.rpartition(".")[0] for name in tensors}
+    parameters = config.get("target_parameters") or []
     unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
     unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]
     if unknown or unpaired:
         raise ConfigError(f"{folder / WEIGHTS} has {(unknown + unpaired)[0]}, which is no pair of {A} and {B}")
     rank = config["r"]
     for name, tensor in tensors.items():
+        if ".experts" in name:
+            num_experts, rest = divmod(tensor.shape[int(name.endswith(B))], rank)
+            if rest == 0 and num_experts:
+                continue
         dim = int(name.endswith(B))
         if tensor.shape[dim] != rank:
             raise ConfigError(f"{folder / WEIGHTS}: {name} is not of the rank r={rank} of {CONFIG}")
-    targets = tuple(sorted({layer.rpartition(".")[2] for layer in layers}))
+    tensors = peft_experts.of_each(tensors, rank, parameters)
+    targets = tuple(sorted(peft_experts.targets_of({name.removesuffix(f".{B}") for name in tensors if B in name})))
     try:
         shape = FinetuneConfig(
             method="lora",
@@ -232,6 +246,7 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write a folder in PEFT's format; files of an earlier adapter are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     config, name = adapter.config, model_named(adapter.base)
+    targets = peft_experts.targets_of(adapter.layers)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -240,15 +255,18 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        "target_modules": sorted({name.split(".")[-2] for name in adapter.tensors}),
+        "target_modules": sorted(targets.difference(EXPERT_TARGETS)),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
+    if targets.intersection(EXPERT_TARGETS):
+        content["target_parameters"] = sorted(targets.intersection(EXPERT_TARGETS))
     if name is not None:
         content["revision"] = name.revision
-    tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(adapter.tensors.items())}
+    stacked = peft_experts.stacked(adapter.tensors)
+    tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(stacked.items())}
     about = {"format": "pt"}
     if adapter.base_fingerprint:
         about[_FINGERPRINT] = adapter.base_fingerprint
@@ -259,7 +277,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
 def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
     """Adapter of a run from its whole matrices."""
     config = FinetuneConfig.model_validate({"method": "lora", **meta.adapter})
-    return Adapter(config, tensors, meta.base, meta.base_fingerprint)
+    named = {peft_experts.in_mlp(name): tensor for name, tensor in tensors.items()}
+    return Adapter(config, named, meta.base, meta.base_fingerprint)
 
 
 def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
@@ -302,6 +321,11 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     return MergedFolder(path, adapter)
 
 
+def _is_of_experts(name: str) -> bool:
+    """True for the matrices of experts and routers, which stay whole beside quantized ones."""
+    return ".experts." in name or name.endswith(".gate.weight")
+
+
 def _base_folder(base: str) -> Path:
     """Folder of the weights below an adapter; of a commit of the Hub, that of the cache, with all its files."""
     name = model_named(base)
@@ -324,6 +348,10 @@ def _read_config(file: Path) -> dict[str, Any]:
     for key, understood in _UNSUPPORTED.items():
         if config.get(key, understood[0]) not in understood:
             raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; only {understood[0]!r} is")
+    for parameter in config.get("target_parameters") or []:
+        if not f".{parameter}".endswith(tuple(f".{target}" for target in EXPERT_TARGETS)):
+            names = " and ".join(EXPERT_TARGETS)
+            raise ConfigError(f"{file}: target_parameters has {parameter!r}, which is not supported; only {names} are")
     if not isinstance(config.get("r"), int):
         raise ConfigError(f"{file} gives no rank r")
     return config

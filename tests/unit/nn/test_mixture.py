@@ -19,6 +19,7 @@ from nxtrain.common.sharding import Init
 from nxtrain.nn.balance import balance_loss
 from nxtrain.nn.mixture import Router
 from nxtrain.parallel.dispatch import capacity_of, dispatch, static_dispatch
+from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.slot_rows import block_rows, sorted_rows
 from tests.support.contract_experts import GroupingKernels, drawn_indices, exact_mixture
@@ -116,11 +117,11 @@ ROUTINGS = {
 
 
 def eager(given: Operands, capacity: int | None = None, kernels: Kernels = KERNELS) -> Tensor:
-    return dispatch(*given, 4, kernels, capacity)
+    return dispatch(*given[:3], ExpertMatrices(*given[3:], 4), 4, kernels, capacity)
 
 
 def static(given: Operands, capacity: int | None = None) -> Tensor:
-    return static_dispatch(*given, 4, capacity)
+    return static_dispatch(*given[:3], ExpertMatrices(*given[3:], 4), 4, capacity)
 
 
 def exact(given: Operands) -> Tensor:

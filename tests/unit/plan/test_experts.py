@@ -18,7 +18,7 @@ from nxtrain.plan.predict import Assumptions
 from nxtrain.plan.search import impossible, search
 from nxtrain.plan.speed import step_time
 from nxtrain.plan.traffic import Links, exchange_s, sync_bytes
-from nxtrain.plan.work import model_flops_per_token
+from nxtrain.plan.work import adapter_params, model_flops_per_token, trained_params
 from tests.support.published import job_of
 
 ROW: dict[str, Any] = {
@@ -127,3 +127,18 @@ def test_a_search_tries_expert_parallelism_on_models_with_experts_alone() -> Non
     assert {layout.job.config.parallel.ep for layout in layouts} >= {4, 8}
     dense = search(replace(found.dimensions, mixture=None), found.machine, 1, found.config, Assumptions())
     assert {layout.job.config.parallel.ep for layout in dense.layouts} == {1}
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_adapters_of_experts_are_counted_as_those_that_peft_makes(ep: int) -> None:
+    """PEFT's matrices of 128 experts of Qwen3 30B-A3B, 48 blocks: A of 128 * r rows, B of 128 * r columns."""
+    targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+    found = job(ep=ep, finetune={"method": "lora", "r": 4, "targets": targets})
+    gate_up, down = 128 * 4 * (2048 + 2 * 768), 128 * 4 * (768 + 2048)
+    attention = 4 * (2048 + 32 * 128)
+    assert trained_params(found) == 48 * (gate_up + down + attention)
+    assert found.trained(0, 1).local == 48 * ((gate_up + down) // ep + attention)
+    # A token meets 8 of 128 experts.
+    assert adapter_params(found) == (gate_up + down) * 8 // 128 + attention
+    without = job(ep=ep, finetune={"method": "lora", "r": 4, "targets": targets[:1]})
+    assert rank_bytes(found)[1].activations > rank_bytes(without)[1].activations

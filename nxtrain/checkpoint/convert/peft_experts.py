@@ -1,0 +1,119 @@
+"""Adapters of experts in PEFT's format, which has one pair of matrices for the stacked parameter of all experts.
+
+A of a stacked parameter has the rows of one expert after the other, (E * r, inputs). The columns of B are those of the
+experts in turn, r times: (outputs, r * E). PEFT wraps a module once for each of its parameters. So the adapter of the
+last parameter has the module's name, and the adapter of one before it has `base_layer` in its name.
+
+Source: `ParamWrapper` of PEFT 0.21, `get_delta_factors`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.dimensions import MoeShape
+from nxtrain.nn.lora import EXPERT_TARGETS, A, B
+
+GATE_UP, DOWN = EXPERT_TARGETS
+_INNER = ".base_layer"
+_OF_EXPERT = re.compile(r"\.\w+\.experts\.(\d+)\.(\w+)")
+
+
+def in_mlp(name: str) -> str:
+    """Name of an expert's matrix with the module that transformers 5 gives experts of every family."""
+    return _OF_EXPERT.sub(r".mlp.experts.\1.\2", name)
+
+
+def weights_of(layer: str, mixture: MoeShape | None) -> str:
+    """Name of the base weight of a layer with a matrix B."""
+    found = _OF_EXPERT.search(layer)
+    if found is None or mixture is None:
+        return f"{layer}.weight"
+    matrix = {"gate_proj": mixture.gate, "up_proj": mixture.up, "down_proj": mixture.down}[found[2]]
+    return f"{layer[: found.start()]}.{mixture.module}.experts.{found[1]}.{matrix}.weight"
+
+
+def layer_of_a(layer: str) -> str:
+    """Layer that holds the matrix A of a layer with a matrix B: gate and values of an expert share one."""
+    found = _OF_EXPERT.search(layer)
+    if found is None or found[2] == "down_proj":
+        return layer
+    return f"{layer.rpartition('.')[0]}.gate_up_proj"
+
+
+def targets_of(layers: Collection[str]) -> set[str]:
+    """Keys of `finetune.targets` that adapt these layers."""
+    targets = set[str]()
+    for layer in layers:
+        leaf = layer.rpartition(".")[2]
+        if _OF_EXPERT.search(layer) is None:
+            targets.add(leaf)
+        else:
+            targets.add(DOWN if leaf == "down_proj" else GATE_UP)
+    return targets
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in PEFT's files, from those of each expert."""
+    found: dict[str, Tensor] = {}
+    matrices: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        match = _OF_EXPERT.search(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        of_module = matrices.setdefault(f"{name[: match.start()]}.mlp.experts", {})
+        of_module.setdefault(name[match.start(2) :], {})[int(match[1])] = tensor
+    for module, by_name in matrices.items():
+        whole = {name: torch.stack([own[expert] for expert in sorted(own)]) for name, own in by_name.items()}
+        inner = module
+        if f"down_proj.{A}" in whole:
+            found[f"{module}.{A}"] = whole[f"down_proj.{A}"].flatten(0, 1)
+            found[f"{module}.{B}"] = _columns_in_turn(whole[f"down_proj.{B}"])
+            inner += _INNER
+        if f"gate_up_proj.{A}" in whole:
+            found[f"{inner}.{A}"] = whole[f"gate_up_proj.{A}"].flatten(0, 1)
+            both = torch.cat([whole[f"gate_proj.{B}"], whole[f"up_proj.{B}"]], dim=1)
+            found[f"{inner}.{B}"] = _columns_in_turn(both)
+    return found
+
+
+def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> dict[str, Tensor]:
+    """Tensors of each expert, from those of PEFT's files.
+
+    Args:
+        tensors: Matrices by layer and leaf, such as `model.layers.0.mlp.experts.lora_A`.
+        r: Rank of each adapter.
+        targets: `target_parameters` of the adapter.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, leaf = name.rpartition(".")
+        module = layer.removesuffix(_INNER)
+        if not module.endswith(".experts"):
+            found[name] = tensor
+            continue
+        adapts_down = any(f".{module}.down_proj".endswith(f".{target}") for target in targets)
+        of_down = adapts_down and not layer.endswith(_INNER)
+        if leaf == A:
+            matrix = "down_proj" if of_down else "gate_up_proj"
+            for expert, part in enumerate(tensor.unflatten(0, (-1, r))):
+                found[f"{module}.{expert}.{matrix}.{A}"] = part
+            continue
+        for expert, part in enumerate(tensor.unflatten(1, (r, -1)).unbind(-1)):
+            if of_down:
+                found[f"{module}.{expert}.down_proj.{B}"] = part
+                continue
+            gate, up = part.chunk(2)
+            found[f"{module}.{expert}.gate_proj.{B}"] = gate
+            found[f"{module}.{expert}.up_proj.{B}"] = up
+    return found
+
+
+def _columns_in_turn(matrices: Tensor) -> Tensor:
+    """(E, outputs, r) to (outputs, r * E), the columns of the experts in turn."""
+    return matrices.permute(1, 2, 0).flatten(1)
