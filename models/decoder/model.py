@@ -69,10 +69,12 @@ class MixtureBlock(_AttentionBlock):
         self.add_module(mixture.module, experts)
         self._name = mixture.module
 
-    def forward(self, x: Tensor, rope: Rope, *documents: Tensor) -> tuple[Tensor, Tensor]:
-        """(S/tp, B, D) to (S/tp, B, D), and the routing of the block."""
-        x = self.attended(x, rope, *documents)
-        out, routing = getattr(self, self._name)(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, rope: Rope, starts: Tensor | None = None, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(S/tp, B, D) to (S/tp, B, D), and the routing of the block; `starts` and `counted` of `CausalLM.loss`."""
+        x = self.attended(x, rope, *_given(starts))
+        out, routing = getattr(self, self._name)(self.post_attention_layernorm(x), *_given(counted))
         return x + out, routing
 
 
@@ -103,7 +105,12 @@ class DecoderBody(nn.Module):
         self.loads: Tensor | None = None
 
     def forward(
-        self, x: Tensor, part: StagePart, *documents: Tensor, routing: Tensor | None = None
+        self,
+        x: Tensor,
+        part: StagePart,
+        starts: Tensor | None = None,
+        counted: Tensor | None = None,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D).
 
@@ -111,11 +118,13 @@ class DecoderBody(nn.Module):
         """
         if part.first:
             x = self.embed_tokens(x)
+        documents = _given(starts)
+        of_mixtures = documents if counted is None else (starts, counted)
         loads: dict[int, Tensor] = {}
         for index in part.blocks:
             block = self.layers[str(index)]
             if isinstance(block, MixtureBlock):
-                x, own = block(x, self.rope, *documents)
+                x, own = block(x, self.rope, *of_mixtures)
                 loads[index] = load_of(own)
                 routing = own if routing is None else routing + own
             else:
@@ -153,13 +162,17 @@ class CausalDecoder(nn.Module):
         self.model.loads = loads
 
     def run(
-        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+        self,
+        part: StagePart,
+        state: Sequence[Tensor],
+        targets: Tensor | None = None,
+        starts: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Sequence[Tensor]:
         """Compute one of the parts that were built; see `CausalLM.run`."""
-        documents = () if starts is None else (starts,)
         x, *before = state
         routing = before[0] if before else None
-        hidden, routing = self.model(x.t() if part.first else x, part, *documents, routing=routing)
+        hidden, routing = self.model(x.t() if part.first else x, part, starts, counted, routing)
         if targets is not None:
             return (self._loss(hidden, routing, targets),)
         if self._num_experts == 0:
@@ -168,16 +181,16 @@ class CausalDecoder(nn.Module):
             routing = torch.zeros(2 * self._num_experts + 4, device=hidden.device)
         return hidden, routing
 
-    def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+    def loss(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, counted: Tensor | None = None
+    ) -> Tensor:
         """Sum of the tokens' cross entropies, of a model that was built whole; see `CausalLM.loss`."""
-        documents = () if starts is None else (starts,)
-        hidden, routing = self.model(inputs.t(), self._whole, *documents)
+        hidden, routing = self.model(inputs.t(), self._whole, starts, counted)
         return self._loss(hidden, routing, targets)
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
         """(B, S) to (B, S, V) float32, of a model built whole; see `CausalLM.logits`."""
-        documents = () if starts is None else (starts,)
-        hidden, _ = self.model(inputs.t(), self._whole, *documents)
+        hidden, _ = self.model(inputs.t(), self._whole, starts)
         return self.lm_head.logits(hidden).transpose(0, 1)
 
     def _loss(self, hidden: Tensor, routing: Tensor | None, targets: Tensor) -> Tensor:
@@ -205,6 +218,11 @@ def build(config: DecoderConfig, context: BuildContext) -> CausalDecoder:
     """Make the model on the meta device."""
     with torch.device("meta"):
         return CausalDecoder(config, context)
+
+
+def _given(x: Tensor | None) -> tuple[Tensor, ...]:
+    """Argument of a module that is left out where there is no tensor."""
+    return () if x is None else (x,)
 
 
 def _block(config: DecoderConfig, context: BuildContext, index: int) -> nn.Module:

@@ -110,7 +110,12 @@ class CausalLM(Protocol):
         ...
 
     def run(
-        self, part: StagePart, state: Sequence[Tensor], targets: Tensor | None = None, starts: Tensor | None = None
+        self,
+        part: StagePart,
+        state: Sequence[Tensor],
+        targets: Tensor | None = None,
+        starts: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Sequence[Tensor]:
         """Compute one of the model's parts on a pipeline stage.
 
@@ -118,14 +123,16 @@ class CausalLM(Protocol):
             state: (B, S) tokens for the first part. For others (S/tp, B, D), and in a model with E experts the routing
                 of all blocks before the part, (2E + 4,) float32.
             targets: (B, S) for the last part.
-            starts: As for `loss`, in every part.
+            starts, counted: As for `loss`, in every part.
 
         Returns:
             The loss of the last part, as of `loss`; the state of the next part for others.
         """
         ...
 
-    def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+    def loss(
+        self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, counted: Tensor | None = None
+    ) -> Tensor:
         """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
 
         Layers with losses of tokens give (S, B) float32 instead: see `VocabHead`.
@@ -133,6 +140,7 @@ class CausalLM(Protocol):
         Args:
             starts: (B, S) first position of each position's document, for attention and positions inside of
                 documents; None: a row is one document.
+            counted: (S/tp, B) float32, 1 for a token that the routers' losses count and 0 for another; None: all count.
         """
         ...
 

@@ -61,6 +61,7 @@ class Batch:
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
         starts: First position of each position's document, for masks between documents; same shape and type.
         answers: Answers of rows of pairs; None for other rows.
+        padding: True after the last document of a row; same shape, bool.
     """
 
     inputs: NDArray[np.int64]
@@ -68,6 +69,7 @@ class Batch:
     num_tokens: int
     starts: NDArray[np.int64] | None = None
     answers: Answers | None = None
+    padding: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def batch_of(
     num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     targets = targets.reshape(shape)
     answers = Answers.of(rows, targets, pairs_per_row) if pairs_per_row else None
-    return Batch(inputs.reshape(shape), targets, num_tokens, starts, answers)
+    return Batch(inputs.reshape(shape), targets, num_tokens, starts, answers, is_padding.reshape(shape))
 
 
 Skips = tuple[tuple[int, int], ...]

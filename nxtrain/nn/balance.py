@@ -31,6 +31,7 @@ def balance_loss(routing: Tensor) -> tuple[Tensor, Tensor]:
     num_experts = (routing.shape[0] - 4) // 2
     slots, probabilities = routing[: 2 * num_experts].unflatten(0, (2, -1)).unbind()
     squares, tokens = routing[2 * num_experts : -2].unbind()
+    tokens = tokens.clamp(min=1)  # a micro-step may have padding alone
     load, mean = slots / tokens, probabilities / tokens
     return num_experts * (load * mean).sum(), squares / tokens
 

@@ -38,12 +38,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=context.dtype))
         self._mixture, self._kernels = mixture, context.kernels
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(S/tp, B, D) to the weights of the experts (S/tp, B, k) float32, their indices, and the routing of the layer.
 
         The routing is (2E + 4,) float32, sums over tokens: slots of each expert, probabilities of each expert, squared
         logarithms of the sums of the exponentials of the logits, tokens, entropies of the probabilities, and slots that
         no expert computes, here 0. Slots and entropies have no gradient.
+
+        Args:
+            x: Activations.
+            counted: (S/tp, B) float32, 1 for a token that the routing counts and 0 for another; None: all count.
         """
         mixture = self._mixture
         logits = self._kernels.linear(x.float(), self.weight.float())
@@ -53,14 +57,26 @@ class Router(nn.Module):
         weights = probabilities.gather(-1, indices)
         if mixture.is_normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        numbers = torch.arange(mixture.num_experts, device=x.device)
-        slots = (indices.flatten().unsqueeze(1) == numbers).sum(0, dtype=torch.float32)
-        scales = logits.logsumexp(dim=-1)
-        entropy = (scales - (probabilities * logits).sum(-1)).sum().detach()
-        tokens = logits.new_full((), logits.shape[:-1].numel())
-        sums = torch.stack([scales.square().sum(), tokens, entropy, torch.zeros_like(tokens)])
-        routing = torch.cat([slots, probabilities.flatten(0, -2).sum(0), sums])
-        return weights, indices, routing
+        return weights, indices, _statistics(logits.flatten(0, 1), probabilities.flatten(0, 1), indices, counted)
+
+
+def _statistics(logits: Tensor, probabilities: Tensor, indices: Tensor, counted: Tensor | None) -> Tensor:
+    """Routing of a layer, (2E + 4,): (T, E) twice, (S/tp, B, k), and (S/tp, B), T = S/tp * B."""
+    num_tokens, num_experts = logits.shape
+    numbers = torch.arange(num_experts, device=logits.device)
+    hits = indices.flatten().unsqueeze(1) == numbers
+    scales = logits.logsumexp(dim=-1)
+    squares, entropies = scales.square(), scales - (probabilities * logits).sum(-1)
+    if counted is None:
+        slots, means = hits.sum(0, dtype=torch.float32), probabilities.sum(0)
+        tokens = logits.new_full((), num_tokens)
+    else:
+        of_tokens = counted.flatten()
+        slots = of_tokens @ hits.unflatten(0, (num_tokens, -1)).sum(1, dtype=torch.float32)
+        means, tokens = of_tokens @ probabilities, of_tokens.sum()
+        squares, entropies = squares * of_tokens, entropies * of_tokens
+    sums = torch.stack([squares.sum(), tokens, entropies.sum().detach(), torch.zeros_like(tokens)])
+    return torch.cat([slots, means, sums])
 
 
 def load_of(routing: Tensor) -> Tensor:
@@ -88,9 +104,12 @@ class MixtureOfExperts(nn.Module):
             hidden_size, mixture, init, init_out, capacity_factor=context.moe_capacity_factor
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer, with the slots that no expert computes."""
-        weights, indices, routing = self.gate(x)
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer, with the slots that no expert computes.
+
+        `counted` is that of the router.
+        """
+        weights, indices, routing = self.gate(x, counted)
         out, num_dropped = self.experts(x, weights, indices)
         if num_dropped is not None:
             routing = torch.cat([routing[:-1], num_dropped.unsqueeze(0)])

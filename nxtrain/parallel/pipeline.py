@@ -38,7 +38,7 @@ from nxtrain.parallel.saved_tensors import save_copies_of_views
 from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 
-MicroBatches = Sequence[tuple[Tensor, ...]]
+MicroBatches = Sequence[tuple[Any, ...]]
 """Tokens, targets, and with masks between documents their starts, (B, S) each.
 
 Only the first stage reads tokens, and only the last reads targets. Every stage has the starts from its own loader.

@@ -337,6 +337,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         preferences=preferences,
         loads=loads,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp_size > 1,
+        has_padding=loads is not None and run.data.packing == "best_fit",
     )
 
 

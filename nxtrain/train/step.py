@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.family import CausalLM
-from nxtrain.common.mesh import Mesh
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.metrics.run_observer import RunObserver, Section
@@ -60,6 +60,7 @@ class TrainState:
         loads: Loads of the experts in the forward passes since the last update, as of `CausalLM.count_loads`; None
             without experts.
         sequence_parallel: Ranks of tp have different tokens between layers, whose loads are summed as well.
+        has_padding: Rows may have padding, which the losses of the routers leave out.
     """
 
     model: nn.Module
@@ -82,6 +83,7 @@ class TrainState:
     preferences: Preferences | None = None
     loads: Tensor | None = None
     sequence_parallel: bool = False
+    has_padding: bool = False
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
         """The same state, whose steps report their sections."""
@@ -130,26 +132,34 @@ class DeviceBatch:
             count.
         starts: First position of each position's document, likewise; empty without masks between documents.
         pairs: Pairs of each micro-batch; empty without an objective on pairs.
+        counted: (S/tp, B) float32 for each micro-batch, 1 for a token that the routers' losses count and 0 for padding;
+            empty if all count.
     """
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     starts: Sequence[Tensor] = ()
     pairs: Sequence[Pairs] = ()
+    counted: Sequence[Tensor] = ()
 
     @property
     def micro_batches(self) -> MicroBatches:
         """Arguments of `CausalLM.loss` for each micro-batch."""
+        if self.counted:
+            starts: Sequence[Tensor | None] = self.starts or [None] * len(self.counted)
+            return list(zip(self.inputs, self.targets, starts, self.counted, strict=True))
         return list(zip(*filter(len, (self.inputs, self.targets, self.starts)), strict=True))
 
     @staticmethod
-    def of(
+    def of(  # 8 arguments: tensors of whole sequences, and this rank's part of them
         inputs: Tensor,
         targets: Tensor,
         put: Callable[[Tensor], Tensor],
         starts: Tensor | None = None,
         positions: Tensor | None = None,
         answers: Sequence[Tensor] = (),
+        padding: Tensor | None = None,
+        tokens_axis: Axis | None = None,
     ) -> DeviceBatch:
         """Upload host tensors of whole sequences, (num_micro, B, S), each micro-batch alone.
 
@@ -161,6 +171,8 @@ class DeviceBatch:
             positions: Positions of this rank under context parallelism; None: all.
             answers: Number of each position's answer, then `Pairs.lengths`, and `Pairs.reference` if it is known; empty
                 without pairs.
+            padding: Positions after the last document, bool; None: the routers' losses count all.
+            tokens_axis: Ranks that divide the tokens between layers; None: each has all tokens of its positions.
         """
 
         def put_each(tensor: Tensor) -> list[Tensor]:
@@ -173,9 +185,14 @@ class DeviceBatch:
             numbers, *of_answers = answers
             columns = [put_each(numbers), *([put(x.contiguous()) for x in values] for values in of_answers)]
             pairs = [Pairs(*values) for values in zip(*columns, strict=True)]
-        if starts is None:
-            return DeviceBatch(put_each(inputs), put_each(targets), pairs=pairs)
-        return DeviceBatch(put_each(inputs), put_each(targets), put_each(starts), pairs)
+        counted: list[Tensor] = []
+        if padding is not None:
+            own = padding if positions is None else padding.index_select(-1, positions)
+            if tokens_axis is not None:
+                own = own.chunk(tokens_axis.size, dim=-1)[tokens_axis.rank]
+            counted = [put(micro_batch.t().logical_not().float().contiguous()) for micro_batch in own]
+        each = [] if starts is None else put_each(starts)
+        return DeviceBatch(put_each(inputs), put_each(targets), each, pairs, counted)
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,12 @@ def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
     if batch.answers is not None:
         given = (batch.answers.numbers, batch.answers.lengths, batch.answers.reference)
         answers = [torch.from_numpy(array) for array in given if array is not None]
-    return DeviceBatch.of(inputs, targets, put, starts, state.positions, answers)
+    padding = None
+    if state.has_padding:
+        assert batch.padding is not None, "packed rows name their padding"
+        padding = torch.from_numpy(batch.padding)
+    tokens_axis = state.mesh.tp if state.sequence_parallel else None
+    return DeviceBatch.of(inputs, targets, put, starts, state.positions, answers, padding, tokens_axis)
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

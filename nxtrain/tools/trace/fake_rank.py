@@ -242,7 +242,9 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
         answers = [tokens, values]
         if resolved.config.finetune.stores_reference:
             answers.append(values)
-    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions, answers)
+    padding = tokens.bool() if state.has_padding else None
+    tokens_axis = mesh.tp if state.sequence_parallel else None
+    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions, answers, padding, tokens_axis)
 
 
 def _own(x: Tensor) -> Tensor:
