@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
-from nxtrain.backends.limits import LONGEST_SCORES, MIN_FLEX_HEAD, block_rows
+from nxtrain.backends.limits import FLASH_HEAD_MULTIPLE, LONGEST_SCORES, MAX_FLASH_HEAD, MIN_FLEX_HEAD, block_rows
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.sequence_cut import ContextMethod
+from nxtrain.common.sequence_cut import ContextMethod, CutLayout, SequenceCut
 from nxtrain.config.schema import ATTENTION, ON_GPUS, ON_XLA
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class AttentionShape:
         compiled: `torch.compile` makes graphs of the blocks.
         cp: Ranks that share the positions of a sequence.
         cp_method: `parallel.cp_method`.
+        cp_layout: `parallel.cp_layout`.
         window: Most keys that a query sees, its own among them; None: no limit.
         full_layers: First layers, whose queries see all keys before them in spite of the window.
     """
@@ -67,6 +68,7 @@ class AttentionShape:
     compiled: bool = False
     cp: int = 1
     cp_method: Literal["auto"] | ContextMethod = "auto"
+    cp_layout: Literal["auto"] | CutLayout = "auto"
     window: int | None = None
     full_layers: int = 0
 
@@ -83,6 +85,7 @@ class AttentionShape:
             compiled=bool(config.compile.torch_compile),
             cp=config.parallel.cp,
             cp_method=config.parallel.cp_method,
+            cp_layout=config.parallel.cp_layout,
             window=dimensions.window,
             full_layers=dimensions.full_layers,
         )
@@ -236,24 +239,24 @@ def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
     Raises:
         ConfigError: The wanted kernel does not compute such attention.
     """
-    limits, flex = "; ".join(shape.limits), ""
-    if shape.cp > 1:
-        flex = f"parallel.cp={shape.cp} shares the positions of a sequence, and flex takes whole rows"
-    elif shape.head_size < MIN_FLEX_HEAD:
-        flex = f"heads are {shape.head_size} wide, and FlexAttention takes {MIN_FLEX_HEAD} at least"
+    limits, of_flash = "; ".join(shape.limits), _flash_obstacles(shape)
     obstacles = _obstacles(wanted, shape)
-    if wanted == "flex" and flex:
-        obstacles = [flex]
+    if wanted == "flex":
+        obstacles = _flex_obstacles(shape)
     if obstacles:
         reason = f"{wanted} cannot be had: {'; '.join(obstacles)}"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
-    if wanted == "flex" or (wanted == "auto" and limits and not flex):
-        reason = "by torch's FlexAttention, tried when a run starts; blocks without a visible key are left out"
-        return AttentionChoice("flex", f"{limits or 'backend.attention=flex'} {reason}")
-    if limits:
-        if shape.cp == 1 and wanted == "auto":
-            limits = f"{limits}; {flex}"
+    if wanted == "flex":
+        return AttentionChoice("flex", f"{limits or 'backend.attention=flex'} {_BY_FLEX}")
+    if limits and wanted == "plain":
         return _blocked(ON_GPUS, wanted, shape, limits)
+    if limits and of_flash:
+        return without_flash(shape, "; ".join(of_flash))
+    if limits:
+        calls = "a call takes a run of queries with a run of keys, and needs no mask"
+        if shape.cp > 1:
+            calls += "; outputs of several runs are joined by the sums of their weights"
+        return AttentionChoice("flash", f"{limits}: {CUDA_KERNELS['flash']}, tried when a run starts; {calls}")
     if wanted == "plain" and shape.is_long:
         return AttentionChoice("blocked", f"as backend.attention=plain asks; {shape.blocks_cost(ON_GPUS)}")
     if wanted == "plain":
@@ -266,10 +269,53 @@ def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
     return AttentionChoice(kernel, CUDA_KERNELS[kernel])
 
 
+def without_flash(shape: AttentionShape, why: str) -> AttentionChoice:
+    """Choose attention to some keys on GPUs where FlashAttention does not serve.
+
+    Args:
+        why: Reason against FlashAttention.
+    """
+    limits = "; ".join([*shape.limits, why])
+    if obstacles := _flex_obstacles(shape):
+        return AttentionChoice("blocked", f"{limits}; {'; '.join(obstacles)}. {shape.blocks_cost(ON_GPUS)}")
+    return AttentionChoice("flex", f"{limits}: {_BY_FLEX}")
+
+
+_BY_FLEX = "by torch's FlexAttention, tried when a run starts; blocks without a visible key are left out"
+
+
+def _flash_obstacles(shape: AttentionShape) -> list[str]:
+    """Reasons against FlashAttention for queries that do not see all keys before them."""
+    obstacles = []
+    if shape.params == "fp32":
+        obstacles.append("precision.params=fp32, and FlashAttention takes bf16 and fp16")
+    if shape.head_size % FLASH_HEAD_MULTIPLE or shape.head_size > MAX_FLASH_HEAD:
+        takes = f"multiples of {FLASH_HEAD_MULTIPLE} up to {MAX_FLASH_HEAD}"
+        obstacles.append(f"heads are {shape.head_size} wide, and FlashAttention takes {takes}")
+    if shape.compiled:
+        obstacles.append("compile.torch_compile=true, and a graph has no offsets of runs")
+    is_gathered = shape.cp > 1 and context_method(shape.cp_method, ON_GPUS) == "gather"
+    if is_gathered and SequenceCut.of(shape.seq_len, shape.cp, shape.cp_layout).layout == "striped":
+        obstacles.append("parallel.cp_method=gather of parallel.cp_layout=striped has no runs of queries")
+    return obstacles
+
+
+def _flex_obstacles(shape: AttentionShape) -> list[str]:
+    """Reasons against FlexAttention."""
+    obstacles = []
+    if shape.cp > 1:
+        obstacles.append(f"parallel.cp={shape.cp} shares the positions of a sequence, and flex takes whole rows")
+    if shape.head_size < MIN_FLEX_HEAD:
+        obstacles.append(f"heads are {shape.head_size} wide, and FlexAttention takes {MIN_FLEX_HEAD} at least")
+    return obstacles
+
+
 def _obstacles(wanted: str, shape: AttentionShape) -> list[str]:
-    """Reasons against a causal kernel that is asked for; none for other values."""
+    """Reasons against a kernel of `CUDA_KERNELS` that is asked for; none for other values."""
     if wanted not in CUDA_KERNELS:
         return []
+    if wanted == "flash" and shape.limits:
+        return [f"{'; '.join(shape.limits)}; {obstacle}" for obstacle in _flash_obstacles(shape)]
     obstacles = []
     if shape.limits:
         obstacles.append(f"{'; '.join(shape.limits)}, and {wanted} takes no mask")

@@ -59,8 +59,10 @@ class CpuKernels(FusedKernels):
             return wide_flash_attention(q, k, v)
         return super().attention(q, k, v)
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        if window is None and not torch.compiler.is_compiling():
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        if starts is not None and window is None and not torch.compiler.is_compiling():
             return attention_by_document(self.attention, q, k, v, starts)
         return super().document_attention(q, k, v, starts, window)
 

@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxtrain.backends import flex_attention, nccl_trace, sdpa_kernels
+from nxtrain.backends import flash_ranges, flex_attention, nccl_trace, sdpa_kernels
 from nxtrain.backends.attention_choice import (
     CUDA_KERNELS,
     AttentionChoice,
@@ -21,12 +22,14 @@ from nxtrain.backends.attention_choice import (
     AttentionShape,
     choose_mixed,
     choose_torch,
+    without_flash,
 )
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support
 from nxtrain.backends.c10d import AcceleratorBackend, C10dDiagnostics
 from nxtrain.backends.capability import bf16_warning
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.diagnostics import DeviceEvent
+from nxtrain.backends.flash_ranges import FlashRanges, TorchFlash
 from nxtrain.backends.flex_attention import Attend
 from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
@@ -34,7 +37,7 @@ from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_ent
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.distributed.heartbeats import Queued
 from nxtrain.common.errors import BackendError
-from nxtrain.common.kernels import ANY_ROWS, Function, Grouping, RowGroups, Rows
+from nxtrain.common.kernels import ANY_ROWS, Function, Grouping, KeyRanges, RowGroups, Rows
 from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import VocabColumns
@@ -104,7 +107,9 @@ class CudaKernels(FusedKernels):
 
     Attributes:
         compiler: Backend of `torch.compile` for `fuse`; None: nothing is fused.
-        flex: FlexAttention for documents; None: attention goes block by block.
+        ranges: Flash kernel for documents, windows and ranks that share a row; None: `flex`, or blocks.
+        copies: Host copies of uploaded integers, for the flash kernel's offsets.
+        flex: FlexAttention for documents and windows; None: attention goes block by block.
         causal: Attention of rows whose queries see all keys before them.
     """
 
@@ -112,8 +117,12 @@ class CudaKernels(FusedKernels):
     sums_lists = True
     makes_zeros = True
     compiler: str | None = None
+    ranges: FlashRanges | None = None
     flex: Attend | None = None
     causal: Literal["fused", "flex", "plain"] = "fused"
+
+    def __init__(self) -> None:
+        self.copies = WeakTensorKeyDictionary()
 
     def fuse(self, function: Function, *, any_size: bool = False) -> Function:
         if self.compiler is None:
@@ -176,10 +185,23 @@ class CudaKernels(FusedKernels):
         """True if torch multiplies groups in one kernel on this GPU; elsewhere torch reads the ends on the host."""
         return torch.cuda.get_device_capability()[0] in GROUPING_GPUS
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        if self.flex is None:
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        if self.ranges is not None or self.flex is None:
             return super().document_attention(q, k, v, starts, window)
-        return self.flex(q, k, v, whole_rows(starts, window).first)
+        return self.flex(q, k, v, whole_rows(q, starts, window).first.expand(q.shape[1], -1))
+
+    def sees(self, ranges: KeyRanges) -> bool:
+        return self.ranges is None or bool(self.ranges.calls(ranges))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        return (self.ranges or self._blocks).attend(q, k, v, ranges)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return (self.ranges or self._blocks).attend_backward(grad, q, k, v, out, log_sums, ranges)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         if self.compiler is not None:
@@ -286,7 +308,7 @@ class CudaBackend(AcceleratorBackend):
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         self._pins.close()
-        self.kernels.flex, self.kernels.causal = None, "fused"
+        self.kernels.ranges, self.kernels.flex, self.kernels.causal = None, None, "fused"
         choose = partial(self._choose, wanted)
         self.attention = choose_mixed(choose, shape) if shape.is_mixed else choose(shape)
 
@@ -295,7 +317,9 @@ class CudaBackend(AcceleratorBackend):
         choice = choose_torch(self.name, wanted, shape)
         assert choice is not None, "a GPU announces its kernel"
         if choice.kind == "flex":
-            return self._try_flex(wanted, choice, shape)
+            return self._try_flex(wanted, choice, shape, shape.limits)
+        if choice.kind == "flash" and shape.limits:
+            return self._try_ranges(wanted, choice, shape)
         if not shape.limits and choice.kind in ("plain", "blocked"):
             self.kernels.causal = "plain"
             self._pins.enter_context(sdpa_kernels.pinned("plain"))
@@ -303,13 +327,28 @@ class CudaBackend(AcceleratorBackend):
             return self._pin(choice, shape)
         return choice
 
-    def _try_flex(self, wanted: str, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
-        """FlexAttention if it computes on this device."""
+    def _try_ranges(self, wanted: str, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
+        """FlashAttention for ranges of keys if it computes on this device; else FlexAttention where rows are whole."""
+        ranges = FlashRanges(TorchFlash(), self.kernels.copies)
+        why = flash_ranges.failure(ranges, self.device, DTYPES[shape.params], shape.head_size)
+        if not why:
+            self.kernels.ranges = ranges
+            return choice
+        if wanted == "flash":
+            raise BackendError(f"backend.attention=flash: FlashAttention fails here: {why}; use auto")
+        why = f"FlashAttention fails here: {why}"
+        other = without_flash(shape, why)
+        return self._try_flex(wanted, other, shape, [*shape.limits, why]) if other.kind == "flex" else other
+
+    def _try_flex(
+        self, wanted: str, choice: AttentionChoice, shape: AttentionShape, reasons: Sequence[str]
+    ) -> AttentionChoice:
+        """FlexAttention if it computes on this device; else blocks, for these reasons as well."""
         attend = flex_attention.compiled()
         if why := flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size):
             if wanted == "flex":
                 raise BackendError(f"backend.attention=flex: FlexAttention fails here: {why}; use auto")
-            reason = f"{'; '.join(shape.limits)}, and FlexAttention fails here: {why}. {shape.blocks_cost(self.name)}"
+            reason = f"{'; '.join(reasons)}; FlexAttention fails here: {why}. {shape.blocks_cost(self.name)}"
             return AttentionChoice("blocked", reason)
         self.kernels.flex = attend
         if not shape.limits:
@@ -364,4 +403,8 @@ class CudaBackend(AcceleratorBackend):
         return partial(runtime.cudaHostUnregister, address)
 
     def put(self, x: Tensor) -> Tensor:
-        return x.pin_memory().to(self.device, non_blocking=True)
+        pinned = x.pin_memory()
+        uploaded = pinned.to(self.device, non_blocking=True)
+        if x.dtype == torch.int64:  # perhaps first positions of documents
+            self.kernels.copies[uploaded] = pinned
+        return uploaded

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.backends.sdpa_kernels import first_line
+
 BLOCK = 128
 """Queries and keys of a block, the default of FlexAttention."""
 
@@ -87,6 +89,5 @@ def failure(attend: Attend, device: torch.device, dtype: torch.dtype, head_size:
         first = torch.zeros(1, 2 * BLOCK, device=device, dtype=torch.int64)
         attend(q, kv, kv, first).sum().backward()
     except Exception as error:  # compilers and drivers raise errors of their own
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"[:200]
+        return first_line(error)
     return ""

@@ -32,6 +32,9 @@ LONGEST_SCORES = 2048
 MIN_FLEX_HEAD = 16
 """Narrowest head that torch's FlexAttention multiplies on a GPU."""
 
+FLASH_HEAD_MULTIPLE, MAX_FLASH_HEAD = 8, 256
+"""Widths of heads that torch's FlashAttention takes on a GPU: multiples of the one up to the other."""
+
 NF4_GROUP = 256
 """Blocks of a group of NF4, whose scales share a factor."""
 

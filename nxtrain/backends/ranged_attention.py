@@ -11,8 +11,7 @@ Source: Dao et al. 2022 (arXiv:2205.14135) for the sums that are saved, and for 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from nxtrain.backends.limits import block_rows
 from nxtrain.backends.torch_attention import flatten_heads, group_heads, unflatten_heads
-from nxtrain.common.kernels import Kernels, KeyRanges
+from nxtrain.common.kernels import Kernels, KeyRanges, Pieces
 
 
 class _Span(NamedTuple):
@@ -131,38 +130,51 @@ class Blocks:
         firsts: list[int] | None = None
         if self.looks and not torch.compiler.is_compiling():
             firsts = ranges.first.amin(dim=0).tolist()
-            known = known or (ranges.last.tolist(), ranges.keys.tolist())
+            known = known or (_each(ranges.last), _each(ranges.keys))
         for start in range(0, num_queries, rows):
             end = min(start + rows, num_queries)
             low, high = 0, num_keys
             if known is not None:
-                lasts, positions = known
-                high = _number_before(positions, lasts[end - 1] + 1)
+                lasts, keys_known = known
+                high = _number_before(keys_known, _position(lasts, end - 1) + 1)
                 if firsts is not None:
-                    low = _number_before(positions, min(firsts[start:end]))
+                    low = _number_before(keys_known, min(firsts[start:end]))
                 elif ranges.window is not None:
-                    low = _number_before(positions, lasts[start] - ranges.window + 1)
+                    low = _number_before(keys_known, _position(lasts, start) - ranges.window + 1)
             yield _Span(start, end, low, max(low, high))
 
 
-def _number_before(positions: Sequence[int], position: int) -> int:
-    """Number of ascending positions before a position."""
-    if isinstance(positions, range):  # all of a row; a compiler of graphs does not take `bisect`
-        return min(max(position, 0), len(positions))
-    return bisect_left(positions, position)
+def _number_before(pieces: Pieces, position: int) -> int:
+    """Number of positions before a position."""
+    number = 0
+    for piece in pieces:
+        number += len(range(piece.start, min(piece.stop, max(piece.start, position)), piece.step))
+    return number
 
 
-def whole_rows(starts: Tensor, window: int | None = None) -> KeyRanges:
-    """Ranges of the queries of whole rows, with documents that begin at `starts`, (B, S)."""
-    length = starts.shape[1]
-    positions = torch.arange(length, device=starts.device)
-    return replace(KeyRanges.of(starts, positions, window), known=(range(length), range(length)))
+def _position(pieces: Pieces, index: int) -> int:
+    """Position with a number of others before it."""
+    for piece in pieces:
+        if index < len(piece):
+            return piece[index]
+        index -= len(piece)
+    raise IndexError(index)
 
 
-def causal_rows(length: int, device: torch.device) -> KeyRanges:
-    """Ranges of the queries of whole rows that are one document each."""
-    # One row of starts serves all sequences of a batch.
-    return whole_rows(torch.zeros(1, length, dtype=torch.int64, device=device))
+def _each(positions: Tensor) -> Pieces:
+    """Positions as pieces of one."""
+    return tuple(range(position, position + 1) for position in positions.tolist())
+
+
+def whole_rows(q: Tensor, starts: Tensor | None, window: int | None = None) -> KeyRanges:
+    """Ranges of the queries of whole rows, (S, B, N, H).
+
+    Args:
+        starts: (B, S) int64, first position of each position's document; None: a row is one document.
+    """
+    length = q.shape[0]
+    ranges = KeyRanges.of(starts, torch.arange(length, device=q.device), window)
+    return replace(ranges, known=((range(length),), (range(length),)))
 
 
 _LOWEST = torch.finfo(torch.float32).min / 2

@@ -118,14 +118,24 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
                 found = _passes(given, grouped=dtype != torch.float32)
             with sdpa_kernel([SDPBackend.MATH]):
                 wanted = _passes(exact, grouped=False)
-            errors = [_relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
+            errors = [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
             worst = float(torch.stack(errors).max())
     except Exception as error:  # drivers raise errors of their own
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"[:200]
-    if worst > TRIAL_ERROR or worst != worst:  # noqa: PLR0124 - not a number
-        return f"its numbers are off by {worst:.1%} of the formula's"
-    return ""
+        return first_line(error)
+    return wrong_numbers(worst)
+
+
+def first_line(error: Exception) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def wrong_numbers(worst: float) -> str:
+    """Reason against a kernel whose largest relative error is too large or no number; nothing for a right kernel."""
+    if worst <= TRIAL_ERROR:
+        return ""
+    return f"its numbers are off by {worst:.1%} of the formula's"
 
 
 def _passes(qkv: list[Tensor], *, grouped: bool) -> list[Tensor]:
@@ -134,7 +144,7 @@ def _passes(qkv: list[Tensor], *, grouped: bool) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, qkv, out.detach())]
 
 
-def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:
-    """() float32; 0 where both are zeros."""
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """Root of the mean square of the difference over that of what is wanted, () float32; 0 where both are zeros."""
     difference = F.mse_loss(found.float(), wanted).sqrt()
     return difference / wanted.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)

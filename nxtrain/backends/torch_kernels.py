@@ -14,7 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.limits import LONGEST_SCORES
-from nxtrain.backends.ranged_attention import Blocks, RangedAttention, causal_rows, whole_rows
+from nxtrain.backends.ranged_attention import Blocks, RangedAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
@@ -52,13 +52,21 @@ class PlainKernels(Kernels):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[0] > LONGEST_SCORES:
-            out: Tensor = RangedAttention.apply(q, k, v, causal_rows(q.shape[0], q.device), self)
+            out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, None), self)
             return out
         return sdpa(q, k, v)
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
-        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(starts, window), self)
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self)
         return out
+
+    def sees(self, ranges: KeyRanges) -> bool:
+        if not self.host_may_look:
+            return True
+        after = torch.searchsorted(ranges.keys, ranges.last, right=True)
+        return bool((after > torch.searchsorted(ranges.keys, ranges.first.contiguous())).any())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         return self._blocks.attend(q, k, v, ranges)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+Pieces = tuple[range, ...]
+"""Ascending positions."""
+
 
 @dataclass(frozen=True)
 class AdamStep:
@@ -91,32 +94,36 @@ class KeyRanges:
     """Keys that each query of an attention sees: those whose positions lie in a range.
 
     Args:
-        first: (B, Q) int64, first position that each query sees.
+        first: (B, Q) int64, first position that each query sees; one row may serve all sequences.
         last: (Q,) int64, last position that each query sees, which is its own; ascending.
         keys: (K,) int64, positions of the keys; ascending.
         window: Most positions that a query sees, its own among them; None: no limit.
         known: Positions of the queries and of the keys on the host, of which a graph may be made; None: they differ
             between ranks that share a graph.
+        starts: (B, Q) int64, first position of each query's document, as it was uploaded; None: a row is one document.
+            This is read with `known` alone.
     """
 
     first: Tensor
     last: Tensor
     keys: Tensor
     window: int | None = None
-    known: tuple[Sequence[int], Sequence[int]] | None = None
+    known: tuple[Pieces, Pieces] | None = None
+    starts: Tensor | None = None
 
     @staticmethod
-    def of(starts: Tensor, positions: Tensor, window: int | None = None) -> KeyRanges:
+    def of(starts: Tensor | None, positions: Tensor, window: int | None = None) -> KeyRanges:
         """Ranges of queries that see the keys of their document, and at most a window of them.
 
         Args:
-            starts: (B, Q) int64, first position of each query's document.
+            starts: (B, Q) int64, first position of each query's document; None: a row is one document.
             positions: (Q,) int64, positions of the queries and of the keys.
         """
-        first = starts
+        # One row of zeros serves all sequences of a batch.
+        first = positions.new_zeros(1, len(positions)) if starts is None else starts
         if window is not None:
-            first = starts.clamp(min=positions - (window - 1))
-        return KeyRanges(first, positions, positions, window=window)
+            first = first.clamp(min=positions - (window - 1))
+        return KeyRanges(first, positions, positions, window=window, starts=starts)
 
 
 @dataclass(frozen=True)
@@ -223,17 +230,23 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
         """Causal attention inside of documents: a query sees the keys of its document up to its position.
 
         Args:
             q, k, v: As for `attention`.
-            starts: (B, S) int64, first position of each position's document.
+            starts: (B, S) int64, first position of each position's document; None: a row is one document.
             window: Most positions that a query sees, its own among them; None: no limit.
 
         Returns:
             (S, B, num_heads, head_dim).
         """
+
+    def sees(self, ranges: KeyRanges) -> bool:
+        """False if the host knows at no cost that no query sees a key."""
+        return True
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
@@ -245,15 +258,18 @@ class Kernels(ABC):
             ranges: Keys that each query sees.
 
         Returns:
-            Output (Q, B, num_heads, head_dim) in float32, zeros for a query that sees none of the keys, and the
-            logarithm of the sum of each query's weights, (B, num_heads, Q) float32, -inf for such a query.
+            Output (Q, B, num_heads, head_dim) in float32 or in the type of `q`, zeros for a query that sees none of the
+            keys, and the logarithm of the sum of each query's weights, (B, num_heads, Q) float32, -inf for such a
+            query.
         """
 
     @abstractmethod
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients in float32 of queries, keys and values that `attend` got, perhaps with other keys as well.
+        """Gradients of queries, keys and values that `attend` got, perhaps with other keys as well.
+
+        The gradients are in float32 or in the type of `q`.
 
         Args:
             grad, out: Gradient and output of the attention to all keys, (Q, B, num_heads, head_dim).

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from nxtrain.common.dimensions import qkv_segments
@@ -55,8 +54,6 @@ class CausalAttention(nn.Module):
             assert positions is not None, "a rank of several knows its positions"
             return self._context_parallel.attention(q, k, v, positions, starts, self.window)
         if self.window is not None and self.window < q.shape[0]:
-            if starts is None:
-                starts = torch.zeros(q.shape[1], q.shape[0], dtype=torch.int64, device=q.device)
             return self._kernels.document_attention(q, k, v, starts, self.window)
         if starts is not None:
             return self._kernels.document_attention(q, k, v, starts)

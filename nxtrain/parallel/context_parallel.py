@@ -58,12 +58,10 @@ class ContextParallel(ContextAttention):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:
-        if starts is None:
-            starts = torch.zeros_like(positions).expand(q.shape[1], -1)
         ranges = KeyRanges.of(starts, positions, window)
         # A graph has no number for each position: under torch.compile every query meets all keys, as on lazy devices.
         if not (self.comm.lazy or torch.compiler.is_compiling()):
-            ranges = replace(ranges, known=(self.cut.listed(self.axis.rank), range(self.cut.seq_len)))
+            ranges = replace(ranges, known=(self.cut.positions(self.axis.rank), (range(self.cut.seq_len),)))
         if self.method == "ring":
             return _Ring.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
         return _Gather.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
@@ -114,7 +112,7 @@ class _Gather(torch.autograd.Function):
         context: ContextParallel = ctx.context
         keys, values, ranges = _gathered(k, v, ctx.ranges, context)
         q_grad, *grads = context.kernels.attend_backward(grad, q, keys, values, out, log_sums, ranges)
-        packed = context.by_rank(torch.cat(grads, dim=2)).contiguous()
+        packed = context.by_rank(torch.cat(grads, dim=2).float()).contiguous()
         k_grad, v_grad = context.comm.reduce_scatter(packed, context.axis).chunk(2, dim=2)
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
 
@@ -131,18 +129,20 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> Tensor:
         kernels, axis = context.kernels, context.axis
-        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        log_sums = torch.full((q.shape[1], q.shape[2], q.shape[0]), float("-inf"), device=q.device)
         block = torch.cat([k, v], dim=2).contiguous()
         for hop in range(axis.size):
             source = (axis.rank - hop) % axis.size
             passing = None
             if hop < axis.size - 1:
                 passing = context.comm.start_shift(block, axis)
-            if _is_seen(ranges, source, context):
+            block_ranges = _of_block(ranges, source, context)
+            if block_ranges is not None:
                 keys, values = block.chunk(2, dim=2)
-                part, part_sums = kernels.attend(q, keys, values, _of_block(ranges, source, context))
-                out, log_sums = _joined(out, log_sums, part, part_sums)
+                part, part_sums = kernels.attend(q, keys, values, block_ranges)
+                if hop == 0:  # the rank's own keys, of which every query sees one
+                    out, log_sums = part.float(), part_sums
+                else:
+                    out, log_sums = _joined(out, log_sums, part, part_sums)
             if passing is not None:
                 block = passing.wait()
         narrow = out.to(q.dtype)
@@ -165,9 +165,9 @@ class _Ring(torch.autograd.Function):
             if hop < axis.size - 1:
                 passing = context.comm.start_shift(block, axis)
             part: Tensor | None = None
-            if _is_seen(ranges, source, context):
+            block_ranges = _of_block(ranges, source, context)
+            if block_ranges is not None:
                 keys, values = block.chunk(2, dim=2)
-                block_ranges = _of_block(ranges, source, context)
                 q_part, *parts = kernels.attend_backward(grad, q, keys, values, out, log_sums, block_ranges)
                 q_grad += q_part
                 part = torch.cat(parts, dim=2)
@@ -184,25 +184,14 @@ class _Ring(torch.autograd.Function):
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
 
 
-def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges:
-    """Ranges of this rank's queries among the keys of a rank."""
+def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges | None:
+    """Ranges of this rank's queries among the keys of a rank; None: the queries see no key, as the host knows."""
+    own, theirs = context.cut.positions(context.axis.rank), context.cut.positions(source)
+    if theirs[0][0] > own[-1][-1]:
+        return None
     keys = context.moved(ranges.last, source)
-    return replace(ranges, keys=keys, known=(context.cut.listed(context.axis.rank), context.cut.listed(source)))
-
-
-def _is_seen(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
-    """True if some query of this rank may see a key of a rank.
-
-    Documents and windows are asked where the host reads them at no cost; the order of positions is known in any case.
-    """
-    own, theirs = context.cut.listed(context.axis.rank), context.cut.listed(source)
-    if theirs[0] > own[-1]:
-        return False
-    if not context.kernels.host_may_look:
-        return True
-    keys = context.moved(ranges.last, source)
-    seen = torch.searchsorted(keys, ranges.last, right=True) > torch.searchsorted(keys, ranges.first.contiguous())
-    return bool(seen.any())
+    found = replace(ranges, keys=keys, known=(own, theirs))
+    return found if context.kernels.sees(found) else None
 
 
 def _joined(out: Tensor, log_sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:

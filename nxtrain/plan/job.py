@@ -93,6 +93,15 @@ class Job:
         """True if queries of a context parallel rank meet all keys of a row, since a graph holds no positions."""
         return self.is_lazy or bool(self.config.compile.torch_compile)
 
+    @cached_property
+    def fuses_context(self) -> bool:
+        """True if a fused kernel computes attention between context parallel ranks."""
+        shape = self.attention_shape
+        if shape.cp == 1 or self.backend != ON_GPUS:
+            return False
+        chosen = choose_torch(self.backend, self.config.backend.attention, replace(shape, full_layers=0))
+        return chosen is not None and chosen.kind == "flash"
+
     @property
     def copies(self) -> int:
         """Ranks of dp x cp, which hold copies of the same parameters and sum their gradients."""

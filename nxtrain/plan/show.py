@@ -72,12 +72,12 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("constants", "", time.basis),
         ("bubble", f"{time.bubble:.1%}", "share of the pipeline's time"),
     ]
-    if found.job.attention_shape.limits or found.job.attention == "blocked":
-        rows.append(("attention", found.job.attention, _attention_cost(found.job)))
-    elif found.job.backend == ON_GPUS:
+    if found.job.backend == ON_GPUS:
         kernel = choose_torch(ON_GPUS, found.job.config.backend.attention, found.job.attention_shape)
         assert kernel is not None, "a GPU announces its kernel"
         rows.append(("attention", kernel.kind, kernel.reason))
+    elif found.job.attention_shape.limits or found.job.attention == "blocked":
+        rows.append(("attention", found.job.attention, _attention_cost(found.job)))
     rows += [
         (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
         for t in time.traffic
@@ -132,9 +132,7 @@ def _attention_cost(job: Job) -> str:
     if job.attention == "blocked":
         cost = job.attention_shape.blocks_cost(job.backend)
         return f"{limits}. {cost}" if limits else cost
-    if job.backend == "cpu":
-        return f"{limits}: a call for each document, planned as one for the row"
-    return f"{limits}: torch's FlexAttention, planned without documents"
+    return f"{limits}: a call for each document, planned as one for the row"
 
 
 def show_found(found: Found, note: str, top: int) -> None:

@@ -80,6 +80,7 @@ def _moved_bytes(job: Job) -> int:
 def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, int]:
     """Operations per token of the attention of some blocks forward, and bytes of the scores that they move."""
     flops, moved = 0.0, 0
+    fused_context = fused_context or job.fuses_context
     for window, number in job.dimensions.windows(blocks):
         one: float = job.dimensions.attention_flops(job.config.train.seq_len, window)
         if job.config.parallel.cp > 1:

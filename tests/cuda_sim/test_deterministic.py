@@ -44,9 +44,7 @@ def step(tables: Mapping[str, Mapping[str, Any]], deterministic: bool) -> Record
         return third_step(backend, tables)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "documents" else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_every_operation_of_a_step_has_a_deterministic_kernel(gpu: SimulatedGpu, name: str) -> None:
     """torch raises an error where there is none."""
     record = gpu.run(step, CASES[name], True)

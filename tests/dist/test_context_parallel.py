@@ -63,8 +63,20 @@ def test_packed_documents_of_a_drawn_layout_are_those_of_transformers(ranks: Ran
     hold_documents(ranks, drawn_layout(random, index), random, bound=1e-5)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize("index", one_in(8, range(CASES, 2 * CASES)))
+def test_packed_documents_in_calls_of_a_flash_kernel_are_those_of_transformers(ranks: RankPool, index: int) -> None:
+    """The division into calls is that of GPUs, and the kernel is torch's for CPUs."""
+    random = Random(SEED + index)
+    hold_documents(ranks, drawn_layout(random, index), random, bound=1e-5, flash=True)
+
+
+OF_CALLS = ("stale block in the backward ring", "skipped block that is visible", "sums of a block in its backward")
+
+
+@pytest.mark.parametrize(
+    ("name", "flash"), [*((name, False) for name in MUTANTS), *((name, True) for name in OF_CALLS)]
+)
+def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str, flash: bool) -> None:
     """Rows of three documents, of which one crosses the cut and one has targets that do not count."""
     method, _ = MUTANTS[name]
     resolved = layout("gqa2", tp=1, cp=2, cp_layout="contiguous", cp_method=method, micro=1, batch=2, seq_len=16)
@@ -74,10 +86,10 @@ def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str) -> None:
     rows[1, 14:] = IGNORE_INDEX
     weights = weights_of(resolved)
     loss, _, grads = documents_alone(resolved, weights, rows)
-    found = ranks.run(2, documents_with_mutant, name, resolved, weights, rows)
+    found = ranks.run(2, documents_with_mutant, name, resolved, weights, rows, flash)
     errors = relative_errors(whole([rank.shards for rank, _ in found], resolved), grads)
     assert abs(found[0][0].loss - loss) > 1e-4 or max(errors.values()) > 1e-3
-    sound = ranks.run(2, documents_on_rank, resolved, weights, rows)
+    sound = ranks.run(2, documents_on_rank, resolved, weights, rows, flash)
     errors = relative_errors(whole([rank.shards for rank, _ in sound], resolved), grads)
     assert abs(sound[0][0].loss - loss) < 2e-6
     assert max(errors.values()) < 1e-5

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Done
-from nxtrain.common.kernels import KeyRanges
+from nxtrain.common.kernels import Kernels, KeyRanges
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import batch_of
@@ -30,6 +31,7 @@ from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.train import step
 from nxtrain.train.step import DeviceBatch, eval_step
 from tests.support.corpora import END, drawn_row
+from tests.support.flash_on_cpu import FlashOnCpu
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
 from tests.support.ranks import RankPool
@@ -46,9 +48,20 @@ def drawn_rows(random: Random, number: int, seq_len: int, vocab_size: int) -> Ro
 
 
 def documents_on_rank(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows, flash: bool = False
+) -> tuple[Gradient, float]:
+    """Gradient of a global batch, and the mean loss that an evaluation finds.
+
+    Args:
+        flash: Attention takes calls of a flash kernel, as on GPUs.
+    """
+    with patch.object(backend, "kernels", FlashOnCpu() if flash else backend.kernels):
+        return _gradient_and_loss(backend, resolved, weights, rows)
+
+
+def _gradient_and_loss(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows
 ) -> tuple[Gradient, float]:
-    """Gradient of a global batch, and the mean loss that an evaluation finds."""
     state = start(backend, resolved, weights)
     dp = state.mesh.dp
     share = np.split(rows, dp.size)[dp.rank]
@@ -60,14 +73,14 @@ def documents_on_rank(
     return gradient(state, batch), float(sum(losses)) / float(sum(numbers))
 
 
-def hold_documents(ranks: RankPool, resolved: Resolved, random: Random, *, bound: float) -> None:
+def hold_documents(ranks: RankPool, resolved: Resolved, random: Random, *, bound: float, flash: bool = False) -> None:
     """Compare gradients and losses of packed documents, by all ranks of a layout, with transformers on each alone."""
     train, parallel = resolved.config.train, resolved.config.parallel
     rows = drawn_rows(random, train.global_batch, train.seq_len, resolved.model.vocab_size)
     weights = weights_of(resolved)
     loss, number, grads = documents_alone(resolved, weights, rows)
     world = parallel.ranks_per_replica * parallel.dp
-    found = ranks.run(world, documents_on_rank, resolved, weights, rows)
+    found = ranks.run(world, documents_on_rank, resolved, weights, rows, flash)
     for rank, evaluated in found:
         assert rank.num_tokens == number
         assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
@@ -187,10 +200,30 @@ def _no_sight_across_a_cut() -> AbstractContextManager[Any]:
 
 
 def _skipped_block_that_is_visible() -> AbstractContextManager[Any]:
-    def own_only(ranges: KeyRanges, source: int, context: ContextParallel) -> bool:
-        return source == context.axis.rank
+    sound = context_parallel._of_block
 
-    return patch.object(context_parallel, "_is_seen", own_only)
+    def own_only(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges | None:
+        return sound(ranges, source, context) if source == context.axis.rank else None
+
+    return patch.object(context_parallel, "_of_block", own_only)
+
+
+@contextmanager
+def _sums_of_a_block_in_its_backward() -> Iterator[None]:
+    """The sums of a block's own weights in place of those of all keys."""
+
+    def local(sound: Any) -> Any:
+        def backward(self: Kernels, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Any:
+            _, ranges = rest
+            return sound(self, grad, q, k, v, out, self.attend(q, k, v, ranges)[1], ranges)
+
+        return backward
+
+    with (
+        patch.object(PlainKernels, "attend_backward", local(PlainKernels.attend_backward)),
+        patch.object(FlashOnCpu, "attend_backward", local(FlashOnCpu.attend_backward)),
+    ):
+        yield
 
 
 def _gradient_of_own_keys_only() -> AbstractContextManager[Any]:
@@ -211,6 +244,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "documents that see each other": ("ring", _documents_that_see_each_other),
     "no sight across a cut": ("gather", _no_sight_across_a_cut),
     "skipped block that is visible": ("ring", _skipped_block_that_is_visible),
+    "sums of a block in its backward": ("ring", _sums_of_a_block_in_its_backward),
     "gradient of own keys only": ("gather", _gradient_of_own_keys_only),
 }
 """Method of the exchange, and the defect."""

@@ -408,5 +408,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles", "order", "grouping"}
-"""Operations that are given shapes, types or functions alone, or change the order of computations alone."""
+TAKE_NO_TENSORS = {"fuse", "tiles", "order", "grouping", "sees"}
+"""Operations that are given shapes, types, ranges or functions alone, or change the order of computations alone."""

@@ -82,6 +82,8 @@ def choose(config: RunConfig) -> Choices:
             reason = f"{attention.reason}; elementary operations are traced"
             stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
         if attention is not None and attention.kind in ("flash", "plain"):
+            if (name, attention.kind, chosen.attention) == (ON_GPUS, "flash", "auto"):
+                notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")
             attention = None
     else:
         named = machine_of(config)

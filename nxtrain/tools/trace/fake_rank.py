@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention
-from nxtrain.backends.ranged_attention import RangedAttention, causal_rows
+from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
@@ -90,13 +90,15 @@ class _Kernels(FusedKernels):
         if self._attention == "probabilities":
             return blocked_attention(q, k, v)
         if self._attention == "blocked":
-            return RangedAttention.apply(q, k, v, causal_rows(q.shape[0], q.device), self)  # type: ignore[no-any-return]
+            return RangedAttention.apply(q, k, v, whole_rows(q, None), self)  # type: ignore[no-any-return]
         if self._attention == "scores":
             with sdpa_kernel(SDPBackend.MATH):
                 return sdpa(q, k, v)
         return sdpa(q, k, v, grouped=self._attention == "grouped")
 
-    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
         kind = self._attention if window is None else self._windowed
         if kind == "blocked":
             return super().document_attention(q, k, v, starts, window)

@@ -167,7 +167,7 @@ def drawn(rng: Random) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, int | Non
 @given(st.integers(0, 1 << 30), st.sampled_from(KERNELS), st.sampled_from((1, 4, 64)))
 def test_blocks_of_queries_compute_one_softmax_and_its_gradient(seed: int, kernels: Kernels, rows: int) -> None:
     operands, starts, window = drawn(Random(seed))
-    ranges = whole_rows(starts, window)
+    ranges = whole_rows(operands[0], starts, window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranged_attention, "block_rows", lambda heads, num_keys: rows)
         check(kernels, operands, ranges)
@@ -195,7 +195,7 @@ def test_blocks_of_keys_join_to_the_attention_to_all_and_their_gradients_add_up(
     """Some blocks are empty, and some queries see nothing of a block or of any."""
     rng = Random(seed)
     (q, k, v), starts, window = drawn(rng)
-    whole = whole_rows(starts, window)
+    whole = whole_rows(q, starts, window)
     out = torch.zeros(q.shape)
     sums = torch.full((q.shape[1], q.shape[2], q.shape[0]), float("-inf"))
     chosen = [torch.tensor(sorted(rng.sample(range(len(k)), rng.randint(0, len(k)))), dtype=torch.int64)]

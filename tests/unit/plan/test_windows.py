@@ -18,7 +18,7 @@ from nxtrain.plan.work import passes
 from nxtrain.tools.trace.fake_rank import trace_job
 from tests.support.memory import TOLERANCE
 from tests.support.models import plan
-from tests.unit.plan.test_context import MASTER, SHAPE, job_of
+from tests.unit.plan.test_context import SHAPE, job_of
 
 LENGTH = 4096
 
@@ -92,14 +92,18 @@ def test_a_window_evens_out_the_work_of_ranks(layout: str) -> None:
     # Ranks that share a graph compute all pairs, whatever is seen.
     assert work_share(job, 64, skips=False) == pytest.approx(LENGTH / 64, rel=0.02)
     assert moved_scores(job, 64) < moved_scores(job) / 10
-    flops = [passes(with_windows(job, window), range(2), has_head=False)[0] for window in (None, 64)]
-    assert flops[1].moved < flops[0].moved
-    assert flops[1].attention < flops[0].attention / 10
+    assert job.fuses_context
+    precision = job.config.precision.model_copy(update={"params": "fp32", "update": "fp32"})
+    wide = replace(job, config=job.config.model_copy(update={"precision": precision}))
+    for each in (job, wide):
+        whole, narrow = (passes(with_windows(each, window), range(2), has_head=False)[0] for window in (None, 64))
+        assert (narrow.moved < whole.moved) == (each is wide), "FlashAttention writes no scores"
+        assert narrow.attention < whole.attention / 10
 
 
 @pytest.mark.parametrize("full_layers", [0, 1])
 def test_blocks_of_a_window_take_the_planned_memory(full_layers: int) -> None:
-    # Heads of 8 are too narrow for FlexAttention, so that the layers with a window alone go block by block.
+    # FlashAttention takes no float32, and FlexAttention no heads of 8: the layers with a window go block by block.
     window: dict[str, Any] = {"sliding_window": 512, "max_window_layers": full_layers}
     narrow = {"num_attention_heads": 16, "num_key_value_heads": 8}
     resolved = plan(
@@ -107,7 +111,7 @@ def test_blocks_of_a_window_take_the_planned_memory(full_layers: int) -> None:
         model={"family": "qwen2", "config": {**SHAPE, **narrow, **window}},
         train={"seq_len": 4096, "micro_batch": 1, "global_batch": 2},
         parallel={"dp": 1},
-        precision=MASTER,
+        precision={"params": "fp32", "update": "fp32"},
         backend={"name": "cuda"},
     )
     job = replace(job_of({}), dimensions=resolved.dimensions, config=resolved.config)
