@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
-from nxtrain.backends.limits import FLASH_HEAD_MULTIPLE, LONGEST_SCORES, MAX_FLASH_HEAD, MIN_FLEX_HEAD, block_rows
+from nxtrain.backends.limits import (
+    FLASH_HEAD_MULTIPLE,
+    LONGEST_SCORES,
+    MAX_FLASH_HEAD,
+    MIN_FLEX_HEAD,
+    XLA_LOOPS,
+    block_rows,
+)
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.sequence_cut import ContextMethod, CutLayout, SequenceCut
@@ -20,10 +27,11 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
 GpuKernel = Literal["sdpa", "cudnn", "flash", "flash3", "flash4", "efficient", "fused"]
-AttentionKind = Literal[GpuKernel, "flex", "plain", "blocked", "per-document"]
+AttentionKind = Literal[GpuKernel, "bounded", "flex", "plain", "blocked", "per-document"]
 """Kernels without scores in memory: FlashAttention or NKI's, its releases 3 and 4, cuDNN's, torch's memory-efficient
-one, the first of them that a GPU has, and the one that torch takes. Torch's FlexAttention; elementary operations on all
-scores; those on the scores of a block of queries at a time; a call per document."""
+one, the first of them that a GPU has, and the one that torch takes. NKI's with bounds of keys per query. Torch's
+FlexAttention; elementary operations on all scores; those on the scores of a block of queries at a time; a call per
+document."""
 
 CUDA_KERNELS: dict[str, str] = {
     "sdpa": "as torch's release chooses between its kernels",
@@ -145,13 +153,18 @@ class AttentionShape:
             met = f"all {keys:,} keys of a row"
         elif self.has_window:
             met = "the keys of its window"
+        elif backend in ON_XLA:
+            met = "all keys of the row up to those of its loop"
         else:
             met = "all keys of the row up to its own"
+        in_loops = ""
+        if backend in ON_XLA and queries > XLA_LOOPS * rows:
+            in_loops = f". They are rounds of at most {XLA_LOOPS} loops, and the graph does not grow with the sequence"
         mib = heads * rows * keys * 4 / 2**20
         return (
             f"Each of {-(-queries // rows):,} blocks of {rows:,} queries meets {met}. The scores of a block take at "
             f"most {mib:,.3g} MiB (micro_batch x heads per rank x queries x keys x 4 bytes), and memory is linear in "
-            "the sequence"
+            f"the sequence{in_loops}"
         )
 
 

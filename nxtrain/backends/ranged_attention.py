@@ -11,16 +11,16 @@ Source: Dao et al. 2022 (arXiv:2205.14135) for the sums that are saved, and for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nxtrain.backends.limits import block_rows
 from nxtrain.backends.torch_attention import flatten_heads, group_heads, unflatten_heads
-from nxtrain.common.kernels import Kernels, KeyRanges, Pieces
+from nxtrain.common.kernels import KeyRanges, Pieces
 
 
 class _Span(NamedTuple):
@@ -32,11 +32,25 @@ class _Span(NamedTuple):
     high: int
 
 
+class AttentionToRanges(Protocol):
+    """Both passes of an attention to ranges of keys, as `Kernels` has them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """`Kernels.attend`."""
+        ...
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`Kernels.attend_backward`."""
+        ...
+
+
 class RangedAttention(torch.autograd.Function):
     """Attention to ranges of keys, (Q, B, N, H), (K, B, M, H) twice to (Q, B, N, H), by the kernels of a device."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, kernels: AttentionToRanges) -> Tensor:
         wide, log_sums = kernels.attend(q, k, v, ranges)
         out = wide.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
@@ -65,61 +79,49 @@ class Blocks:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """`Kernels.attend`."""
-        num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
-        queries = group_heads(q, num_kv_heads)
-        keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
+        queries, keys, values = self.grouped(q, k, v)
         outs, sums = [], []
         for span in self._spans(queries, keys, ranges):
             start, end, low, high = span
-            rows = queries[:, :, start:end].flatten(1, 2).to(product_type)
             if low == high:
                 outs.append(torch.zeros_like(queries[:, :, start:end], dtype=torch.float32))
                 sums.append(outs[-1].new_full(outs[-1].shape[:3], float("-inf")))
                 continue
-            scores = _scores(rows, keys[:, low:high], ranges, span)
-            peak = scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
-            weights = scores.sub_(peak).exp_()
-            total = weights.sum(dim=-1, keepdim=True)
-            out = torch.bmm(weights.to(product_type), values[:, low:high]).float() / total.clamp(min=_TINY)
-            outs.append(out.unflatten(1, (-1, end - start)))
-            sums.append((total.log() + peak).squeeze(-1).unflatten(1, (-1, end - start)))
-            del scores, weights  # else they stay while those of the next block are made
-        return _ungrouped(torch.cat(outs, dim=2), q), torch.cat(sums, dim=2).reshape(q.shape[1], q.shape[2], -1)
+            rows = queries[:, :, start:end]
+            out, log_sums = block_output(rows, keys[:, low:high], values[:, low:high], _seen(ranges, span))
+            outs.append(out)
+            sums.append(log_sums)
+        return ungrouped(torch.cat(outs, dim=2), q), torch.cat(sums, dim=2).reshape(q.shape[1], q.shape[2], -1)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernels.attend_backward`."""
-        num_kv_heads, product_type = k.shape[2], self.score_type or q.dtype
-        scale = 1.0 / math.sqrt(q.shape[3])
-        queries = group_heads(q, num_kv_heads)
-        keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
-        grads = group_heads(grad, num_kv_heads)
-        inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
-        sums = log_sums.reshape(*queries.shape[:3], 1)
+        queries, keys, values = self.grouped(q, k, v)
+        grads, inner, sums = grouped_results(grad, out, log_sums, k.shape[2])
         k_grad = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
         v_grad = torch.zeros_like(k_grad)
         q_grads = []
         for span in self._spans(queries, keys, ranges):
             start, end, low, high = span
-            rows = queries[:, :, start:end].flatten(1, 2).to(product_type)
+            rows = queries[:, :, start:end]
             if low == high:
-                q_grads.append(torch.zeros_like(queries[:, :, start:end], dtype=torch.float32))
+                q_grads.append(torch.zeros_like(rows, dtype=torch.float32))
                 continue
-            scores = _scores(rows, keys[:, low:high], ranges, span)
-            # A query that sees no key at all has a sum of -inf, and no weights.
-            weights = scores.sub_(sums[:, :, start:end].flatten(1, 2).clamp(min=_LOWEST)).exp_()
-            out_grad = grads[:, :, start:end].flatten(1, 2).to(product_type)
-            score_grad = torch.bmm(out_grad, values[:, low:high].transpose(1, 2)).float()
-            score_grad.sub_(inner[:, :, start:end].flatten(1, 2)).mul_(weights).mul_(scale)
-            score_grad = score_grad.to(product_type)
-            q_grads.append(torch.bmm(score_grad, keys[:, low:high]).float().unflatten(1, (-1, end - start)))
-            k_part = torch.bmm(score_grad.transpose(1, 2), rows).float()
-            v_part = torch.bmm(weights.to(product_type).transpose(1, 2), out_grad).float()
+            results = [x[:, :, start:end] for x in (grads, inner, sums)]
+            q_part, k_part, v_part = block_gradients(
+                rows, keys[:, low:high], values[:, low:high], results, _seen(ranges, span)
+            )
+            q_grads.append(q_part)
             k_grad[:, low:high] += k_part
             v_grad[:, low:high] += v_part
-            del scores, weights, score_grad
-        return _ungrouped(torch.cat(q_grads, dim=2), q), unflatten_heads(k_grad, k), unflatten_heads(v_grad, v)
+        return ungrouped(torch.cat(q_grads, dim=2), q), unflatten_heads(k_grad, k), unflatten_heads(v_grad, v)
+
+    def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (G, R, Q, H), and keys and values (G, K, H) in the type of products."""
+        product_type = self.score_type or q.dtype
+        keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
+        return group_heads(q, k.shape[2]), keys, values
 
     def _spans(self, queries: Tensor, keys: Tensor, ranges: KeyRanges) -> Iterator[_Span]:
         """Iterate over blocks of queries, with the keys that each may see."""
@@ -184,22 +186,73 @@ _TINY = torch.finfo(torch.float32).tiny
 """Least divisor of an output: a query that sees no key has an output of zeros."""
 
 
-def _scores(rows: Tensor, keys: Tensor, ranges: KeyRanges, span: _Span) -> Tensor:
+def grouped_results(grad: Tensor, out: Tensor, log_sums: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the outputs (G, R, Q, H), their products with the outputs, and the sums, (G, R, Q, 1) each."""
+    inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
+    return group_heads(grad, num_kv_heads), inner, log_sums.reshape(inner.shape)
+
+
+def block_output(rows: Tensor, keys: Tensor, values: Tensor, seen: KeyRanges) -> tuple[Tensor, Tensor]:
+    """Output of a block in float32, and the logarithms of the sums of its weights.
+
+    Args:
+        rows: Queries of the block, (G, R, rows, H).
+        keys, values: Those that the block meets, (G, K, H), in the type of products.
+        seen: Ranges of the block.
+    """
+    scores = _scores(rows.flatten(1, 2).to(keys.dtype), keys, seen)
+    peak = scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = torch.bmm(weights.to(keys.dtype), values).float() / total.clamp(min=_TINY)
+    sums = (total.log() + peak).squeeze(-1)
+    return out.unflatten(1, rows.shape[1:3]), sums.unflatten(1, rows.shape[1:3])
+
+
+def block_gradients(
+    rows: Tensor, keys: Tensor, values: Tensor, results: Sequence[Tensor], seen: KeyRanges
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in float32 of a block's queries, keys and values.
+
+    Args:
+        rows, keys, values, seen: As for `block_output`.
+        results: `grouped_results` of the block.
+    """
+    grads, inner, sums = (x.flatten(1, 2) for x in results)
+    queries, out_grad = rows.flatten(1, 2).to(keys.dtype), grads.to(keys.dtype)
+    scores = _scores(queries, keys, seen)
+    # A query that sees no key at all has a sum of -inf, and no weights.
+    weights = scores.sub_(sums.clamp(min=_LOWEST)).exp_()
+    score_grad = torch.bmm(out_grad, values.transpose(1, 2)).float()
+    score_grad.sub_(inner).mul_(weights).mul_(1.0 / math.sqrt(rows.shape[-1]))
+    score_grad = score_grad.to(keys.dtype)
+    q_grad = torch.bmm(score_grad, keys).float().unflatten(1, rows.shape[1:3])
+    k_grad = torch.bmm(score_grad.transpose(1, 2), queries).float()
+    v_grad = torch.bmm(weights.to(keys.dtype).transpose(1, 2), out_grad).float()
+    return q_grad, k_grad, v_grad
+
+
+def _seen(ranges: KeyRanges, span: _Span) -> KeyRanges:
+    """Ranges of a block."""
+    start, end, low, high = span
+    return KeyRanges(ranges.first[:, start:end], ranges.last[start:end], ranges.keys[low:high])
+
+
+def _scores(rows: Tensor, keys: Tensor, seen: KeyRanges) -> Tensor:
     """Scaled scores of a block, -inf where a query does not see a key: (G, R * rows, keys) float32."""
     scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(1.0 / math.sqrt(rows.shape[-1]))
-    start, end, low, high = span
-    positions = ranges.keys[low:high]
-    after = positions > ranges.last[start:end, None]
-    before = positions < ranges.first[:, start:end, None]
+    after = seen.keys > seen.last[:, None]
+    before = seen.keys < seen.first[:, :, None]
     hidden = (after | before)[:, None, None]  # (B, 1, 1, rows, keys)
-    by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // (end - start), end - start, high - low)
+    num_rows, num_keys = hidden.shape[-2:]
+    by_head = scores.view(hidden.shape[0], -1, scores.shape[1] // num_rows, num_rows, num_keys)
     # CUDA would read the number back from the device; on XLA a number would be a float64 parameter of the graph.
     unseen = float("-inf") if by_head.is_cuda else by_head.new_full((), float("-inf"))
     by_head.masked_fill_(hidden, unseen)
     return scores
 
 
-def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+def ungrouped(x: Tensor, like: Tensor) -> Tensor:
     """(G, R, Q, H) to the shape of `like`, (Q, B, N, H)."""
     heads: Tensor = x.unflatten(0, (like.shape[1], -1))
     return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from nxtrain.backends.limits import XLA_LOOPS
 from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries, stage_adapters
 from nxtrain.plan.context import moved_scores, work_share
 from nxtrain.plan.job import SIZES, Job
@@ -87,6 +88,8 @@ def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, 
             one *= work_share(job, window, skips=fused_context or not job.meets_all_keys)
             if not fused_context:
                 moved += number * moved_scores(job, window)
+        elif job.is_lazy and window is None and job.full_attention == "blocked":
+            one *= 1 + 1 / XLA_LOOPS  # a loop's blocks meet the keys up to its last query
         flops += number * one
     return flops, moved
 

@@ -9,9 +9,11 @@ src/nki_samples/reference/attention.py in https://github.com/aws-neuron/nki-samp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
-from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
+from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by, choose_mixed
 from nxtrain.backends.limits import MAX_HEAD_SIZE, SEQUENCE_TILE
+from nxtrain.backends.neuron.hardware import FIRST_GENERATION
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
 from nxtrain.common.machines import Machine
 
@@ -20,6 +22,17 @@ LAST_SDK = SdkVersion(2, 29)
 
 Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://github.com/aws-neuron/aws-neuron-sdk.
 """
+
+BOUNDED_SDK = SdkVersion(2, 29)
+"""Release whose kernels take bounds of keys per query, and whose source `bounded.py` follows."""
+
+BOUNDED_TILE, LONGEST_BOUNDED, MOST_BOUNDED_HEADS = 512, 131072, 512
+"""Tokens that divide a sequence of these kernels, their longest sequence, and their most query heads.
+
+Source: `setup_config` in attention_bwd.py, `_MAX_SEQLEN` and `_MAX_BS` in attention_cte.py; see `bounded.py`.
+"""
+
+_BOUNDED = "the NKI Library's kernels with bounds"
 
 
 def choose(
@@ -31,7 +44,10 @@ def choose(
     *,
     allow_unverified: bool = False,
 ) -> AttentionChoice:
-    """Choose the flash kernel if it can run, unless plain attention is wanted.
+    """Choose a kernel that can run, unless plain attention is wanted.
+
+    Attention inside of documents and windows has kernels with bounds of the keys per query; other attention has NKI's
+    flash kernel.
 
     Args:
         wanted: `auto`, `plain` or `flash`.
@@ -42,10 +58,23 @@ def choose(
         allow_unverified: Allow a release that nxtrain is not verified with.
 
     Raises:
-        ConfigError: The flash kernel is wanted and cannot run.
+        ConfigError: A kernel is wanted and none can run.
     """
+    if shape.is_mixed:
+
+        def own(alike: AttentionShape) -> AttentionChoice:
+            return choose(wanted, alike, instance, sdk, distributed, allow_unverified=allow_unverified)
+
+        return cast(AttentionChoice, choose_mixed(own, shape))
+    cores = instance.physical_cores if instance else 1
     obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
-    version, cores = (distributed.version if distributed else ""), (instance.physical_cores if instance else 1)
+    if shape.limits and wanted != "plain":
+        against = list(_unbounded(shape, instance, sdk))
+        if not against:
+            reason = f"{'; '.join(shape.limits)}, by {_BOUNDED} of keys per query, Neuron SDK {sdk}"
+            return AttentionChoice("bounded", f"{reason}, a call for each sequence of a micro-batch", cores)
+        obstacles.insert(0, f"{_BOUNDED} cannot be had: {'; '.join(against)}")
+    version = distributed.version if distributed else ""
     flash = AttentionChoice("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
     return choose_by("neuron", wanted, shape, obstacles, flash, "NKI's kernel")
 
@@ -78,3 +107,21 @@ def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
     if instance is not None and shape.num_heads % instance.physical_cores:
         cores = instance.physical_cores
         yield f"{shape.num_heads} query heads per rank do not divide over the {cores} physical cores of a logical one"
+
+
+def _unbounded(shape: AttentionShape, instance: Machine | None, sdk: SdkVersion | None) -> Iterator[str]:
+    """Reasons against the kernels with bounds."""
+    if shape.cp > 1:
+        yield f"parallel.cp={shape.cp} shares the positions of a sequence, and they take whole rows"
+    if instance is None or instance.target in FIRST_GENERATION:
+        yield "they select ranges by an instruction of Trn2"
+    if sdk != BOUNDED_SDK:
+        yield f"they are those of Neuron SDK {BOUNDED_SDK}, and this is {sdk or 'no known release'}"
+    if shape.params != "bf16":
+        yield f"they multiply in bf16, which precision.params={shape.params} does not ask for"
+    if shape.seq_len % BOUNDED_TILE or shape.seq_len > LONGEST_BOUNDED:
+        yield f"train.seq_len={shape.seq_len} is no multiple of {BOUNDED_TILE} up to {LONGEST_BOUNDED:,}"
+    if shape.head_size > MAX_HEAD_SIZE:
+        yield f"heads are {shape.head_size} wide, and they take {MAX_HEAD_SIZE} at most"
+    if shape.num_heads > MOST_BOUNDED_HEADS:
+        yield f"{shape.num_heads} query heads per rank, and they take {MOST_BOUNDED_HEADS} at most"

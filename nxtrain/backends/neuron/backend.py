@@ -10,10 +10,12 @@ from torch import Tensor
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
 from nxtrain.backends.diagnostics import Diagnostics
-from nxtrain.backends.neuron import sdk
+from nxtrain.backends.neuron import bounded, sdk
 from nxtrain.backends.neuron.attention import choose
+from nxtrain.backends.neuron.bounded import BoundedKernels
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.xla.backend import XlaBackend, XlaDiagnostics, XlaKernels
 from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
 from nxtrain.common.kernels import RoundingKey
@@ -39,19 +41,36 @@ class NeuronKernels(XlaKernels):
             come from the hardware's generator, not from the key: they differ from other backends, and a resumed run
             draws other bits than an uninterrupted one.
         flash: NKI's attention function; None: elementary operations.
+        bounded: NKI's attention inside of documents and windows; None: elementary operations.
         lnc: Physical cores that share the kernel's work.
 
     Source: about-neuron/arch/neuron-features/rounding-modes.rst in https://github.com/aws-neuron/aws-neuron-sdk.
     """
 
-    def __init__(self, *, rounds: bool, flash: FlashFunction | None = None, lnc: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        rounds: bool,
+        flash: FlashFunction | None = None,
+        bounded: BoundedKernels | None = None,
+        lnc: int = 1,
+    ) -> None:
         super().__init__()
-        self.rounds, self.flash, self.lnc = rounds, flash, lnc
+        self.rounds, self.lnc = rounds, lnc
+        self.flash, self.bounded = flash, bounded
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.flash is None:
             return super().attention(q, k, v)
         return flash_attention(self.flash, self.lnc, q, k, v)
+
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        if self.bounded is None:
+            return super().document_attention(q, k, v, starts, window)
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self.bounded)
+        return out
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         if self.rounds and not key.shared:
@@ -123,8 +142,9 @@ class NeuronBackend(XlaBackend):
             sdk.installed("neuronx-distributed"),
             allow_unverified=self.allow_unverified,
         )
-        function = load() if found.is_flash else None
-        self.kernels = NeuronKernels(rounds=self._rounds, flash=function, lnc=found.lnc)
+        flash = load() if found.is_flash else None
+        of_ranges = bounded.load(found.lnc) if found.kind == "bounded" else None
+        self.kernels = NeuronKernels(rounds=self._rounds, flash=flash, bounded=of_ranges, lnc=found.lnc)
         self.attention = found
 
     def notes(self) -> tuple[str, ...]:

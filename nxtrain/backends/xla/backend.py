@@ -18,6 +18,7 @@ from nxtrain.backends.rounding import round_one_by_one
 from nxtrain.backends.torch_kernels import PlainKernels, SavingProduct
 from nxtrain.backends.xla.environment import refuse_dead_variables, support
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla.looped_attention import LoopedBlocks
 from nxtrain.backends.xla.world import join
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.distributed.failures import FailureReporter
@@ -150,7 +151,9 @@ class XlaCollectives(Collectives):
 
 
 class XlaKernels(PlainKernels):
-    """Elementary operations, with XLA's bitcasts and optimization barriers."""
+    """Elementary operations, with XLA's bitcasts, loops and optimization barriers."""
+
+    _blocks = LoopedBlocks()
 
     def __init__(self) -> None:
         import torch_xla.core.xla_builder as xb

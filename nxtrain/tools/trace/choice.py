@@ -101,9 +101,9 @@ def choose(config: RunConfig) -> Choices:
         layers = _layers(config, distributed, lacking, stand_ins, notes)
         attention = attention_of(config, instance, sdk, distributed)
 
-    if attention is not None and attention.is_flash:
-        reason = f"flash on {where}, by {attention.reason}; NKI kernels are traced by AWS's compiler alone"
-        stand_ins.append(StandIn("backend.attention", chosen.attention, "flash", reason))
+    if attention is not None and (attention.is_flash or attention.kind == "bounded"):
+        reason = f"{attention.kind} on {where}, by {attention.reason}; NKI kernels are traced by AWS's compiler alone"
+        stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
     elif attention is not None and chosen.attention == "auto":
         notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")
     uses_nxd = layers == "nxd" or (attention is not None and attention.is_flash)

@@ -104,7 +104,9 @@ def test_the_scores_of_a_block_are_those_of_the_blocks_that_run(recorder: Record
     assert (rows := block_rows(16, 4096)) == 256
     assert f"Each of 16 blocks of {rows} queries" in cost
     assert f"at most {2 * 8 * rows * 4096 * 4 / 2**20:.3g} MiB" in cost
-    assert "up to its own" in cost
+    assert "up to those of its loop" in cost
+    assert "rounds of at most 4 loops" in cost
+    assert "up to its own" in shape.blocks_cost("cuda")
     shared = replace(shape, cp=4)
     assert "Each of 4 blocks of 256 queries meets all 4,096 keys of a row" in shared.blocks_cost("xla")
     assert (

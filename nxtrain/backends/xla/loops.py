@@ -1,0 +1,129 @@
+"""Loops inside of a graph: one `While` whose number of rounds the compiler knows, and slices at a round's offset.
+
+An operation of a graph cannot be repeated by Python without being in the graph each time. Of a `While` the graph has
+the round once. The counter and the offsets are constants and sums of constants, as in loops of JAX, of which AWS's
+compiler takes those with a static number of rounds.
+
+Source: `scan` in torch_xla/experimental/scan.py of torch-xla 2.9, for the recording of a round; AWS's page
+frameworks/jax/setup/jax-neuronx-known-issues.rst in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a, for loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Number that grows by the same step each round.
+
+    Args:
+        first: Number in the first round.
+        step: Growth from a round to the next.
+    """
+
+    first: int
+    step: int
+
+
+def repeat(
+    rounds: int,
+    body: Callable[..., Sequence[Tensor]],
+    offsets: Sequence[Offset],
+    fixed: Sequence[Tensor],
+    state: Sequence[Tensor],
+) -> list[Tensor]:
+    """State after some calls of a function, as one loop of the graph.
+
+    Args:
+        rounds: Number of calls.
+        body: Function of the offsets, the fixed tensors and the state, which returns the next state.
+        offsets: Numbers that a round gets as tensors, () int32.
+        fixed: Tensors that each round gets. A tensor from elsewhere would be computed in each round.
+        state: First state.
+    """
+    import torch_xla
+    import torch_xla.core.xla_builder as xb
+
+    scalars = [xb.create_placeholder_tensor((), torch.int32) for _ in offsets]
+    blanks = [xb.create_placeholder_tensor(x.shape, x.dtype) for x in (*fixed, *state)]
+    results = list(body(*scalars, *blanks))
+    recorded = torch_xla._XLAC.lowering.LoweringContext("Round")
+    recorded.build(results)
+    a_round = xb.computation_from_module_proto("round", recorded.hlo())
+
+    # Numbers of Python in the body are tensors of the device, which each round gets as well.
+    numbers = dict(recorded.device_parameter_id_tensor_mapping())
+    sources: dict[int, int] = {}
+    for position, blank in enumerate((*scalars, *blanks)):
+        parameter = recorded.tensor_parameter_id(blank)
+        if parameter != -1:
+            sources[parameter] = position
+            numbers.pop(parameter, None)
+    given = [*fixed, *state]
+    for parameter, number in numbers.items():
+        sources[parameter] = len(scalars) + len(given)
+        given.append(number)
+
+    def next_round(count: Any, *carried: Any) -> tuple[Any, ...]:
+        builder = count.builder()
+        at = [_constant(builder, x.first) + count * _constant(builder, x.step) for x in offsets]
+        inputs = [*at, *carried]
+        found = xb.Op.call(a_round, [inputs[sources[parameter]] for parameter in range(len(sources))])
+        changed = [found.get_tuple_element(i) for i in range(len(state))]
+        end = len(fixed) + len(state)
+        return (count + _constant(builder, 1), *carried[: len(fixed)], *changed, *carried[end:])
+
+    def loop(*inputs: Any) -> Any:
+        builder = inputs[0].builder()
+        start = _constant(builder, 0)
+        return xb.Op.mkwhile([start, *inputs], lambda count, *_: count < _constant(count.builder(), rounds), next_round)
+
+    computation = xb.create_computation("loop", loop, xb.tensor_shape(given))
+    _, *carried = torch_xla._XLAC._xla_user_computation("xla::nxtrain_loop", given, computation)
+    return list(carried[len(fixed) : len(fixed) + len(state)])
+
+
+def _constant(builder: Any, value: int) -> Any:
+    import torch_xla.core.xla_builder as xb
+
+    return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
+
+
+def sliced(x: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
+    """Entries of a dimension from an offset on, () int32; the offset is clamped, so that all of them exist."""
+    out: Tensor = _slices()[0](x, start, dim=dim, size=size)
+    return out
+
+
+def updated(x: Tensor, dim: int, start: Tensor, part: Tensor) -> Tensor:
+    """Copy of a tensor with other entries from an offset on, as `sliced` has them."""
+    out: Tensor = _slices()[1](x, part, start, dim=dim)
+    return out
+
+
+@lru_cache(maxsize=1)
+def _slices() -> tuple[Any, Any]:
+    """Operations of torch-xla, whose own slices have numbers of Python as offsets."""
+    import torch_xla.core.xla_op_registry as registry
+
+    def offsets(x: Any, start: Any, dim: int) -> list[Any]:
+        found = [start.zeros_like()] * x.shape().rank
+        found[dim] = start
+        return found
+
+    def slice_of(x: Any, start: Any, dim: int, size: int) -> Any:
+        sizes = list(x.shape().sizes)
+        sizes[dim] = size
+        return x.dynamic_slice(offsets(x, start, dim), sizes)
+
+    def update_of(x: Any, part: Any, start: Any, dim: int) -> Any:
+        return x.dynamic_update_slice(part, offsets(x, start, dim))
+
+    return registry.register("nxtrain_slice", slice_of), registry.register("nxtrain_update", update_of)
