@@ -114,12 +114,9 @@ def network_type(folder: Path, mounts: str | None = None) -> str:
     best, kind = -1, ""
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        point = Path(_unescape(left.split()[4]))
+        unescaped = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split()[4])
+        point = Path(unescaped)
         # A later mount on the same place covers an earlier one.
         if folder.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), right.split()[0]
     return kind if kind in NETWORK_TYPES else ""
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

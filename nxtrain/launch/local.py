@@ -15,7 +15,7 @@ from nxtrain.backends import device_support
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.process import stacks
 from nxtrain.config.bounds import quoted
-from nxtrain.config.check import resolve_config
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
@@ -43,11 +43,15 @@ class Command:
     Args:
         variables: Environment variables in addition to the inherited ones, each with its reason.
         about: Notes for a user who starts the command by hand.
+        plan: The checked configuration; None: it has problems.
+        problems: Reasons why the command cannot run.
     """
 
     argv: tuple[str, ...]
     variables: tuple[Variable, ...] = ()
     about: tuple[str, ...] = ()
+    plan: Resolved | None = None
+    problems: tuple[Problem, ...] = ()
 
     @property
     def env(self) -> dict[str, str]:
@@ -68,34 +72,6 @@ class Command:
         return "\n".join([*lines, shlex.join(self.argv)])
 
 
-def render(
-    path: Path,
-    overrides: Sequence[str],
-    nproc: int | None,
-    environ: Mapping[str, str],
-    *,
-    first_node: str = "",
-    min_nodes: int = 0,
-) -> Command:
-    """Build the command that trains on this machine.
-
-    Args:
-        nproc: Number of ranks per machine; None: the number that the degrees require.
-        first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
-            port is `PORT`; empty: there is only one machine.
-        min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
-
-    Raises:
-        ConfigError: The configuration cannot run on that many ranks.
-    """
-    loaded = load(path, overrides)
-    command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE, min_nodes)
-    problems += _check_first_node(loaded, first_node)
-    if problems:
-        raise ConfigError(problems)
-    return command
-
-
 def launch(
     path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "", min_nodes: int = 0
 ) -> None:
@@ -109,13 +85,13 @@ def launch(
         BackendError: This machine lacks the devices of the run.
     """
     loaded = load(path, overrides)
-    command, problems = _render(loaded, path, overrides, nproc, os.environ, first_node or FIRST_NODE, min_nodes)
+    if dry_run:
+        first_node = first_node or FIRST_NODE
+    command = render(loaded, path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
     if dry_run:
         print(command, flush=True)
-    else:
-        problems += _check_first_node(loaded, first_node)
-    if problems:
-        raise ConfigError(problems)
+    if command.problems:
+        raise ConfigError(command.problems)
     if dry_run:
         return
     name = loaded.config.backend.name
@@ -127,16 +103,6 @@ def launch(
     if stacks.DUMP is not None:
         signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
-
-
-def _check_first_node(loaded: Loaded, first_node: str) -> list[Problem]:
-    """Problem of a run on several machines without the name of one; none otherwise."""
-    nodes = loaded.config.cluster.nodes
-    if nodes == 1 or first_node:
-        return []
-    reason = f"nodes={nodes}, but this is one machine"
-    hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
-    return [Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint)]
 
 
 def rendezvous_address(first_node: str) -> tuple[str, int]:
@@ -180,39 +146,47 @@ def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
     return []
 
 
-def _render(
+def render(
     loaded: Loaded,
     path: Path,
     overrides: Sequence[str],
     nproc: int | None,
     environ: Mapping[str, str],
+    *,
     first_node: str,
-    min_nodes: int,
-) -> tuple[Command, list[Problem]]:
-    """Build the command for one machine, and list the problems that keep it from running."""
-    config = loaded.config
-    name, port = rendezvous_address(first_node)
+    min_nodes: int = 0,
+) -> Command:
+    """Build the command that trains on this machine, with the problems that keep the run from starting.
+
+    Args:
+        loaded: Configuration of `path` and `overrides`.
+        nproc: Number of ranks per machine; None: the number that the degrees require.
+        first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
+            port is `PORT`; empty: there is only one machine.
+        min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
+    """
+    config, nodes, neuron = loaded.config, loaded.config.cluster.nodes, is_neuron(loaded.config)
+    meeting = first_node or FIRST_NODE
+    name, port = rendezvous_address(meeting)
     uneven = check_nodes(loaded, nproc)
     problems = check_elastic(config, min_nodes) + uneven
-    nodes = config.cluster.nodes
     nproc = ranks_per_node(config, nproc)
-    world: int | None = nproc * nodes
-    if uneven:
-        world = None
+    plan: Resolved | None = None
     try:
-        config = resolve_config(loaded, world).config
+        plan = resolve_config(loaded, None if uneven else nproc * nodes)
+        config = plan.config
     except ConfigError as error:
         problems += error.problems
     if config.model.hf != loaded.config.model.hf:
         overrides = [*overrides, f"{KEY}={config.model.hf}"]  # one question to the Hub, and one commit for all ranks
     about: list[str] = []
     variables: list[Variable] = []
-    if is_neuron(config):
+    if neuron:
         wanted = needs(config, environ, nproc)
         variables += wanted.variables
         about += wanted.about
         problems += [replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in wanted.problems]
-    variables += debug_variables(config, environ, neuron=is_neuron(config))
+    variables += debug_variables(config, environ, neuron=neuron)
     if config.metrics.profile_steps and config.backend.name in {"cpu", "xla"}:
         variables += beside([QUIET_PROFILER], environ)
     if config.backend.deterministic:
@@ -220,10 +194,10 @@ def _render(
     debugging = {variable.name for variable in variables}
     variables += [variable for variable in gpu_variables(config, environ) if variable.name not in debugging]
     given = {**environ, **{variable.name: variable.value for variable in variables}}
-    variables += thread_variables(config, given, nproc, neuron=is_neuron(config))
+    variables += thread_variables(config, given, nproc, neuron=neuron)
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
-        about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
+        about.append(f"on each of the {nodes} nodes; {meeting} is the name of one of them")
         where = f"--rdzv-endpoint={name}:{port}"
         counts = f"{nodes}"
         if min_nodes:
@@ -237,7 +211,11 @@ def _render(
         argv += [*AGENT, *options, *logs]
         argv += [f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}"]
     argv += ["-m", "nxtrain", "train", str(path), *overrides]
-    return Command(tuple(argv), tuple(variables), tuple(about)), problems
+    if nodes > 1 and not first_node:
+        reason = f"nodes={nodes}, but this is one machine"
+        hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
+        problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
+    return Command(tuple(argv), tuple(variables), tuple(about), plan, tuple(problems))
 
 
 def _ranks(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, cast
@@ -51,7 +51,9 @@ def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Cal
             return GatedMLP.forward(part, x)
         return recomputed(part, x)
 
-    parts = _parts(model, remat)
+    parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, CausalAttention)]
+    if remat == "full":
+        parts = [*cast(CausalLM, model).blocks]
     if seq_len >= LONG_SEQUENCE:
         # Of a whole block, experts are recomputed with the block.
         kinds = GatedMLP if remat == "full" else GatedMLP | MixtureOfExperts
@@ -62,9 +64,3 @@ def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Cal
         # that a compiler sees equal blocks, and compiles one.
         function = fed_forward if isinstance(part, GatedMLP) else recomputed
         part.forward = MethodType(function, part)
-
-
-def _parts(model: nn.Module, remat: Remat) -> Iterable[nn.Module]:
-    if remat == "full":
-        return cast(CausalLM, model).blocks
-    return [module for module in model.modules() if isinstance(module, CausalAttention)]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.common.distributed.collectives import Collectives, Done, Pending
+from nxtrain.common.distributed.collectives import Collectives, Done, Pending, PendingParts
 from nxtrain.common.sharding import Layout
 from nxtrain.parallel.precision import Precision
 
@@ -244,18 +244,7 @@ class Zero1(Bucketed):
         if shard.size == 1:
             packed = packed * scale
         scattering = self._comm.start_reduce_scatter(packed, shard, scale=scale)
-        return _Unpack(scattering, [self.shards[name].shape for name in names])
-
-
-class _Unpack:
-    """Tensors packed side by side into one reduce-scatter."""
-
-    def __init__(self, packed: Pending[Tensor], shapes: Sequence[torch.Size]) -> None:
-        self._packed, self._shapes = packed, shapes
-
-    def wait(self) -> list[Tensor]:
-        parts = self._packed.wait().split([shape.numel() for shape in self._shapes], dim=1)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return PendingParts(scattering, [self.shards[name].shape for name in names], dim=1)
 
 
 def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:

@@ -35,7 +35,7 @@ class Gradients:
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
         # A device that rounds at random computes different gradients of a parameter that its ranks replicate.
         self._tp_means = _TensorParallelMeans(self._layout, comm) if kernels.rounds else None
-        self._tied_sums = _TiedSums(self._layout, comm)
+        self._tied = [name for name in self._layout if self._layout.table[name].is_tied]
 
     def reduce(self) -> dict[str, Tensor]:
         """Average over data parallel ranks; sum partial gradients of tensor parallel ranks, and of tied copies."""
@@ -43,7 +43,10 @@ class Gradients:
         self._tp_sums(grads)
         if self._tp_means is not None:
             self._tp_means(grads)
-        self._tied_sums(grads)
+        pp = self._layout.mesh.pp
+        for name in self._tied:  # an embedding, and its copy on the last pipeline stage: both stay equal
+            own = grads[name].float()
+            grads[name] = own + self._comm.exchange(own, pp, 0 if pp.rank else pp.size - 1)
         return grads
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -130,21 +133,6 @@ def _rows(tensor: Tensor, *, apart: bool) -> Tensor:
     if apart:
         return tensor.unsqueeze(1)
     return tensor.unsqueeze(0)
-
-
-class _TiedSums:
-    """Sum of the gradients of an embedding and of its copy on the last pipeline stage, so that both stay equal."""
-
-    def __init__(self, layout: Layout, comm: Collectives) -> None:
-        self._pp, self._comm = layout.mesh.pp, comm
-        self._names = [name for name in layout if layout.table[name].is_tied]
-
-    def __call__(self, grads: dict[str, Tensor]) -> None:
-        """Sum in place."""
-        peer = 0 if self._pp.rank else self._pp.size - 1
-        for name in self._names:
-            own = grads[name].float()
-            grads[name] = own + self._comm.exchange(own, self._pp, peer)
 
 
 class _TensorParallelSums:

@@ -103,7 +103,8 @@ def work_share(job: Job, window: int | None = None, *, skips: bool) -> float:
         window: Tokens that a query of the layer sees; None: all before.
         skips: Attention leaves out the keys after its queries, as eager devices do; graphs of all ranks meet all keys.
     """
-    return _most_pairs(job, window, skips=skips) * job.config.parallel.cp / _all_pairs(job, window)
+    all_pairs = SequenceCut(job.config.train.seq_len, 1, "contiguous").pairs(0, window)
+    return _most_pairs(job, window, skips=skips) * job.config.parallel.cp / all_pairs
 
 
 def moved_scores(job: Job, window: int | None = None) -> int:
@@ -119,11 +120,6 @@ def _most_pairs(job: Job, window: int | None, *, skips: bool) -> int:
         return job.local_len * seq_len
     cut = SequenceCut.of(seq_len, parallel.cp, parallel.cp_layout)
     return max(cut.pairs(0, window), cut.pairs(parallel.cp - 1, window))
-
-
-def _all_pairs(job: Job, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, in a whole sequence."""
-    return SequenceCut(job.config.train.seq_len, 1, "contiguous").pairs(0, window)
 
 
 def context_bytes(job: Job, num_blocks: int) -> tuple[float, float]:

@@ -27,7 +27,8 @@ def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 1
     begin_s, step_s = min(span.start_s for span in spans), elapsed_s(spans)
     labels = [_label(span.action, pipeline.virtual_pp) for span in spans]
     columns_per_s = max(map(len, labels)) / min(span.end_s - span.start_s for span in spans)
-    lines = [[_head(pipeline, rank), ""] for rank in range(pipeline.pp_size)]
+    digits = len(str(pipeline.pp_size - 1))
+    lines = [[f"rank {rank:<{digits}}  ", ""] for rank in range(pipeline.pp_size)]
     for span, label in zip(spans, labels, strict=True):
         start, end = (round((at_s - begin_s) * columns_per_s) for at_s in (span.start_s, span.end_s))
         line = lines[span.rank]
@@ -43,10 +44,6 @@ def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 1
     for note in notes:
         text.append(fill(note, width, initial_indent=indent, subsequent_indent=indent))
     return "\n".join(text)
-
-
-def _head(pipeline: PipelineCosts, rank: int) -> str:
-    return f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  "
 
 
 def _label(action: Action, virtual_pp: int) -> str:

@@ -18,8 +18,9 @@ from torch.distributed import TCPStore
 
 from nxtrain.common.run_folder import METRICS_FILE
 from nxtrain.common.testing.fault_points import VARIABLE
-from nxtrain.launch.local import AGENT, render
+from nxtrain.launch.local import AGENT
 from tests.support import commands, runs
+from tests.support.launch_cases import local_command
 from tests.support.processes import AGENT_STORE, prepared, rank_variables
 
 WORLD = 2
@@ -98,7 +99,7 @@ def train_as_launched(
     started_by: ForkServerContext, folder: Path, config: Path, overrides: Sequence[str], *, within_s: float = 100.0
 ) -> str:
     """Train by the command and the environment that `nxtrain launch` renders, without their imports."""
-    rendered = render(config, overrides, None, os.environ)
+    rendered = local_command(config, overrides, None, os.environ)
     train = ("-m", "nxtrain", "train", str(config), *overrides)
     before = rendered.argv[: -len(train)]
     assert (*before, *train) == rendered.argv

@@ -8,9 +8,14 @@ Validators that the tests do not have judge these files: `scripts/validate_launc
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nxtrain.common.errors import ConfigError
+from nxtrain.config.load import load
+from nxtrain.launch.local import Command
+from nxtrain.launch.local import render as render_local
 from nxtrain.launch.targets import docker
 from nxtrain.launch.targets.job import ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
@@ -18,6 +23,23 @@ from nxtrain.launch.targets.slurm import render_generic
 from tests.support import ROOT
 
 GOLDEN = ROOT / "tests/golden/launch"
+
+
+def local_command(
+    path: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    environ: Mapping[str, str],
+    *,
+    first_node: str = "",
+    min_nodes: int = 0,
+) -> Command:
+    """Command that `nxtrain launch` starts on this machine; its problems are an error."""
+    loaded = load(path, overrides)
+    command = render_local(loaded, path, overrides, nproc, environ, first_node=first_node, min_nodes=min_nodes)
+    if command.problems:
+        raise ConfigError(command.problems)
+    return command
 
 
 @dataclass(frozen=True)

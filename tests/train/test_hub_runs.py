@@ -14,9 +14,9 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE
 from nxtrain.config.load import load
-from nxtrain.launch.local import render
 from tests.support import command_ranks, commands
 from tests.support.hub import Hub, hub
+from tests.support.launch_cases import local_command
 from tests.support.models import hf_model, plan, text_model
 from tests.support.runs import FILE, course
 
@@ -55,7 +55,7 @@ def turn_to(variables: Mapping[str, str]) -> None:
 def train(folder: Path, hub: Hub, *overrides: str) -> str:
     """Train on two ranks as `nxtrain launch` does; returns the lines of the first rank."""
     config = folder / FILE
-    rendered = render(config, overrides, None, os.environ)
+    rendered = local_command(config, overrides, None, os.environ)
     given = rendered.argv[rendered.argv.index(str(config)) + 1 :]
     first = partial(turn_to, hub.variables(folder / "of-the-hub"))
     with command_ranks.Ranks(commands.context(), folder, overrides=given, config=config, first=first) as ranks:

@@ -16,10 +16,11 @@ import nxtrain
 from nxtrain.cli import main as cli
 from nxtrain.common.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.config.load import load
-from nxtrain.launch.local import AGENT, render
+from nxtrain.launch.local import AGENT
 from tests.support import DEMO
 from tests.support import TINY as TINY_FILE
 from tests.support.commands import errors_of, in_process, output_of
+from tests.support.launch_cases import local_command
 
 TINY = str(TINY_FILE)
 
@@ -207,21 +208,21 @@ def test_launch_shows_or_writes_the_files_of_a_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("overrides", "nproc"), [([], 2), (["parallel.dp=4"], 4), (["parallel.tp=2"], 4)])
 def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str], nproc: int) -> None:
-    assert f"--nproc-per-node={nproc}" in render(DEMO, [*overrides, "train.micro_batch=1"], None, {}).argv
+    assert f"--nproc-per-node={nproc}" in local_command(DEMO, [*overrides, "train.micro_batch=1"], None, {}).argv
 
 
 def test_launch_starts_a_lone_rank_without_torchrun() -> None:
     argv = (sys.executable, "-m", "nxtrain", "train", TINY, "run.seed=1")
-    assert render(Path(TINY), ["run.seed=1"], None, {}).argv == argv
-    restarted = render(Path(TINY), ["run.seed=1", "recovery.max_restarts=2"], None, {}).argv
+    assert local_command(Path(TINY), ["run.seed=1"], None, {}).argv == argv
+    restarted = local_command(Path(TINY), ["run.seed=1", "recovery.max_restarts=2"], None, {}).argv
     assert {*AGENT, "--nproc-per-node=1", "--max-restarts=2"} <= {*restarted}, "which needs somebody to start it again"
 
 
 def test_launch_checks_the_ranks_against_the_degrees() -> None:
     with pytest.raises(ConfigError, match="tp=2 x pp=1 = 2 does not divide the world of 3 ranks"):
-        render(DEMO, ["parallel.tp=2", "parallel.dp=0"], 3, {})
+        local_command(DEMO, ["parallel.tp=2", "parallel.dp=0"], 3, {})
     with pytest.raises(ConfigError, match="nodes=2, but this is one machine"):
-        render(DEMO, ["cluster.nodes=2"], None, {})
+        local_command(DEMO, ["cluster.nodes=2"], None, {})
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "9", "1", "many"])

@@ -21,12 +21,12 @@ from nxtrain.cli import options
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.plan.command import Question, find_layouts, length_of, predict
 from tests.support import ROOT, generated_docs
 from tests.support.generated_docs import GENERATED, blocks, inline_code, markdown_pages
+from tests.support.launch_cases import local_command
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -144,7 +144,7 @@ def _check_own(words: Sequence[str], world: int) -> None:
         assert RENDERERS[values["target"]](resolve_job(path, overrides, options))
     elif name in {"launch", "compile"}:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
-        render(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
+        local_command(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
     elif name == "plan":
         question = Question(values["instance"], values["nodes"], values["hardware"], values["model"])
         answer = find_layouts if values["search"] else predict

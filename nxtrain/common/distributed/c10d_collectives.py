@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, Result_co, RowCounts
+from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, PendingParts, Result_co, RowCounts
 from nxtrain.common.distributed.failures import Peers, blaming, loss
 from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
@@ -98,18 +98,6 @@ class _Traced:
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.into is None else self.into.copy_(out)
-
-
-@dataclass(frozen=True)
-class PendingBucket:
-    """A bucket under way, as one flat tensor of the tensors with these shapes."""
-
-    flat: Pending[Tensor]
-    shapes: list[torch.Size]
-
-    def wait(self) -> list[Tensor]:
-        parts = self.flat.wait().split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +217,7 @@ class C10dCollectives(Collectives):
         if axis.size == 1:
             return Done([tensor.to(dtype) for tensor in tensors])
         flat = self._pack(tensors, dtype)
-        return PendingBucket(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
+        return PendingParts(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Flat copy of the tensors, one after the other, in a type."""

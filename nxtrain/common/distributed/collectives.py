@@ -35,6 +35,26 @@ class Done(Generic[Result_co]):
         return self.result
 
 
+@dataclass(frozen=True)
+class PendingParts:
+    """A collective of one packed tensor under way, whose result is the tensors of these shapes.
+
+    Args:
+        packed: The collective.
+        shapes: Shapes of the packed tensors.
+        dim: Dimension along which they lie one after the other.
+    """
+
+    packed: Pending[Tensor]
+    shapes: Sequence[torch.Size]
+    dim: int = 0
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the packed tensor, and return the views of its parts."""
+        parts = self.packed.wait().split([shape.numel() for shape in self.shapes], dim=self.dim)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
 Op = Literal["sum", "max"]
 
 

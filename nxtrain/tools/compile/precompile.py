@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.mesh import Mesh, spans
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import Variable
@@ -56,23 +55,26 @@ def precompile(
     dry_run: bool,
 ) -> None:
     """Compile the graphs of a run and write its manifest; the machines of a run meet at `first_node`."""
-    loaded = load(path, overrides)
-    config = loaded.config
-    native = is_native(config)
+    # A run that shows no graphs shows none after a restart, and many restarts would hide its message.
+    changes = ["recovery.max_restarts=0"]
+    loaded = load(path, [*overrides, *changes])
+    native = is_native(loaded.config)
     _check(loaded, native=native, meets=bool(first_node) or dry_run)
-    num_ranks = ranks_per_node(config, nproc)
     folder = Path("DIR")
     if not dry_run:
         folder = Path(tempfile.gettempdir()) / f"nxtrain-compile-{uuid.uuid4().hex}"
-    # A run that shows no graphs shows none after a restart, and many restarts would hide its message.
-    changes = ["recovery.max_restarts=0"]
     mode: tuple[Variable, ...] = ()
     why_no_mode = ""
     if native:
-        changes = rehearsal(config, folder)
-        mode, why_no_mode = deviceless_mode(config)
-    command = render(path, [*overrides, *changes], nproc, os.environ, first_node=first_node or FIRST_NODE)
+        mode, why_no_mode = deviceless_mode(loaded.config)
+        changes = rehearsal(loaded.config, folder)
+        loaded = load(path, [*overrides, *changes])
+    command = render(loaded, path, [*overrides, *changes], nproc, os.environ, first_node=first_node or FIRST_NODE)
+    if command.plan is None or command.problems:
+        raise ConfigError(command.problems)
+    config, plan = loaded.config, command.plan
     command = replace(command, variables=(*command.variables, *mode))
+    num_ranks = ranks_per_node(config, nproc)
     memory = host_memory()
     num_workers = workers or memory.num_compilers
     if dry_run:
@@ -90,17 +92,16 @@ def precompile(
         compiled = rehearse(command.argv, env, cache)
     else:
         tool = _find_tool()
-        reason = str(memory)
-        if workers:
-            reason = "as --workers asks"
-        print_line(f"up to {num_workers} graphs at a time: {reason}")
+        print_line(f"up to {num_workers} graphs at a time: {'as --workers asks' if workers else memory}")
         if config.cluster.nodes > 1:
             retries = 0  # one of several nodes cannot show failed graphs alone
         folder.mkdir(mode=0o700)
         compiled = compile_graphs(tool, command.argv, env, cache, folder, num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)
 
-    file = _write_manifest(loaded, num_ranks * config.cluster.nodes, env, compiled)
+    file = manifest_file(config, compiled.stages)
+    build = build_of(plan, num_ranks * config.cluster.nodes, env, next(iter(compiled.names)).compiler)
+    write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
     graphs, num_new = f"{len(compiled.names)} graphs", len(compiled.seconds)
     if compiled.stages:
         graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
@@ -123,14 +124,6 @@ def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
         f"{manifest_file(config, stages)}"
         for stages, numbers in machines.items()
     ]
-
-
-def _write_manifest(loaded: Loaded, world: int, env: Mapping[str, str], compiled: Compiled) -> Path:
-    config = loaded.config
-    build = build_of(resolve_config(loaded, world), world, env, next(iter(compiled.names)).compiler)
-    file = manifest_file(config, compiled.stages)
-    write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
-    return file
 
 
 def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:

@@ -16,10 +16,10 @@ from nxtrain.common.io.object_store import content_of, place_of
 CONFIG = "config.json"
 
 
-def is_hf_folder(location: Path) -> bool:
-    """True if a path is a folder in Hugging Face's format and not a checkpoint."""
+def is_hf_folder(location: Path, config: str = CONFIG) -> bool:
+    """True if a path is a folder in Hugging Face's format, by the file of its configuration, and not a checkpoint."""
     try:
-        return (location / CONFIG).is_file() and not directory.is_checkpoint(location)
+        return (location / config).is_file() and not directory.is_checkpoint(location)
     except OSError:  # reported by the code that reads the folder
         return False
 

@@ -47,7 +47,7 @@ class Trained:
             family, config, declared = read_hf(location)
             identity = fingerprint([str(location.resolve()).encode(), content_of(location / CONFIG)])
             return Trained(location, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
-        if isinstance(location, Path) and _is_adapter(location):
+        if isinstance(location, Path) and is_hf_folder(location, ADAPTER_CONFIG):
             hint = f"make a whole model of it: nxtrain convert peft-to-hf {location} DST --base DIR"
             raise ConfigError(f"{location} holds an adapter in PEFT's format and no model; {hint}")
         location = locate_checkpoint(address)
@@ -76,13 +76,6 @@ class Trained:
         if largest >= self.config.vocab_size:
             reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
-
-
-def _is_adapter(location: Path) -> bool:
-    try:
-        return (location / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(location)
-    except OSError:  # reported by the code that reads the folder
-        return False
 
 
 def _open_tokenizer(location: Location) -> Tokenizer:

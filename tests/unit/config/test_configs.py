@@ -10,7 +10,7 @@ import pytest
 from nxtrain.common.family import find_family
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.launch.local import render
+from tests.support.launch_cases import local_command
 from tests.support.published import CONFIGS, world_of
 from tests.unit.plan.test_command import answer
 
@@ -39,7 +39,7 @@ def test_a_shipped_configuration_fits_its_cluster(path: Path, tmp_path: Path) ->
 def test_a_shipped_configuration_can_be_launched_on_the_nodes_it_names(path: Path, tmp_path: Path) -> None:
     base = base_of(path, tmp_path)
     loaded = load(path, base)
-    command = render(path, base, None, {"OMP_NUM_THREADS": "1"}, first_node="node0")
+    command = local_command(path, base, None, {"OMP_NUM_THREADS": "1"}, first_node="node0")
     nodes = loaded.config.cluster.nodes
     per_node = world_of(loaded) // nodes
     argv = " ".join(command.argv)

@@ -13,9 +13,9 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.show import dump
-from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import LaunchOptions, resolve_job
 from tests.support.hub import Hub, hub, unwaiting
+from tests.support.launch_cases import local_command
 
 __all__ = ["hub", "unwaiting"]
 
@@ -114,11 +114,11 @@ def test_what_is_launched_names_the_commit(folder: Path, hub: Hub) -> None:
     sha = hub.add("acme/tiny", files())
     given = ("model.hf=acme/tiny", "train.global_batch=8", "backend.name=cpu")
     pinned = f"model.hf=acme/tiny@{sha}"
-    assert render(folder / "run.toml", given, 2, {}).argv[-1] == pinned
+    assert local_command(folder / "run.toml", given, 2, {}).argv[-1] == pinned
     job = resolve_job(folder / "run.toml", (*given, "cluster.instance=m5.xlarge"), LaunchOptions(nproc=2))
     assert job.overrides[-1] == pinned
     here = ("model.config.num_hidden_layers=2", "backend.name=cpu")
-    assert render(folder / "run.toml", here, 2, {}).argv[-2:] == here
+    assert local_command(folder / "run.toml", here, 2, {}).argv[-2:] == here
 
 
 def test_a_record_of_another_repository_does_not_count(folder: Path, hub: Hub) -> None:

@@ -11,9 +11,9 @@ import pytest
 from nxtrain.config.load import load
 from nxtrain.launch.debug import agent_settings, debug_variables, open_debug_folder
 from nxtrain.launch.environment import QUIET_PROFILER
-from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
 from tests.support import TINY
+from tests.support.launch_cases import local_command
 from tests.unit.launch.conftest import Program
 from tests.unit.launch.test_neuron import ON_TRN2
 
@@ -53,28 +53,28 @@ def test_every_variable_has_its_value_reason_and_source(tmp_path: Path, neuron: 
 
 
 def test_the_launcher_sets_them_and_its_agent_writes_a_file_of_each_rank(tmp_path: Path) -> None:
-    command = render(TINY, [ON, f"run.dir={tmp_path}", *PAIR], None, {"OMP_NUM_THREADS": "1"})
+    command = local_command(TINY, [ON, f"run.dir={tmp_path}", *PAIR], None, {"OMP_NUM_THREADS": "1"})
     prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] "}
     assert command.env == wanted(tmp_path / "logs") | prefix
     assert {f"--log-dir={tmp_path}/logs/dist", "--tee=3"} <= {*command.argv}
-    alone = render(TINY, [ON, f"run.dir={tmp_path}"], None, {"OMP_NUM_THREADS": "1"})
+    alone = local_command(TINY, [ON, f"run.dir={tmp_path}"], None, {"OMP_NUM_THREADS": "1"})
     assert alone.env == wanted(tmp_path / "logs")
     assert not any("log-dir" in word for word in alone.argv)
-    silent = render(TINY, PAIR, None, {"OMP_NUM_THREADS": "1"})
+    silent = local_command(TINY, PAIR, None, {"OMP_NUM_THREADS": "1"})
     assert (silent.env, [word for word in silent.argv if "log-dir" in word or "tee" in word]) == ({}, [])
 
 
 def test_torchs_profiler_is_quiet_where_there_is_no_gpu() -> None:
     profiled = ("metrics.profile_steps=[3,4]", *PAIR)
     shell = {"OMP_NUM_THREADS": "1"}
-    assert render(TINY, profiled, None, shell).env == {QUIET_PROFILER.name: "5"}
-    assert render(TINY, profiled, None, {**shell, QUIET_PROFILER.name: "0"}).env == {QUIET_PROFILER.name: "0"}
-    assert QUIET_PROFILER.name not in render(TINY, [*profiled, "backend.name=cuda"], None, shell).env
+    assert local_command(TINY, profiled, None, shell).env == {QUIET_PROFILER.name: "5"}
+    assert local_command(TINY, profiled, None, {**shell, QUIET_PROFILER.name: "0"}).env == {QUIET_PROFILER.name: "0"}
+    assert QUIET_PROFILER.name not in local_command(TINY, [*profiled, "backend.name=cuda"], None, shell).env
 
 
 def test_on_neuron_devices_the_runtime_writes_beside_the_rank(tmp_path: Path) -> None:
     shell = {"NEURON_RT_LOG_LEVEL": "DEBUG"}
-    found = render(TINY, [ON, f"run.dir={tmp_path}", *ON_TRN2, "train.global_batch=1024"], 64, shell).env
+    found = local_command(TINY, [ON, f"run.dir={tmp_path}", *ON_TRN2, "train.global_batch=1024"], 64, shell).env
     assert found.items() >= (NEURON | shell).items()
 
 

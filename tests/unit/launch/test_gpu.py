@@ -6,8 +6,8 @@ import pytest
 
 from nxtrain.config.load import load
 from nxtrain.launch.gpu import QUIET_TRANSFERS, RECORDING, gpu_variables
-from nxtrain.launch.local import render
 from tests.support import ROOT, TINY
+from tests.support.launch_cases import local_command
 
 ON_GPU = "backend.name=cuda"
 QUIET = {RECORDING.name: "2000", QUIET_TRANSFERS.name: "false"}
@@ -45,7 +45,7 @@ def test_values_of_the_shell_win_and_other_backends_have_none() -> None:
 def test_the_launcher_sets_them_after_those_of_debugging() -> None:
     recipe = ROOT / "configs" / "llama3_2_1b_cuda.toml"
     shell = {"OMP_NUM_THREADS": "1"}
-    assert render(recipe, [], None, shell).env == ALONE
-    logged = render(recipe, ["recovery.debug=dist"], None, shell).env
+    assert local_command(recipe, [], None, shell).env == ALONE
+    logged = local_command(recipe, ["recovery.debug=dist"], None, shell).env
     assert logged["NCCL_DEBUG"] == "INFO"
     assert logged["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

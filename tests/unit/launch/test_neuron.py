@@ -17,10 +17,10 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import host_name
 from nxtrain.config.load import load
 from nxtrain.launch import neuron
-from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
 from tests.support import TINY
 from tests.support.commands import in_process, output_of
+from tests.support.launch_cases import local_command
 from tests.unit.launch.conftest import Program
 
 RECIPE = TINY.with_name("llama2_7b_trn1.toml")
@@ -39,7 +39,7 @@ def test_dry_run_prints_a_script_of_environment_and_command() -> None:
 
 
 def test_what_dry_run_prints_sets_the_environment_in_a_shell() -> None:
-    command = render(TINY, ON_TRN2, None, {})
+    command = local_command(TINY, ON_TRN2, None, {})
     exports, _ = str(command).rsplit("\n", 1)
     done = subprocess.run(["bash", "-ec", f"{exports}\nenv -0"], capture_output=True, text=True, timeout=20, check=True)
     found = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
@@ -84,15 +84,15 @@ def test_several_nodes_are_no_problem_of_a_dry_run() -> None:
 def test_machines_that_do_not_fit_are_refused(cluster: list[str], problem: str) -> None:
     overrides = ["backend.name=neuron", "parallel.dp=4", *(f"cluster.{value}" for value in cluster)]
     with pytest.raises(ConfigError, match=problem):
-        render(TINY, overrides, None, {})
+        local_command(TINY, overrides, None, {})
 
 
 def test_the_instance_is_that_of_this_machine_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "this_machine", lambda: INSTANCES["trn1n.32xlarge"])
-    assert "--target=trn1n" in render(TINY, ["backend.name=neuron"], None, {}).env["NEURON_CC_FLAGS"]
+    assert "--target=trn1n" in local_command(TINY, ["backend.name=neuron"], None, {}).env["NEURON_CC_FLAGS"]
     monkeypatch.setattr(neuron, "this_machine", lambda: None)
     with pytest.raises(ConfigError, match=r"cluster\.instance \(default\): not set.*\n.*trn1\.32xlarge"):
-        render(TINY, ["backend.name=neuron"], None, {})
+        local_command(TINY, ["backend.name=neuron"], None, {})
 
 
 LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "precision.params=bf16")
@@ -120,20 +120,20 @@ def test_compiler_flags_follow_the_attention_that_a_rank_will_choose(
 def test_attention_that_cannot_be_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "installed", lambda _: None)
     with pytest.raises(ConfigError, match=r"backend\.attention \(override\): flash cannot be had: neuronx-distributed"):
-        render(TINY, [*ON_TRN2, "backend.attention=flash"], None, {})
+        local_command(TINY, [*ON_TRN2, "backend.attention=flash"], None, {})
     with pytest.raises(
         ConfigError, match=r"flash is a kernel of backend\.name=cuda and neuron and neuron-native, not of cpu"
     ):
-        render(TINY, ["backend.name=cpu", "backend.attention=flash"], None, {})
+        local_command(TINY, ["backend.name=cpu", "backend.attention=flash"], None, {})
 
 
 def test_torchneuron_is_for_the_second_generation() -> None:
     native = ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"]
-    found = render(TINY, native, None, {}).env
+    found = local_command(TINY, native, None, {}).env
     assert found["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(f"{host_name()}/neff")
     assert not any(name.startswith(("PJRT", "XLA")) for name in found)
     with pytest.raises(ConfigError, match=r"trn1\.32xlarge .*first generation.*\n.*backend\.name=neuron"):
-        render(TINY, [native[0], "cluster.instance=trn1.32xlarge"], None, {})
+        local_command(TINY, [native[0], "cluster.instance=trn1.32xlarge"], None, {})
 
 
 @pytest.mark.parametrize("name", ["neuron-native", "auto"])
@@ -148,7 +148,7 @@ def test_a_rank_on_torchneuron_starts_anew_too(
 
 
 def test_only_runs_on_neuron_devices_get_their_variables() -> None:
-    assert render(TINY, (), None, {"OMP_NUM_THREADS": "1"}).env == {}
+    assert local_command(TINY, (), None, {"OMP_NUM_THREADS": "1"}).env == {}
 
 
 def test_a_rank_that_lacks_variables_starts_anew_with_them_once(
@@ -170,11 +170,11 @@ def test_deterministic_ranks_of_gpus_have_cublas_take_part(started: list[Program
     overrides = ["backend.name=cuda", "backend.deterministic=true"]
     shell = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **given}
     wanted = {} if given else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert wanted.items() <= {**given, **render(TINY, overrides, None, shell).env}.items()
+    assert wanted.items() <= {**given, **local_command(TINY, overrides, None, shell).env}.items()
     reexec_with_environment(load(TINY, overrides).config, shell, local_world=1)
     reached = {**shell, **(started[-1].environ if started else {})}
     assert reached["CUBLAS_WORKSPACE_CONFIG"] == {**wanted, **given}["CUBLAS_WORKSPACE_CONFIG"]
-    assert "CUBLAS_WORKSPACE_CONFIG" not in render(TINY, ["backend.name=cuda"], None, shell).env
+    assert "CUBLAS_WORKSPACE_CONFIG" not in local_command(TINY, ["backend.name=cuda"], None, shell).env
 
 
 @pytest.mark.parametrize(("nodes", "started_on"), [(1, 2), (2, 1)])

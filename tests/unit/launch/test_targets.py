@@ -25,13 +25,12 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import INSTANCE_TYPES
 from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
-from nxtrain.launch.local import render as render_local
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.yaml_text import dump_yaml
 from tests.support import ROOT
-from tests.support.launch_cases import CASES, GOLDEN, all_files
+from tests.support.launch_cases import CASES, GOLDEN, all_files, local_command
 
 VALIDATED = GOLDEN / "validated.json"
 JUDGES = {
@@ -381,8 +380,8 @@ def test_graphs_are_compiled_on_the_disk_of_the_node() -> None:
 def test_agents_of_an_elastic_run_take_a_range_of_machines() -> None:
     demo = ROOT / "configs/demo.toml"
     overrides = ["cluster.nodes=4", "parallel.dp=0", "train.global_batch=24"]
-    command = render_local(demo, overrides, 1, {}, first_node="n1", min_nodes=2)
+    command = local_command(demo, overrides, 1, {}, first_node="n1", min_nodes=2)
     assert "--nnodes=2:4" in command.argv
-    assert "--nnodes=4" in render_local(demo, overrides, 1, {}, first_node="n1").argv
+    assert "--nnodes=4" in local_command(demo, overrides, 1, {}, first_node="n1").argv
     with pytest.raises(ConfigError, match=r"use parallel\.dp=0"):
-        render_local(demo, [*overrides, "parallel.dp=4"], 1, {}, first_node="n1", min_nodes=2)
+        local_command(demo, [*overrides, "parallel.dp=4"], 1, {}, first_node="n1", min_nodes=2)

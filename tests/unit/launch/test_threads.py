@@ -14,9 +14,9 @@ from nxtrain.backends.base import Support
 from nxtrain.common.family import find_family
 from nxtrain.config.load import load
 from nxtrain.launch import neuron, threads
-from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
 from tests.support import DEMO, TINY
+from tests.support.launch_cases import local_command
 from tests.unit.launch.conftest import Program
 
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}
@@ -43,18 +43,18 @@ def test_the_number_follows_the_products_of_a_block_up_to_the_ranks_share(
     entries = width * width * 2 + 2 * width * width // 2 + 3 * width * inner
     operations = (2 * entries + 2 * width * length) * batch * length / tp
     wanted = min(max(1, cores // tp), max(1, int(operations // OPS)))
-    found = render(TINY, overrides, None, {}).env
+    found = local_command(TINY, overrides, None, {}).env
     assert found == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
 
 
 def test_a_small_model_has_one_thread_which_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cores(monkeypatch, 7)
     for config in (TINY, DEMO):
-        assert render(config, (), None, {}).env == {"OMP_NUM_THREADS": "1"}
-        (threads_of_model,) = render(config, (), None, {}).variables
+        assert local_command(config, (), None, {}).env == {"OMP_NUM_THREADS": "1"}
+        (threads_of_model,) = local_command(config, (), None, {}).variables
         assert "a block of this model keeps no more threads busy" in threads_of_model.reason
     large = ["model.config.hidden_size=1024", "train.micro_batch=1", "train.global_batch=16", "parallel.dp=16"]
-    (share,) = render(DEMO, large, 16, {}).variables
+    (share,) = local_command(DEMO, large, 16, {}).variables
     assert (share.name, share.value) == ("OMP_NUM_THREADS", "1"), "of 7 cores each of 16 ranks has one"
     assert share.reason.startswith("ranks that each take all cores")
 
@@ -79,7 +79,7 @@ def test_the_shells_values_win_in_a_launch_and_in_a_lone_rank(
     large = ["model.config.hidden_size=1024", "model.config.intermediate_size=4096"]
     reexec_with_environment(load(TINY, large).config, shell, local_world=1)
     alone = started.pop().environ if started else shell
-    assert alone == {**shell, **render(TINY, large, None, shell).env}
+    assert alone == {**shell, **local_command(TINY, large, None, shell).env}
     assert alone.items() >= shell.items()
     assert "OMP_NUM_THREADS" in alone
     is_waiting_chosen = "OMP_WAIT_POLICY" in shell or "GOMP_SPINCOUNT" in shell
@@ -91,7 +91,7 @@ def test_the_shells_values_win_in_a_launch_and_in_a_lone_rank(
 
 def test_hosts_of_neuron_devices_wait_as_before(monkeypatch: pytest.MonkeyPatch, started: list[Program]) -> None:
     on_trn2 = ["backend.name=neuron", "cluster.instance=trn2.48xlarge"]
-    assert "OMP_WAIT_POLICY" not in render(TINY, on_trn2, None, {}).env
+    assert "OMP_WAIT_POLICY" not in local_command(TINY, on_trn2, None, {}).env
     monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
     reexec_with_environment(load(TINY, on_trn2).config, {}, local_world=1)
     assert not started

@@ -11,9 +11,15 @@ import pytest
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk
+from nxtrain.config.check import resolve_config
+from nxtrain.config.load import load
+from nxtrain.launch.local import ranks_per_node
 from nxtrain.tools.compile import precompile
+from nxtrain.tools.compile.compile_key import build_of
+from nxtrain.tools.compile.entries import NEFF_FOLDER
 from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
+from nxtrain.tools.compile.native_compile import rehearsal
 from nxtrain.tools.compile.parallel_compile import Compiled
 from tests.support import TINY, commands
 from tests.support.caches import COMPILER, key
@@ -126,6 +132,19 @@ def test_on_several_nodes_nothing_is_tried_again_by_one_alone(
     args = (str(TINY), "backend.name=neuron", *cluster, *paths, "--first-node=node7", "--retries=3")
     assert commands.in_process("compile", *args)[0] == 0
     assert given == [retries]
+
+
+@pytest.mark.parametrize("recipe", ["tiny_cpu", "llama2_7b_trn1", "qwen3_30b_a3b_trn2"])
+def test_a_rehearsal_has_the_build_of_its_run(recipe: str) -> None:
+    path = TINY.with_name(f"{recipe}.toml")
+    intervals = ["train.eval_every=500", "checkpoint.every=1000", "recovery.vote_every=50", "optim.schedule=wsd"]
+    data = ["data.source=text", "data.path=a.txt", "data.validation_fraction=0.05"]
+    given = ["backend.name=neuron-native", "backend.layers=native", *data, *intervals]
+    run = load(path, given)
+    world = ranks_per_node(run.config, None) * run.config.cluster.nodes
+    rehearsed = load(path, [*given, *rehearsal(run.config, Path("DIR"))])
+    builds = [build_of(resolve_config(each, world), world, {}, NEFF_FOLDER) for each in (run, rehearsed)]
+    assert builds[0] == builds[1]
 
 
 def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
