@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import open_checkpoint
@@ -40,7 +41,7 @@ class ResumePlanner:
         if mirrored is None:
             self._locations = RunLocations(folder, None, StorageScope(ranks))
         else:
-            self._locations = RunLocations(folder, mirrored.mirror, mirrored.scope.over(ranks))
+            self._locations = RunLocations(folder, mirrored.mirror, replace(mirrored.scope, ranks=ranks))
         self._ranks = ranks
         self._print_line = print_line
         self._printed = set[str]()

@@ -19,7 +19,6 @@ class RowPacking:
         starts: (p,) first token of the piece in its document.
         lengths: (p,) tokens of the piece.
         rows: (p,) row of the piece, ascending.
-        capacity: Tokens that a row can hold.
     """
 
     documents: Counts
@@ -27,7 +26,6 @@ class RowPacking:
     lengths: Counts
     rows: Counts
     num_rows: int
-    capacity: int
 
     @property
     def begins(self) -> Counts:
@@ -36,11 +34,6 @@ class RowPacking:
         first = np.searchsorted(self.rows, self.rows)
         begins: Counts = before - before[first]
         return begins
-
-    @property
-    def waste(self) -> float:
-        """Share of the rows' positions without a token."""
-        return 1 - int(self.lengths.sum()) / (self.num_rows * self.capacity) if self.num_rows else 0.0
 
 
 def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPacking:
@@ -72,7 +65,6 @@ def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPack
         lengths=np.concatenate([np.full(whole, capacity), rest[rests]]),
         rows=np.concatenate([np.arange(whole), whole + rows[by_row]]),
         num_rows=whole + num_rows,
-        capacity=capacity,
     )
 
 

@@ -56,7 +56,24 @@ def native_environment(
         locks: Folder of locks, on a disk of the machine.
         reads: Check whether the installed packages read a variable.
     """
-    variables = _certain(config)
+    variables = [
+        *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
+        execution_limit(config),
+        Variable(
+            NATIVE_CACHE,
+            str(config.compile.cache_dir / FOLDERS["graphs"]),
+            "compile.cache_dir: compiled operations and graphs, which a restart of the machine would lose otherwise",
+            _PAGE,
+            "unset it and use compile.cache_dir",
+        ),
+        Variable(
+            "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
+            "1",
+            "a graph that does not compile ends the run; op by op it would run many times slower without a word",
+            _PAGE,
+            "unset it, or use compile.torch_compile=false to run op by op",
+        ),
+    ]
     notes = []
     for uncertain in _uncertain(config, locks):
         named = uncertain.variables(reads)
@@ -102,28 +119,6 @@ def _cores(text: str) -> list[int]:
         first, _, last = part.strip().partition("-")
         cores += range(int(first), int(last or first) + 1)
     return cores
-
-
-def _certain(config: RunConfig) -> list[Variable]:
-    folder = config.compile.cache_dir / FOLDERS["graphs"]
-    return [
-        *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
-        execution_limit(config),
-        Variable(
-            NATIVE_CACHE,
-            str(folder),
-            "compile.cache_dir: compiled operations and graphs, which a restart of the machine would lose otherwise",
-            _PAGE,
-            "unset it and use compile.cache_dir",
-        ),
-        Variable(
-            "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
-            "1",
-            "a graph that does not compile ends the run; op by op it would run many times slower without a word",
-            _PAGE,
-            "unset it, or use compile.torch_compile=false to run op by op",
-        ),
-    ]
 
 
 @dataclass(frozen=True)

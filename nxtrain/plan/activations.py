@@ -182,7 +182,7 @@ def _adapted(job: Job, names: Sequence[str]) -> list[AdaptedLayer]:
     """Layers of a block with adapters, of some names."""
     if job.adapters is None:
         return []
-    layers = adapted_layers(job.stage(0), job.config.parallel.tp, job.adapters)
+    layers = adapted_layers(job.stages[0], job.config.parallel.tp, job.adapters)
     return [layer for layer in layers if layer.name in names]
 
 
@@ -287,7 +287,7 @@ def _mlp_params(job: Job) -> int:
     """Trained parameters of a feed-forward that a rank computes with."""
     specs: dict[str, ShardSpec] = {}
     if job.adapters is None:
-        block = job.stage(0).block_specs(job.config.parallel.tp)
+        block = job.stages[0].block_specs(job.config.parallel.tp)
         specs |= {name: spec for name, spec in block.items() if name.startswith("mlp.")}
     for layer in _adapted(job, (*MLP_IN, *MLP_OUT)):
         specs |= layer.specs()

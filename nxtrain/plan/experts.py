@@ -43,7 +43,7 @@ def _num_adapters(job: Job) -> int:
     """Adapters of an expert."""
     if job.adapters is None:
         return 0
-    return len(expert_adapters(job.stage(0), job.config.parallel.tp, job.adapters))
+    return len(expert_adapters(job.stages[0], job.config.parallel.tp, job.adapters))
 
 
 @once_per_job

@@ -147,16 +147,6 @@ class Job:
         """True if the stored parameters, and their reduced gradients, are in host memory."""
         return "params" in self.config.parallel.offload and self.is_fully_sharded
 
-    @property
-    def has_optimizer_on_host(self) -> bool:
-        """True if the optimizer state is in host memory."""
-        return "optimizer" in self.config.parallel.offload
-
-    @property
-    def has_activations_on_host(self) -> bool:
-        """True if the activations of a block are in host memory once its forward pass is done."""
-        return "activations" in self.config.parallel.offload
-
     @cached_property
     def params_size(self) -> int:
         """Bytes of a parameter that the model computes with."""
@@ -310,10 +300,6 @@ class Job:
         for rank, stage in enumerate(self.stages):
             first.setdefault(stage, rank)
         return tuple(first.values())
-
-    def stage(self, index: int) -> Stage:
-        """Kind of a pipeline rank's stage."""
-        return self.stages[index]
 
     def entries(self, index: int, shard: int = 0) -> Entries:
         """Entries of a stage's parameters; `shard=0` shares their rows as the run does."""

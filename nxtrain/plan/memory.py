@@ -76,7 +76,7 @@ def stage_bytes(job: Job, stage: int) -> Bytes:
     frozen = job.frozen(stage).held
     if job.has_params_on_host:
         params = frozen = 0
-    if job.has_optimizer_on_host:
+    if "optimizer" in job.config.parallel.offload:
         optimizer = own_rows_bytes(job, stage)
     most = max(moments_of(job, stage), key=sum)
     workspace = 0
@@ -100,7 +100,7 @@ def host_bytes(job: Job, stage: int) -> dict[str, int]:
     if job.has_params_on_host:
         kinds["params"] = params_bytes(job, stage) + job.frozen(stage).held
         kinds["grads"] = accumulated_bytes(job, stage)
-    if job.has_optimizer_on_host:
+    if "optimizer" in job.config.parallel.offload:
         kinds["optimizer"] = optimizer_bytes(job, stage) - own_rows_bytes(job, stage)
     return {**kinds, "total": sum(kinds.values())}
 

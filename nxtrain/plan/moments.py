@@ -97,7 +97,7 @@ def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Itera
 
 def _is_first_block(job: Job, stage: int) -> bool:
     """True if a rank has the model's first block alone, beside adapters."""
-    kind = job.stage(stage)
+    kind = job.stages[stage]
     return job.adapters is not None and kind.first and kind.num_blocks == 1
 
 
@@ -124,7 +124,7 @@ def _earlier_grads(job: Job, stage: int, accumulated: int) -> int:
 
 def _split_bytes(job: Job, stage: int) -> int:
     """Activations when a backward pass without weight gradients comes to its last block, all others of which wait."""
-    num_blocks, waiting = job.stage(stage).num_blocks, postponed_block_bytes(job)
+    num_blocks, waiting = job.stages[stage].num_blocks, postponed_block_bytes(job)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed - 1
     kept = num_blocks * (whole * block_bytes(job) + postponed * waiting) + _beside_blocks(job, stage)
@@ -171,7 +171,7 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
     unit the gradient exists in its own type and in that of the reduction.
     """
-    parallel, kind, tp = job.config.parallel, job.stage(stage), job.config.parallel.tp
+    parallel, kind, tp = job.config.parallel, job.stages[stage], job.config.parallel.tp
     block, rest = block_entries(kind, tp, 1).local, rest_entries(kind, tp, 1).local
     block_size, rest_size = block * job.params_size, rest * job.params_size
     block_trained, rest_trained = block, rest
@@ -206,7 +206,7 @@ def unit_blocks(job: Job, stage: int) -> int:
     fewest = job.config.parallel.unit_params
     if not fewest:
         return 1
-    kind, tp = job.stage(stage), job.config.parallel.tp
+    kind, tp = job.stages[stage], job.config.parallel.tp
     block = block_entries(kind, tp, 1).local
     if job.adapters is not None:
         block += adapter_entries(kind, tp, 1, job.adapters).local
@@ -219,13 +219,13 @@ def unit_blocks(job: Job, stage: int) -> int:
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
     work = _working(job, stage) + job.frozen(stage).largest_matrix
-    if job.stage(stage).last:
+    if job.stages[stage].last:
         work = max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job))
     return kept + work
 
 
 def _logits(job: Job, stage: int) -> int:
-    if not job.stage(stage).last:
+    if not job.stages[stage].last:
         return 0
     return chunk_bytes(job) + kept_logits_bytes(job)
 
@@ -242,28 +242,28 @@ def _kept_of_blocks(job: Job, stage: int) -> int:
     postponed = _postponed(job, stage)
     num_bytes = (in_flight(job, stage) - postponed) * kept[0]
     if job.postpones:
-        num_bytes += postponed * job.stage(stage).num_blocks * postponed_block_bytes(job)
+        num_bytes += postponed * job.stages[stage].num_blocks * postponed_block_bytes(job)
     return num_bytes
 
 
 def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
     """Bytes that the blocks of each chunk keep of a micro-batch."""
-    kept = [num_blocks * block_bytes(job) for num_blocks in job.stage(stage).blocks]
-    if job.stage(stage).first:
+    kept = [num_blocks * block_bytes(job) for num_blocks in job.stages[stage].blocks]
+    if job.stages[stage].first:
         kept[0] -= untracked_bytes(job)
     return tuple(kept)
 
 
 def offloaded_bytes(job: Job, stage: int) -> int:
     """Activations of blocks in host memory."""
-    if not job.has_activations_on_host:
+    if "activations" not in job.config.parallel.offload:
         return 0
     return _kept_of_blocks(job, stage)
 
 
 def _on_device(job: Job, of_blocks: int) -> int:
     """Kept bytes of blocks on the device: of two blocks, one of them on its way, if others are in host memory."""
-    if job.has_activations_on_host:
+    if "activations" in job.config.parallel.offload:
         return min(of_blocks, 2 * block_bytes(job))
     return of_blocks
 
@@ -279,7 +279,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
 def _beside_blocks(job: Job, stage: int) -> int:
     """Bytes of the input of the final norm with a number per row, and of the tensors of transfers."""
     num_bytes = 0
-    if job.stage(stage).last:
+    if job.stages[stage].last:
         num_bytes += boundary_bytes(job) + job.sequence_rows * NORM_ROW_BYTES
     if job.config.parallel.pp > 1:
         num_bytes += 3 * boundary_bytes(job)

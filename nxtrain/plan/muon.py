@@ -64,7 +64,7 @@ def hidden_entries(job: Job, stage: int) -> Entries:
     """Entries of a stage that have one running mean; none if AdamW updates all."""
     total = Entries(0, 0, 0)
     if job.config.optim.name == "muon":
-        kind, tp = job.stage(stage), job.config.parallel.tp
+        kind, tp = job.stages[stage], job.config.parallel.tp
         for number, specs in _hidden_kinds(kind, tp):
             total = total.plus(sum_entries(specs, tp, job.shard_size, kind.ep).times(number))
     return total
@@ -87,7 +87,7 @@ def muon_work(job: Job, stage: int) -> tuple[MuonWork, ...]:
     if optim.name != "muon":
         return ()
     blocks = -(-job.dimensions.num_layers // parallel.pp)
-    kind, shard = job.stage(stage), job.shard_size
+    kind, shard = job.stages[stage], job.shard_size
     work = [_work(kind, parallel.tp, shard, job.copies // shard, blocks, optim.muon_steps, False)]
     if job.dimensions.mixture is not None:
         shard = max(1, shard // parallel.ep)

@@ -138,7 +138,7 @@ def impossible(job: Job) -> Iterator[Problem]:
         yield Problem("parallel.tp", reason, hint=_degrees_of(dimensions))
     elif job.method == "qlora":
         # The first matrix of a block that tensor parallelism cuts inside a quantized block.
-        for name, spec in job.stage(0).block_specs(parallel.tp).items():
+        for name, spec in job.stages[0].block_specs(parallel.tp).items():
             if is_matrix(spec):
                 problems = list(quantized_cut(name.split(".")[1], spec, axis_of(parallel.tp)))
                 if problems:

@@ -348,7 +348,7 @@ def _ep_traffic(job: Job, stage: int, seconds: float) -> Iterator[Traffic]:
     """Exchange of tokens between the ranks that divide the experts; nothing hides it."""
     parallel = job.config.parallel
     if parallel.ep > 1:
-        blocks = sum(len(part.blocks) for part in job.parts[stage]) - job.stage(stage).num_dense
+        blocks = sum(len(part.blocks) for part in job.parts[stage]) - job.stages[stage].num_dense
         sent = job.num_micro * sum(exchange_bytes(job, blocks))
         yield Traffic("ep", link_of(job, parallel.ep, parallel.tp), int(sent), seconds, 0.0)
 

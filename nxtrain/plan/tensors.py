@@ -159,12 +159,12 @@ class Rank:
     @cached_property
     def block(self) -> tuple[Held, ...]:
         """Parameters of each block, by names inside the block; in a model with experts, of a block that has them."""
-        return self._hold_block(self.job.stage(self.stage))
+        return self._hold_block(self.job.stages[self.stage])
 
     @cached_property
     def dense_block(self) -> tuple[Held, ...]:
         """Parameters of each block without experts, in a model whose other blocks have experts."""
-        return self._hold_block(self.job.stage(self.stage).dense)
+        return self._hold_block(self.job.stages[self.stage].dense)
 
     def block_at(self, index: int) -> tuple[Held, ...]:
         """Parameters of a block, by its index in the whole model."""
@@ -176,7 +176,7 @@ class Rank:
     @cached_property
     def others(self) -> tuple[Held, ...]:
         """Parameters outside the blocks."""
-        specs = self.job.stage(self.stage).rest_specs()
+        specs = self.job.stages[self.stage].rest_specs()
         is_trained = self.job.adapters is None
         return tuple(self._hold(Parameter(name, spec, is_trained)) for name, spec in specs.items())
 
@@ -197,7 +197,7 @@ class Rank:
     @cached_property
     def bytes(self) -> RankBytes:
         """Bytes of the training state."""
-        kind = self.job.stage(self.stage)
+        kind = self.job.stages[self.stage]
         params = frozen = 0
         trained = updated = with_one_mean = 0
         has_muon = self.job.config.optim.name == "muon"

@@ -152,7 +152,7 @@ def gather_bytes(job: Job, stage: int) -> float:
     trained, frozen = job.trained(stage, 1), job.frozen(stage)
     gathers = 1 if parallel.shard == "grad_op" else 2
     share = (job.shard_size - 1) / job.shard_size
-    base = sum(job.stage(stage).blocks) * frozen.block + frozen.rest
+    base = sum(job.stages[stage].blocks) * frozen.block + frozen.rest
     holders = job.shard_size // parallel.ep
     experts = (holders - 1) / holders * trained.experts
     sent = share * (trained.local - trained.experts) + experts

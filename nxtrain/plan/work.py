@@ -98,7 +98,7 @@ def adapter_params(job: Job) -> int:
     """Entries of the adapters of a block that a token passes through, over all ranks."""
     if job.adapters is None:
         return 0
-    entries, mixture = adapter_entries(replace(job.stage(0), ep=1), 1, 1, job.adapters), job.dimensions.mixture
+    entries, mixture = adapter_entries(replace(job.stages[0], ep=1), 1, 1, job.adapters), job.dimensions.mixture
     if mixture is None:
         return entries.local
     return entries.local - entries.experts + entries.experts * mixture.experts_per_token // mixture.num_experts
@@ -109,7 +109,7 @@ def trained_params(job: Job) -> int:
     if job.adapters is None:
         return job.dimensions.num_params
     dimensions = job.dimensions
-    whole = replace(job.stage(0), blocks=(dimensions.num_layers,), ep=1, num_dense=len(dimensions.dense_layers))
+    whole = replace(job.stages[0], blocks=(dimensions.num_layers,), ep=1, num_dense=len(dimensions.dense_layers))
     return stage_adapters(whole, 1, 1, job.adapters).local
 
 
@@ -128,5 +128,5 @@ def restored_bytes(job: Job, num_blocks: int) -> float:
     """Bytes that a rank moves to restore the quantized matrices of some blocks once; 0 without quantization."""
     if job.method != "qlora":
         return 0.0
-    entries = matrix_entries(job.stage(0), job.config.parallel.tp, 1).local
+    entries = matrix_entries(job.stages[0], job.config.parallel.tp, 1).local
     return num_blocks * entries * (NF4_BYTES + SIZES["bf16"])

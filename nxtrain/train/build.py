@@ -125,7 +125,10 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     if init == "hf":
         given = weights = HfWeights(whole_folder(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
 
-        adapters = _first_adapters(plan, backend, mesh, table) or drawn
+        adapters, finetune = drawn, plan.config.finetune
+        if finetune.adapter:  # another run's
+            wanted, base = _adapter_shapes(plan, backend), whole_folder(plan.config.model.hf)
+            adapters = AdapterWeights(Path(finetune.adapter), finetune, table, mesh.tp, wanted, base)
 
         def fill_whole(name: str, local: Tensor) -> None:
             if is_adapter(name):
@@ -267,15 +270,6 @@ def _adapter_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ..
     model, parallel = _build_whole(plan, backend)
     adapt(model, plan.config.finetune, parallel)
     return ParamTable.of(model).of_trained(model).global_shapes()
-
-
-def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTable) -> Fill | None:
-    """Values with which adapters begin, if another run's are given."""
-    config = plan.config.finetune
-    if not config.adapter:
-        return None
-    wanted, base = _adapter_shapes(plan, backend), whole_folder(plan.config.model.hf)
-    return AdapterWeights(Path(config.adapter), config, table, mesh.tp, wanted, base)
 
 
 def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:

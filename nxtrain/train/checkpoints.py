@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Checkpoints(RunObserver):
             uploading = Ranks(state.mesh, backend.background_group(TIMEOUT_S))
             uploader = MirrorUploader(mirrored.mirror, retention, uploading)
         writers = Ranks(state.mesh, backend.background_group(config.recovery.hang_timeout_s))
-        scope = mirrored.scope.over(writers) if mirrored else StorageScope(writers)
+        scope = replace(mirrored.scope, ranks=writers) if mirrored else StorageScope(writers)
         self._writer = CheckpointWriter(
             Destination(config.run.dir / CHECKPOINTS_DIR, scope, retention, identity.tokenizer),
             state.layout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -117,10 +117,6 @@ class StorageScope:
     def leads(self) -> bool:
         """True if this rank acts in its folder."""
         return self.leader == self.ranks.mesh.rank
-
-    def over(self, ranks: Ranks) -> StorageScope:
-        """Copy of the scope with another process group."""
-        return replace(self, ranks=ranks)
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
         """Run an action on the leader of each folder while the others wait; return the results by leader."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError, HangError, LostPeerError
 from nxtrain.common.mesh import Axis, spans
 from nxtrain.common.process.greetings import without_greetings
@@ -52,13 +53,25 @@ class HostGroup:
         try:
             dist.monitored_barrier(group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            reason = in_world(str(error).strip().splitlines()[0].rstrip("."), dist.get_process_group_ranks(group))
-            if time.monotonic() - began < SOONER * limit_s:  # gloo's error is the same for a rank that is gone
-                raise _gone(reason, work) from error
-            raise HangError(
-                f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
-                f"recovery.hang_timeout_s allows while graphs compile: {reason}{_on_nodes(reason)}. A missing rank "
-                "died, or does other work than the rest; its own last lines say more"
+            reason = in_world(first_line(error).rstrip("."), dist.get_process_group_ranks(group))
+            # Only the first rank of a group gets the names; the others lose that rank.
+            named = _MISSING.search(reason)
+            missing = [int(rank) for rank in named[1].split(", ")] if named else []
+            nodes = Placement.read().on_nodes(missing) if missing else ""
+            if time.monotonic() - began >= SOONER * limit_s:
+                raise HangError(
+                    f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
+                    f"recovery.hang_timeout_s allows while graphs compile: {reason}{nodes}. A missing rank "
+                    "died, or does other work than the rest; its own last lines say more"
+                ) from error
+            # gloo's error is the same for a rank that is gone.
+            gone = "a rank that this one works with"
+            if missing:
+                gone = f"rank{'s' * (len(missing) > 1)} {spans(missing)}"
+            raise LostPeerError(
+                f"{gone}{nodes} {'are' if len(missing) > 1 else 'is'} gone, which the others wait for at {work}: "
+                f"{reason}. It died, or left early; its own last lines say why",
+                missing[0] if missing else None,
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
@@ -72,27 +85,6 @@ class HostGroup:
             first = members[0]
             see = f"ranks are about to run different graphs in {work}; see rank {first}"
             raise BackendError(problem if dist.get_rank() == first else see)
-
-
-def _missing(reason: str) -> list[int]:
-    """Ranks that a message of torch names. Only the first rank of a group gets the names; the others lose that rank."""
-    match = _MISSING.search(reason)
-    return [int(rank) for rank in match[1].split(", ")] if match else []
-
-
-def _on_nodes(reason: str) -> str:
-    """Nodes of the ranks that a message of torch names; empty if the run has one node."""
-    missing = _missing(reason)
-    return Placement.read().on_nodes(missing) if missing else ""
-
-
-def _gone(reason: str, work: str) -> LostPeerError:
-    """Error that names the ranks that ended."""
-    ranks = _missing(reason)
-    names = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else "a rank that this one works with"
-    names += _on_nodes(reason)
-    text = f"{names} {'are' if len(ranks) > 1 else 'is'} gone, which the others wait for at {work}: {reason}"
-    return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
 
 
 def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:

@@ -49,7 +49,8 @@ def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
     """Open devices; if opening takes too long, the process ends with the exit code of a hang."""
     seconds = OPENING_S + MEETINGS * hang_timeout_s
-    message = f"error: {_me()}: its devices were not open, and the others not met, within {seconds:g} seconds"
+    rank = Placement.read().rank
+    message = f"error: rank {rank}: its devices were not open, and the others not met, within {seconds:g} seconds"
     with bounded(seconds, message, HangError.exit_code):
         return work()
 
@@ -58,7 +59,8 @@ def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseExc
     """Close devices; if closing takes too long, the process ends with the exit code of the run."""
     outcome = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
     message = (
-        f"warning: {_me()}: its devices were not closed within {seconds:g} seconds, and it ends without that; {outcome}"
+        f"warning: rank {Placement.read().rank}: its devices were not closed within {seconds:g} seconds, and it ends "
+        f"without that; {outcome}"
     )
     with bounded(seconds, message, 0 if ended is None else getattr(ended, "exit_code", 1)):
         work()
@@ -85,10 +87,6 @@ def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
     finally:
         done.set()
         alarm.set(0)
-
-
-def _me() -> str:
-    return f"rank {Placement.read().rank}"
 
 
 def start_daemon(work: Callable[[], None]) -> None:

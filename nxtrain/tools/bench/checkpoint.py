@@ -108,7 +108,7 @@ class FilledState:
     """Training state of a model that has matrices only, with a method for each measured operation."""
 
     def __init__(self, folder: Path, mib: int) -> None:
-        self._folder, self._mib = folder, mib
+        self._folder = folder
         num = max(1, mib // MATRICES_MIB)
         specs = {f"layers.{index}.weight": ShardSpec((ROWS, ROWS), dim=0) for index in range(num)}
         self._layout = Layout(ParamTable(specs), Mesh(1, 0))

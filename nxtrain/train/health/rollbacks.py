@@ -87,7 +87,10 @@ class Rollbacks:
                 f"{said}, but it went back to step {self._began} {again} times already, past other batches each time. "
                 "Batches are not the cause: use a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
             )
-        steps = self._ranks.on_leader(self._steps, f"cannot look for checkpoints in {self._checkpoints}")
+        steps = self._ranks.on_leader(
+            lambda: [directory.step_of(path) for path in directory.list_checkpoints(self._checkpoints)],
+            f"cannot look for checkpoints in {self._checkpoints}",
+        )
         if steps and min(steps) > keeps:
             raise DivergedError(
                 f"{said}, but no checkpoint from step {keeps} or before is left, only {', '.join(map(str, steps))}. "
@@ -98,9 +101,6 @@ class Rollbacks:
             f"{said}: a run whose ranks are started again (recovery.max_restarts) goes back to step {keeps} or before, "
             f"and leaves out the batches from there to step {step}"
         )
-
-    def _steps(self) -> list[int]:
-        return sorted(directory.step_of(path) for path in directory.list_checkpoints(self._checkpoints))
 
     def _add(self, line: Mapping[str, Any]) -> None:
         """Write a line to disk before any rank goes on."""

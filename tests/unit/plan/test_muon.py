@@ -91,7 +91,7 @@ def test_operations_and_bytes_are_those_of_a_block_or_a_few(
     """Each rank orthogonalizes the matrices of some blocks, and exchanges padded rows of them."""
     job = job_of(**parallel)
     (work,) = muon_work(job, 0)
-    assert set(hidden_specs(job.stage(0), 1)) == set(SEGMENTS)
+    assert set(hidden_specs(job.stages[0], 1)) == set(SEGMENTS)
     assert (work.holders, work.helpers) == (holders, helpers)
     assert work.flops == blocks * sum(flops(*shape) for shapes in SEGMENTS.values() for shape in shapes)
     tp, shard = parallel.get("tp", 1), holders // parallel.get("tp", 1)
