@@ -10,8 +10,7 @@ import typer
 from nxtrain.cli.options import integer
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.hub import model_named
-from nxtrain.common.io.paths import local_path
-from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.io.paths import copying, is_bucket, local_path
 from nxtrain.config.bounds import MAX_SIZE
 
 if TYPE_CHECKING:
@@ -21,9 +20,10 @@ convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and t
 
 
 def _on_disk(text: str) -> Path:
-    """Path on this machine; refuses an address in S3, which would otherwise be read as a local path."""
-    if text.startswith(SCHEME):
-        raise ConfigError(f"{text} is no folder of this machine; fetch or bring it there with: aws s3 sync SRC DST")
+    """Path on this machine; refuses an address in object storage, which would otherwise be read as a local path."""
+    if is_bucket(text):
+        way_out = f"fetch or bring it there with: {copying(text, 'SRC DST')}"
+        raise ConfigError(f"{text} is no folder of this machine; {way_out}")
     return local_path(text)
 
 
@@ -45,7 +45,10 @@ Model = Annotated[
 ]
 Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_on_disk)]
 Checkpoint = Annotated[
-    str, typer.Argument(metavar="SRC", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="SRC", help="Run folder, checkpoint or mirror; s3://, gs:// and az:// too.", show_default=False
+    ),
 ]
 Base = Annotated[
     Path | None,

@@ -12,8 +12,7 @@ from nxtrain.cli.options import AsJson, integer
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.hub import SCHEME as HUB
 from nxtrain.common.io.hub import model_named
-from nxtrain.common.io.paths import local
-from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.io.paths import BUCKET_FORMS, is_bucket, local
 from nxtrain.common.process.document import write_document
 from nxtrain.config.bounds import MAX_INT
 
@@ -35,16 +34,16 @@ def _path(text: str) -> Path:
 
 
 def _location(text: str) -> Location:
-    """Path of this machine, or an address of S3; parameters that may be either are annotated as paths, for typer."""
+    """Path of this machine, or an address in object storage. Parameters that may be either are paths for typer."""
     from nxtrain.common.io.object_store import place_of
 
-    if text.startswith(SCHEME):
+    if is_bucket(text):
         return place_of(text)
     return _path(text)
 
 
 def _source(text: str) -> Any:
-    """Path, address of S3, or address of a data set of the Hub."""
+    """Path, address in object storage, or address of a data set of the Hub."""
     if not text.startswith(HUB):
         return _location(text)
     from nxtrain.data.arrow.hub_files import HubAddress
@@ -63,15 +62,15 @@ def _tokenizer(text: str) -> Path:
 
 def _output(text: str) -> Path:
     """Path of this machine: an address is refused, since an unfinished output grows and is cut."""
-    if text.startswith(SCHEME):
+    if is_bucket(text):
         prefix = text.rpartition("/")[0]
         raise ConfigError(f"--out {text}: the output is written on a disk; name a file, and add --upload {prefix}")
     return _path(text)
 
 
 def _prefix(text: str) -> str:
-    if not text.startswith(SCHEME):
-        raise ConfigError(f"--upload {text} is no address of S3; give one such as {SCHEME}bucket/corpora")
+    if not is_bucket(text):
+        raise ConfigError(f"--upload {text} is no address in object storage; give {BUCKET_FORMS}")
     return text
 
 
@@ -107,7 +106,7 @@ def prepare(
         list[Path],
         typer.Argument(
             metavar="SRC",
-            help="Files and folders; also s3://BUCKET/PREFIX, and hf://ORG/NAME/PATTERN@REVISION.",
+            help="Files and folders; also s3://, gs:// or az://BUCKET/PREFIX, and hf://ORG/NAME/PATTERN@REVISION.",
             show_default=False,
             parser=_source,
         ),
@@ -143,7 +142,12 @@ def prepare(
     restart: Annotated[bool, typer.Option("--restart", help="Delete what --out holds, finished or not.")] = False,
     upload: Annotated[
         str | None,
-        typer.Option(metavar="s3://...", help="Prefix for a copy of the result.", show_default=False, parser=_prefix),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Prefix in object storage for a copy, as s3://BUCKET/PREFIX.",
+            show_default=False,
+            parser=_prefix,
+        ),
     ] = None,
 ) -> None:
     """Copy the documents of text, JSON Lines, Parquet and Arrow files into one Arrow file that training maps.
@@ -166,11 +170,11 @@ def prepare(
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
     if upload is not None:
-        from nxtrain.common.io.object_store import S3Path
+        from nxtrain.common.io.bucket import BucketPath
         from nxtrain.common.process.console import standard_error
         from nxtrain.data.arrow.upload import upload as copy
 
-        is_new = copy(outcome.outputs, S3Path(upload.rstrip("/")))
+        is_new = copy(outcome.outputs, BucketPath(upload.rstrip("/")))
         said = "holds this corpus already"
         if is_new:
             said = "holds a copy"

@@ -38,7 +38,7 @@ def generate(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="Run folder, checkpoint, mirror (s3:// too), Hugging Face folder or ORG/NAME of the Hub.",
+            help="Run folder, checkpoint, mirror (in buckets too), Hugging Face folder or ORG/NAME of the Hub.",
             show_default=False,
         ),
     ],
@@ -98,7 +98,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN_OR_HF",
-            help="Run folder, checkpoint, mirror (s3:// too), Hugging Face folder or ORG/NAME of the Hub.",
+            help="Run folder, checkpoint, mirror (in buckets too), Hugging Face folder or ORG/NAME of the Hub.",
             show_default=False,
         ),
     ],

@@ -59,7 +59,7 @@ CacheFolder = Annotated[
     ),
 ]
 DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines above with the command and its files."
-CACHE_HELP = "Folder, configuration file or s3://BUCKET/PREFIX."
+CACHE_HELP = "Folder, configuration file, or s3://, gs:// or az://BUCKET/PREFIX."
 
 
 def main() -> None:

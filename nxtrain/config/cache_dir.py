@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.paths import BUCKET_SCHEMES, scheme_of
 
 if TYPE_CHECKING:  # data workers need only the names of folders, and the schema is half of their start
     from nxtrain.config.schema import CompileConfig
@@ -58,7 +59,7 @@ def cache_folder(
     """
     name = "compile.cache_dir"
     text = str(config.cache_dir)
-    if text.startswith("s3:"):
+    if scheme_of(text) in BUCKET_SCHEMES:
         hint = "use a local folder, and fill it beforehand: nxtrain cache sync s3://BUCKET/PREFIX FOLDER"
         raise ConfigError([Problem(name, f"{text} is a bucket, and the compiler needs a disk of this node", hint=hint)])
     folder = Path(fill(name, text, {"host": host or host_name()})).expanduser().absolute()

@@ -14,6 +14,7 @@ from typing import Any
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.io.paths import copying, is_bucket
 from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
@@ -358,13 +359,15 @@ def _buckets(data: DataConfig) -> Iterator[Problem]:
         ("validation_path", data.validation_path),
         *(("mixture", n) for n in data.mixture),
     ):
-        if not name.startswith("s3:"):
+        if not is_bucket(name):
             continue
-        if not re.match("s3://[^/]+/.", name):
-            yield Problem(f"data.{key}", f"{name} names no object", hint="write s3://BUCKET/KEY")
+        scheme, _, rest = name.partition("://")
+        if not re.match("[^/]+/.", rest):
+            yield Problem(f"data.{key}", f"{name} names no object", hint=f"write {scheme}://BUCKET/KEY")
         elif data.source not in ("arrow", "tokens"):
             reason = f"{name} is in a bucket, and source={data.source} reads files of this machine"
-            hint = "prepare it for data.source=arrow with nxtrain data prepare; or fetch it: aws s3 sync"
+            fetch = copying(name, "SRC DST")
+            hint = f"prepare it for data.source=arrow with nxtrain data prepare; or fetch it: {fetch}"
             yield Problem(f"data.{key}", reason, hint=hint)
 
 
@@ -410,8 +413,9 @@ def _tracker(config: RunConfig) -> Iterator[Problem]:
 
 def _mirror(config: RunConfig) -> Iterator[Problem]:
     mirror = config.checkpoint.mirror
-    if mirror.startswith("s3:") and not re.match("s3://[^/]", mirror):
-        yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint="write s3://BUCKET/PREFIX")
+    scheme, _, rest = mirror.partition("://")
+    if is_bucket(mirror) and not re.match("[^/]", rest):
+        yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint=f"write {scheme}://BUCKET/PREFIX")
     elif mirror and Path(os.path.realpath(mirror)).is_relative_to(os.path.realpath(config.run.dir)):
         reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"
         yield Problem("checkpoint.mirror", reason, hint="use a folder that nodes share, or s3://BUCKET/PREFIX")

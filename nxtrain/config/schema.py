@@ -262,7 +262,7 @@ class DataConfig(Section):
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
     path: CorpusPlace = ""
-    """File, folder or glob that the source reads; of source=arrow and tokens also `s3://bucket/key`."""
+    """File, folder or glob that the source reads; of source=arrow and tokens also `s3://`, `gs://` or `az://bucket/key`."""
     mixture: tuple[CorpusPlace, ...] = Field(default=(), strict=False)
     """Several corpora of source=arrow or tokens, in place of path; each row is of one of them."""
     weights: tuple[PositiveFloat, ...] = Field(default=(), strict=False)
@@ -285,7 +285,7 @@ class DataConfig(Section):
     worker_restarts: NonNegativeInt = 3
     """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
     cache_dir: LocalPath = Path("/var/tmp/nxtrain-data-{user}")
-    """Folder on a disk of each node for what is read of s3://; `{user}` and `{host}` are filled in."""
+    """Folder on a disk of each node for what is read of buckets; `{user}` and `{host}` are filled in."""
 
 
 class CheckpointConfig(Section):
@@ -300,11 +300,11 @@ class CheckpointConfig(Section):
     async_: bool = Field(default=True, alias="async")
     """Write while training goes on, which waits only until its state is copied to host memory."""
     mirror: StoragePlace = ""
-    """Folder or `s3://bucket/prefix` that gets a copy of each checkpoint; run.dir may then be a disk of each node."""
+    """Folder, or prefix as `s3://bucket/run`, that gets a copy of each checkpoint; run.dir may then be of a node."""
     strict: bool = False
     """A checkpoint that cannot be written ends the run; otherwise a line reports it, and training goes on."""
     resume: StoragePlace = "auto"
-    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or s3:// of one."""
+    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or an address of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
     """Differences allowed from the run that wrote the checkpoint; the losses are then not those of one run."""
 

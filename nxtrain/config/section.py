@@ -7,12 +7,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from nxtrain.common.io.paths import local, local_or_bucket, model_place, storage
+from nxtrain.common.io.paths import BUCKET_SCHEMES, local, local_or_bucket, model_place, scheme_of, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 
 
 def _graph_folder(path: Path) -> Path:
-    return path if str(path).startswith("s3:") else Path(local(str(path)))
+    # A path keeps one of the two slashes of an address.
+    return path if scheme_of(str(path)) in BUCKET_SCHEMES else Path(local(str(path)))
 
 
 # TOML has no paths, so a string becomes one.
@@ -20,7 +21,7 @@ LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Pat
 LocalText = Annotated[str, AfterValidator(local)]
 ModelPlace = Annotated[str, AfterValidator(model_place)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
-StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
+StoragePlace = Annotated[str, AfterValidator(storage)]
 """Folder or address; `nxtrain.config.check` reports an address without bucket."""
 GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
 """Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.common.errors import DataError
-from nxtrain.common.io.object_store import S3Path, place_of
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import place_of
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import RemoteFile, cache_folder, open_file
@@ -78,7 +79,7 @@ def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int)
     try:
         file = open_file(path, cache_folder(config))
     except DataError as error:
-        if isinstance(path, S3Path) or path.exists():
+        if isinstance(path, BucketPath) or path.exists():
             raise
         relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise DataError(

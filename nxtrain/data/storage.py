@@ -1,4 +1,4 @@
-"""Files of corpora on disks and in S3, opened once and read at any offset, and prepared files, written atomically.
+"""Files of corpora on disks and in buckets, opened once and read at any offset, and prepared files, written atomically.
 
 A read looks up no name. Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a
 signal, without a message.
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import DamagedError, DataError, NxtrainError, StorageError, refused
 from nxtrain.common.io import atomic
+from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.cached_object import CachedObject
-from nxtrain.common.io.object_store import Location, S3Path, S3Source, S3Store
+from nxtrain.common.io.object_store import BucketSource, BucketStore, Location
+from nxtrain.common.io.paths import listing
 from nxtrain.common.io.regular import NotRegularError, open_regular
 from nxtrain.config.cache_dir import fill, host_name
 
@@ -56,7 +58,7 @@ class DataFile(Protocol):
         """Value that differs after a change of the content in place."""
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads ahead, in another thread, if the storage is S3; do nothing for a disk."""
+        """Call a function that reads ahead, in another thread, if the storage is a bucket; do nothing for a disk."""
 
 
 class LocalFile:
@@ -82,18 +84,20 @@ class LocalFile:
 
 
 class RemoteFile:
-    """An object of S3, whose bytes come to this node when they are read.
+    """An object of a bucket, whose bytes come to this node when they are read.
 
     Args:
         cache: Folder of this node for blocks; None: blocks are not stored, and each read is a request.
     """
 
-    def __init__(self, address: S3Path, cache: Path | None) -> None:
+    def __init__(self, address: BucketPath, cache: Path | None) -> None:
         self.name = address
         try:
-            self._object: S3Source | CachedObject = S3Source(address) if cache is None else CachedObject(address, cache)
+            self._object: BucketSource | CachedObject = (
+                BucketSource(address) if cache is None else CachedObject(address, cache)
+            )
         except DamagedError as error:
-            raise DataError(f"{address} does not exist, or was deleted; check it with: aws s3 ls {address}") from error
+            raise DataError(f"{address} does not exist, or was deleted; check it with: {listing(address)}") from error
         except OSError as error:
             what = f"data.cache_dir: {cache} cannot hold blocks of {address}: {error.strerror}"
             raise DataError(f"{what}; name a folder on a disk of this node") from error
@@ -101,7 +105,7 @@ class RemoteFile:
 
     @property
     def tag(self) -> str:
-        """S3's identity of the content."""
+        """The service's identity of the content."""
         return self._object.tag
 
     def read(self, view: memoryview, start: int) -> int:
@@ -144,12 +148,12 @@ class _RemoteStream(io.RawIOBase):
 
 
 def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
-    """Open a file that is read once, mostly in order. Blocks of S3 are not stored on this node.
+    """Open a file that is read once, mostly in order. Blocks of a bucket are not stored on this node.
 
     Args:
-        buffer_bytes: Least bytes of a request to S3.
+        buffer_bytes: Least bytes of a request to a bucket.
     """
-    if isinstance(path, S3Path):
+    if isinstance(path, BucketPath):
         return io.BufferedReader(_RemoteStream(RemoteFile(path, None)), buffer_bytes)
     return open(open_regular(path), "rb", buffering=0)
 
@@ -158,9 +162,9 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
     """Open a file.
 
     Args:
-        cache: Folder of this node for blocks of S3; None: blocks are not stored.
+        cache: Folder of this node for blocks of buckets; None: blocks are not stored.
     """
-    if isinstance(path, S3Path):
+    if isinstance(path, BucketPath):
         return RemoteFile(path, cache)
     try:
         return LocalFile(path)
@@ -185,7 +189,7 @@ def shards(path: Location) -> list[Location]:
         if not path.is_dir():
             return [path]
         return [*sorted(path.glob(f"*{SHARD_ENDING}"))]
-    names = sorted(name for name in S3Store(path).sizes() if name.endswith(SHARD_ENDING) and "/" not in name)
+    names = sorted(name for name in BucketStore(path).sizes() if name.endswith(SHARD_ENDING) and "/" not in name)
     return [path / name for name in names] or [path]
 
 
@@ -193,11 +197,11 @@ def summary_of(path: Location) -> Location:
     """Path of the summary that a preparation writes next to its folder of shards."""
     if isinstance(path, Path):
         return path.with_suffix(".summary.json")
-    return S3Path(path.removesuffix(path.name) + PurePosixPath(path.name).with_suffix(".summary.json").name)
+    return BucketPath(path.removesuffix(path.name) + PurePosixPath(path.name).with_suffix(".summary.json").name)
 
 
 def cache_folder(config: Any) -> Path:
-    """Folder of this node for blocks of S3, `data.cache_dir`."""
+    """Folder of this node for blocks of buckets, `data.cache_dir`."""
     values = {"host": host_name(), "user": getpass.getuser()}
     return Path(fill("data.cache_dir", str(config.cache_dir), values)).expanduser().absolute()
 

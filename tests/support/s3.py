@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 from moto.server import ThreadedMotoServer
 
+from nxtrain.common.io.bucket import BucketPath
+
 BUCKET = "mirror"
 
 
@@ -45,6 +47,11 @@ def s3(s3_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield client
     drop_bucket(client)
     client.close()
+
+
+def object_of(address: BucketPath) -> dict[str, str]:
+    """Bucket and key of an address, as arguments of requests."""
+    return {"Bucket": address.bucket, "Key": address.key}
 
 
 def drop_bucket(client: Any) -> None:

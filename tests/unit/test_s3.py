@@ -9,7 +9,8 @@ from boto3.exceptions import S3UploadFailedError
 from botocore import exceptions as s3_errors
 
 from nxtrain.common.errors import BackendError, NxtrainError, StorageError
-from nxtrain.common.io.s3 import explained
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.s3 import S3
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.s3 import BUCKET, s3, s3_variables
 
@@ -53,7 +54,7 @@ FIRM = [
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_a_failure_of_the_server_or_the_way_to_it_lets_the_launcher_try_again(error: Exception) -> None:
-    with pytest.raises(StorageError) as raised, explained(ADDRESS):
+    with pytest.raises(StorageError) as raised, S3(BucketPath(ADDRESS)).explained(ADDRESS):
         raise error
     assert str(raised.value).startswith(f"{ADDRESS}: {error}")
     assert StorageError.exit_code not in FINAL
@@ -61,7 +62,7 @@ def test_a_failure_of_the_server_or_the_way_to_it_lets_the_launcher_try_again(er
 
 @pytest.mark.parametrize("error", FIRM, ids=repr)
 def test_a_refusal_is_final(error: Exception) -> None:
-    with pytest.raises(BackendError) as raised, explained(ADDRESS):
+    with pytest.raises(BackendError) as raised, S3(BucketPath(ADDRESS)).explained(ADDRESS):
         raise error
     assert "aws s3 ls s3://bucket/" in str(raised.value)
     assert raised.value.exit_code in FINAL
@@ -71,6 +72,6 @@ def test_a_server_that_is_gone_is_a_failure_that_may_pass(s3: Any, monkeypatch: 
     import boto3
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(NxtrainError, match="Could not connect") as raised, explained(ADDRESS):
+    with pytest.raises(NxtrainError, match="Could not connect") as raised, S3(BucketPath(ADDRESS)).explained(ADDRESS):
         boto3.client("s3").list_objects_v2(Bucket=BUCKET)
     assert type(raised.value) is StorageError

@@ -1,4 +1,4 @@
-"""An object of S3 in a sparse file on this node's disk, which gets each block at its first read.
+"""An object of a bucket in a sparse file on this node's disk, which gets each block at its first read.
 
 An index next to the file has the checksum of every block in the file, and 0 for every other block. A block is written
 before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost only
@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from nxtrain.common.io.object_store import S3Path, S3Source
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import BucketSource
 
 BLOCK_BYTES = 1 << 16
 """Bytes of a block, the least that a request brings, also for a shorter document."""
@@ -45,10 +46,10 @@ _ENTRY = struct.Struct("<Q")
 
 
 class CachedObject:
-    """An object of S3, read through a file of this node; `tag` is S3's identity of the object's content."""
+    """An object of a bucket, read through a file of this node; `tag` is the service's identity of the content."""
 
-    def __init__(self, address: S3Path, folder: Path) -> None:
-        self._source = S3Source(address)
+    def __init__(self, address: BucketPath, folder: Path) -> None:
+        self._source = BucketSource(address)
         self.name = address
         self.num_bytes = self._source.num_bytes
         self.tag = self._source.tag
@@ -92,7 +93,7 @@ class CachedObject:
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="nxtrain-s3")
+        pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="nxtrain-bucket")
         weakref.finalize(self, pool.shutdown, wait=False, cancel_futures=True)
         return pool
 
@@ -125,7 +126,7 @@ class CachedObject:
                 self._fetch(begin * BLOCK_BYTES, min(end * BLOCK_BYTES, self.num_bytes))
 
     def _fetch(self, start: int, stop: int) -> None:
-        """Fetch bytes from S3, and write them to this node's file."""
+        """Fetch bytes from the bucket, and write them to this node's file."""
         content, done = memoryview(bytearray(stop - start)), 0
         while done < len(content):
             done += self._source.read(content[done:], start + done)

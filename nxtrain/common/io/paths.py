@@ -1,6 +1,6 @@
 """Paths of configurations and commands: expansion of the home folder, and the one rule on addresses.
 
-S3 is the only storage that nxtrain reads and writes by address. Another scheme, or a misspelt address, would otherwise
+nxtrain reads and writes buckets of three services by address. Another scheme, or a misspelt address, would otherwise
 become the name of a new folder of this machine.
 """
 
@@ -16,6 +16,14 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.hub import SCHEME as HUB
 from nxtrain.common.io.hub import model_named
 
+_COPYING = {"s3": "aws s3 sync", "gs": "gcloud storage rsync --recursive", "az": "azcopy sync"}
+"""Command that copies a folder, for Amazon S3, Google Cloud Storage and Azure Blob Storage."""
+BUCKET_SCHEMES = tuple(_COPYING)
+BUCKET_FORMS = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
+"""Forms of an address in object storage, for messages."""
+_OTHER_NAMES = {"gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "wasb": "az", "wasbs": "az"}
+"""Names of the same services in other tools."""
+
 _SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
 """Begin of an address: `scheme:/`, as a path keeps only one of several slashes; and misspelt forms of `s3://`."""
 
@@ -26,6 +34,26 @@ def scheme_of(path: str) -> str:
     if match is None:
         return ""
     return match[1] or match[2]
+
+
+def is_bucket(text: str) -> bool:
+    """True for an address in object storage."""
+    return text.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
+
+
+def listing(address: str) -> str:
+    """Command of the service's own tool that lists an address in object storage."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "az":
+        container, _, prefix = rest.partition("/")
+        return f"az storage blob list --container-name {container} --prefix '{prefix}'"
+    tool = "aws s3 ls" if scheme == "s3" else "gcloud storage ls"
+    return f"{tool} {address}"
+
+
+def copying(address: str, arguments: str) -> str:
+    """Command of the service's own tool that copies a folder from or to an address in object storage."""
+    return f"{_COPYING[scheme_of(address)]} {arguments}"
 
 
 def at_home(path: str) -> str:
@@ -42,8 +70,8 @@ def local(path: str) -> str:
     scheme = scheme_of(path)
     if scheme:
         fetch = "the tool of its service"
-        if scheme == "s3":
-            fetch = "aws s3 sync ADDRESS FOLDER"
+        if is_bucket(path):
+            fetch = copying(path, "ADDRESS FOLDER")
         elif scheme == "hf":
             fetch = "hf download, or make a corpus of it: nxtrain data prepare"
         raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
@@ -51,8 +79,8 @@ def local(path: str) -> str:
 
 
 def local_or_bucket(path: str) -> str:
-    """Expand the home folder in a path; accept addresses of S3, and refuse addresses of other services."""
-    if path.startswith("s3://"):
+    """Expand the home folder in a path; accept addresses in object storage, and refuse others."""
+    if is_bucket(path):
         return path
     return local(path)
 
@@ -69,30 +97,31 @@ def model_place(path: str) -> str:
 
 
 def storage(path: str) -> str:
-    """Expand the home folder in a path, or accept an address of S3, for a location that is also written."""
-    if path.startswith("s3://"):
+    """Expand the home folder in a path, or accept an address in object storage, for a location that is also written."""
+    if is_bucket(path):
         return path
     scheme = scheme_of(path)
     if scheme:
         raise ValueError(
-            f"an address of {scheme}, and nxtrain has access to folders and to s3://BUCKET/PREFIX only; "
+            f"an address of {scheme}, and nxtrain has access to folders and to {BUCKET_FORMS} only; "
             f"use one of these{_meant(path, scheme)}"
         )
     return at_home(path)
 
 
 def _meant(path: str, scheme: str) -> str:
-    """Hint for a misspelt S3 address, or for a path written as an address; empty for other paths."""
+    """Hint for a misspelt address in object storage, or for a path written as an address; empty for other paths."""
     rest = path[len(scheme) :].lstrip(":/")
-    if get_close_matches(scheme.lower(), ["s3"]):
-        return f"; did you mean s3://{rest}?"
+    meant = get_close_matches(scheme.lower(), [*_COPYING, *_OTHER_NAMES], n=1)
+    if meant:
+        return f"; did you mean {_OTHER_NAMES.get(meant[0], meant[0])}://{rest}?"
     if scheme.lower() == "file":
         return f"; did you mean /{rest}?"
     return ""
 
 
 def storage_path(text: str) -> Path:
-    """Path as `storage` returns, which is not an address in S3."""
+    """Path as `storage` returns, which is not an address in object storage."""
     return _path(text, storage)
 
 

@@ -1,14 +1,13 @@
-"""Access to S3: addresses, a client, and translation of errors."""
+"""Amazon S3, and stores that speak its protocol, by boto3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from nxtrain.common.errors import BackendError, ConfigError, StorageError
-
-SCHEME = "s3://"
+from nxtrain.common.errors import CheckpointError
+from nxtrain.common.io.bucket import PIECE_BYTES, BucketService, Cause, Stat, VerifiedStream, receive
+from nxtrain.common.io.checksummed_file import FileDigest, transferred
 
 _PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestThrottled"}
 """Codes of responses below status 500 that mean that S3 is busy.
@@ -17,49 +16,83 @@ Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
 _FAILURE = 500
 """Lowest HTTP status of server errors."""
+_CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
+"""Checksum of uploads: S3 recomputes it from the received bytes, and refuses a mismatch."""
+_MAX_PARTS = 10_000
+"""Most parts of one upload, by S3's rules."""
+_DELETE = 1000
+"""Most names of one delete request, by S3's rules."""
 
 
-def split(url: str) -> tuple[str, str]:
-    """Split `s3://bucket/prefix` into the bucket and the prefix, which may be empty."""
-    bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
-    if not bucket:
-        raise ConfigError(f"{url} names no bucket; write s3://BUCKET/PREFIX")
-    return bucket, prefix.strip("/")
+class S3(BucketService):
+    """A bucket of S3, with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL."""
 
+    extra = "s3"
+    client: Any
 
-def open_client(url: str) -> Any:
-    """Open a client with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL."""
-    with explained(url):
-        import boto3
-
-        return boto3.client("s3")
-
-
-@contextmanager
-def explained(url: str) -> Iterator[None]:
-    """Translate errors of boto3 within this context into errors for people."""
-    try:
+    def vendor_errors(self) -> tuple[type[Exception], ...]:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError as error:
-        raise BackendError(f"{url} needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
-    try:
-        yield
-    except (Boto3Error, BotoCoreError, ClientError) as error:
-        if _may_pass(error):
-            raise StorageError(f"{url}: {error}; S3 does not answer as it should, start again when it does") from error
-        hint = "check the bucket's name, and your access with: aws s3 ls"
-        raise BackendError(f"{url}: {error}; {hint} {SCHEME}{split(url)[0]}/") from error
 
+        return Boto3Error, BotoCoreError, ClientError
 
-def is_missing(error: Any) -> bool:
-    """True if a ClientError means that the object does not exist."""
-    return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
+    def open(self, address: str) -> None:
+        import boto3
 
+        self.client = boto3.client("s3")
 
-def is_replaced(error: Any) -> bool:
-    """True if a ClientError means that the object has another version than the request names."""
-    return error.response["Error"]["Code"] in {"412", "PreconditionFailed"}
+    def cause(self, error: Any) -> Cause:
+        from botocore.exceptions import ClientError
+
+        if isinstance(error, ClientError):
+            code = error.response["Error"]["Code"]
+            if code in {"404", "NoSuchKey", "NotFound"}:
+                return "absent"
+            if code in {"412", "PreconditionFailed"}:
+                return "replaced"
+        return "passing" if _may_pass(error) else "refused"
+
+    def stat(self, key: str) -> Stat:
+        head = self.client.head_object(Bucket=self.bucket, Key=key)
+        return Stat(int(head["ContentLength"]), str(head["ETag"]))
+
+    def read(self, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+
+    def read_range(self, key: str, tag: str, view: memoryview, start: int) -> int:
+        wanted = f"bytes={start}-{start + len(view) - 1}"
+        answer = self.client.get_object(Bucket=self.bucket, Key=key, Range=wanted, IfMatch=tag)
+        return receive(answer["Body"].iter_chunks(PIECE_BYTES), view)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
+            for item in page.get("Contents", ()):
+                sizes[item["Key"]] = item["Size"]
+        return sizes
+
+    def put(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=key, Body=content, **_CHECKSUM)
+
+    def upload(self, key: str, content: VerifiedStream, stored: FileDigest) -> None:
+        from boto3.s3.transfer import TransferConfig
+
+        # Each part is one or more blocks, so that only the parts in transfer are in memory.
+        part_bytes = stored.block_bytes * max(1, -(-len(stored.xxh3) // _MAX_PARTS))
+        settings = TransferConfig(multipart_threshold=part_bytes, multipart_chunksize=part_bytes, max_concurrency=2)
+        self.client.upload_fileobj(
+            content, self.bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
+        )
+
+    def download(self, key: str, target: Path) -> None:
+        self.client.download_file(self.bucket, key, str(target), Callback=transferred.note)
+
+    def delete(self, keys: list[str]) -> None:
+        for first in range(0, len(keys), _DELETE):
+            names = [{"Key": key} for key in keys[first : first + _DELETE]]
+            answer = self.client.delete_objects(Bucket=self.bucket, Delete={"Objects": names, "Quiet": True})
+            for failed in answer.get("Errors", ()):
+                raise CheckpointError(f"s3://{self.bucket}: cannot delete {failed['Key']}: {failed['Message']}")
 
 
 def _may_pass(error: BaseException) -> bool:

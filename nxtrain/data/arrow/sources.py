@@ -15,8 +15,8 @@ from typing import Literal
 import pyarrow as pa
 
 from nxtrain.common.errors import ConfigError, DataError
-from nxtrain.common.io.object_store import Location, S3Store, content_of
-from nxtrain.common.io.s3 import split
+from nxtrain.common.io.object_store import BucketStore, Location, content_of
+from nxtrain.common.io.paths import listing
 from nxtrain.data.arrow.hub_files import HubFiles
 from nxtrain.data.arrow.ipc import MAGIC
 from nxtrain.data.corpora import walk
@@ -86,8 +86,7 @@ def find_sources(
     """Find and recognise a corpus's files, in the order of the arguments, and sorted by path inside of a folder.
 
     Args:
-        arguments: Files and folders, objects and prefixes of S3, files of the Hub. Hidden files of a folder are not
-            read.
+        arguments: Files and folders, objects and prefixes of buckets, files of the Hub. Hidden files are left out.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
         mixed: A folder may hold text next to other formats.
         any_text: A file of an unknown format counts as text, whose reader skips or refuses other content.
@@ -150,11 +149,12 @@ def _listed(argument: Location) -> list[PurePosixPath] | None:
         walked = walk(argument)
         walked.refuse_failed(f"{argument}")
         return [PurePosixPath(path.relative_to(argument).as_posix()) for path in walked.files]
-    if split(argument)[1] and argument.is_file():
+    if argument.key and argument.is_file():
         return None
-    keys = [key for key in S3Store(argument).sizes() if key and not key.endswith("/")]  # such objects stand for folders
+    # Objects whose names end with a slash stand for folders.
+    keys = [key for key in BucketStore(argument).sizes() if key and not key.endswith("/")]
     if not keys:
-        raise ConfigError(f"{argument} does not exist; check it with: aws s3 ls {argument}")
+        raise ConfigError(f"{argument} does not exist; check it with: {listing(argument)}")
     names = sorted(map(PurePosixPath, keys))
     return [name for name in names if "/." not in f"/{name}"]
 

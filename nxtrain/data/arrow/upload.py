@@ -1,19 +1,20 @@
-"""Copies of a prepared corpus in S3, from which runs on other machines read."""
+"""Copies of a prepared corpus in a bucket, from which runs on other machines read."""
 
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.checksummed_file import digest_of
-from nxtrain.common.io.object_store import S3Path, S3Store, content_of
+from nxtrain.common.io.object_store import BucketStore, content_of
 from nxtrain.common.process.progress import Progress
 from nxtrain.data.arrow.work import Outputs
 
 
-def upload(outputs: Outputs, root: S3Path) -> bool:
+def upload(outputs: Outputs, root: BucketPath) -> bool:
     """Copy a finished preparation below an address, under its names on the disk.
 
     The summary goes last: an equal one in the bucket means that the whole corpus is there. Each block is verified as it
-    is read, and S3 verifies what arrives.
+    is read, and the service verifies what arrives.
 
     Args:
         root: Prefix for the corpus, its summary and its bad rows.
@@ -23,10 +24,10 @@ def upload(outputs: Outputs, root: S3Path) -> bool:
 
     Raises:
         ConfigError: The prefix holds another corpus under this name.
-        BackendError: S3 refuses the request, or boto3 is not installed.
+        BackendError: The service refuses the request, or its client is not installed.
         StorageError: The storage fails.
     """
-    store, summary = S3Store(root), content_of(outputs.summary)
+    store, summary = BucketStore(root), content_of(outputs.summary)
     there = store.sizes()
     if outputs.summary.name in there:
         if content_of(root / outputs.summary.name) == summary:

@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nxtrain.common.errors import BackendError, ConfigError
-from nxtrain.common.io.paths import local_path
-from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.io.paths import is_bucket, local_path
 from nxtrain.common.process.document import write_document
 from nxtrain.common.text import size
 from nxtrain.config.bounds import quoted
@@ -160,7 +159,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
 
 
 def _location(text: str) -> CacheLocation:
-    if text.startswith(SCHEME):
+    if is_bucket(text):
         return open_location(text)
     folder = _folder(text)
     _refuse_other(folder)
@@ -168,7 +167,7 @@ def _location(text: str) -> CacheLocation:
 
 
 def _cache(where: str | None) -> Cache:
-    if where and where.startswith(SCHEME):
+    if where and is_bucket(where):
         raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
     folder = _folder(where)
     # A run makes the folder of its configuration, so one that is not there is an empty cache.

@@ -18,8 +18,7 @@ from pathlib import Path
 from nxtrain.common.errors import ConfigError, DamagedError, cause_of
 from nxtrain.common.io.checksummed_file import digest_of
 from nxtrain.common.io.object_store import ObjectStore, content_of, open_source, open_store
-from nxtrain.common.io.paths import local_path
-from nxtrain.common.io.s3 import SCHEME
+from nxtrain.common.io.paths import copying, is_bucket, local_path
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import CacheKey, Content, Seal, damage, from_json, hash_file, parse_key, to_json
 
@@ -127,9 +126,9 @@ class Step:
 
 
 def open_location(text: str | Path) -> CacheLocation:
-    """Open the cache at an address: `s3://bucket/prefix`, or a folder."""
+    """Open the cache at an address in object storage, or in a folder."""
     address = str(text)
-    if address.startswith(SCHEME):
+    if is_bucket(address):
         return Bucket(open_store(address))
     return Cache(local_path(address))
 
@@ -137,7 +136,8 @@ def open_location(text: str | Path) -> CacheLocation:
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
     """Copy every done entry that the target lacks."""
     if isinstance(source, Bucket) and isinstance(target, Bucket):
-        raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
+        way_out = f"one must be a folder, or use: {copying(str(target), 'SRC DST')}"
+        raise ConfigError(f"{source} and {target} are both buckets; {way_out}")
     if isinstance(source, Cache) and not source.root.is_dir():
         raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
     if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():

@@ -22,7 +22,8 @@ from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.rewinds import Rewind, RunHistory
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import BackendError, CheckpointError, ConfigError, DamagedError
-from nxtrain.common.io import checksummed_file, object_store
+from nxtrain.common.io import checksummed_file
+from nxtrain.common.io import s3 as s3_client
 from nxtrain.common.io.checksummed_file import TransferCounter, transferred
 from nxtrain.common.io.object_store import FolderStore, ObjectStore, open_store, place_of
 from nxtrain.common.mesh import Mesh
@@ -246,7 +247,7 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
     run.save(1)
     place: Any = run.mirror.folder(1)
-    fetched = counted(place.client, "GetObject")
+    fetched = counted(place.service.client, "GetObject")
     half = Layout(run.cut.table, Mesh.build(2, 1, tp=2))
     read = torch.zeros(2048, 2)
     load(place, {"model": {"a.weight": read}}, half)
@@ -258,8 +259,8 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
 def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.folder(1)
-    parts = counted(place.client, "UploadPart")
-    monkeypatch.setattr(object_store, "transferred", sent := TransferCounter())
+    parts = counted(place.service.client, "UploadPart")
+    monkeypatch.setattr(s3_client, "transferred", sent := TransferCounter())
     run.save(1)
     assert sent() >= 4 * 2 * 2_500_000, "what is sent is a sign of life"
     assert run.unmirrored == ""
@@ -300,7 +301,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
 def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     place: Any = run.mirror.folder(1)
-    counted(place.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
+    counted(place.service.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
     began = time.monotonic()
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     assert time.monotonic() - began < 0.4

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.io.object_store import S3Path, open_store, place_of
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import open_store, place_of
 from nxtrain.common.io.paths import local_path
 from nxtrain.config import check
 from nxtrain.config.check import resolve_config
@@ -21,11 +22,9 @@ REST = "bucket/run"
 OTHERS = (
     "http",
     "https",
-    "gs",
     "hdfs",
     "ftp",
     "sftp",
-    "az",
     "abfss",
     "hf",
     "file",
@@ -81,17 +80,21 @@ def misspelt(draw: st.DrawFn) -> str:
 @given(misspelt())
 def test_a_misspelt_address_is_no_folder(text: str) -> None:
     if text.startswith("s3://"):
-        assert place_of(text) == S3Path(text)
+        assert place_of(text) == BucketPath(text)
         return
     for read in (place_of, open_store, local_path):
         with pytest.raises(ConfigError, match="an address of "):
             read(text)
 
 
-@pytest.mark.parametrize("scheme", ["S3", "s3a", "s3n", "ss3", "s", "3"])
-def test_the_nearest_scheme_is_named(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean s3://{REST}"):
-        place_of(f"{scheme}://{REST}")
+NEAREST = {"s3": ["S3", "s3a", "s3n", "ss3", "s", "3"], "gs": ["GS", "gcs"], "az": ["AZ", "abfs", "abfss", "wasbs"]}
+
+
+@pytest.mark.parametrize("nearest", NEAREST)
+def test_the_nearest_scheme_is_named(nearest: str) -> None:
+    for scheme in NEAREST[nearest]:
+        with pytest.raises(ConfigError, match=f"did you mean {nearest}://{REST}"):
+            place_of(f"{scheme}://{REST}")
 
 
 def test_the_path_of_a_file_address_is_named() -> None:

@@ -11,17 +11,18 @@ from typer.testing import CliRunner
 
 from nxtrain.cli.data import data as commands
 from nxtrain.common.errors import ConfigError, DataError, StorageError
-from nxtrain.common.io.object_store import Location, S3Path, S3Source
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import BucketSource, Location
 from nxtrain.data import storage
 from nxtrain.data.arrow import preparation, rows
 from nxtrain.data.arrow.inspection import inspect_corpus
 from tests.support.corpora import FORMATS, contents, documents, prepare, write_corpus, write_tokenizer
-from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
+from tests.support.s3 import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
 from tests.unit.data.test_resumed_preparation import KilledError, Killing
 
 __all__ = ["s3", "s3_variables"]
 
-ROOT = S3Path(f"s3://{BUCKET}/src")
+ROOT = BucketPath(f"s3://{BUCKET}/src")
 BUFFER = 4096
 
 
@@ -56,10 +57,10 @@ def folder(s3: Any, tmp_path: Path) -> Path:
 def upload(s3: Any, root: Path) -> None:
     for path in root.rglob("*"):
         if path.is_file():
-            s3.put_object(**(ROOT / path.relative_to(root).as_posix()).object, Body=path.read_bytes())
+            s3.put_object(**object_of(ROOT / path.relative_to(root).as_posix()), Body=path.read_bytes())
 
 
-def parts(folder: Path) -> tuple[list[Path], list[S3Path]]:
+def parts(folder: Path) -> tuple[list[Path], list[BucketPath]]:
     """The folders, and the same prefixes."""
     names = sorted(path.name for path in folder.iterdir())
     return [folder / name for name in names], [ROOT / name for name in names]
@@ -95,10 +96,10 @@ def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path:
         found = [(tmp_path / f"{only[2:]}{number}.arrow").read_bytes() for number in range(2)]
         assert found[0] == found[1]
     with pytest.raises(DataError, match=rf"{ROOT} holds .*\.txt would be a document next to"):
-        s3.put_object(**(ROOT / "README.txt").object, Body=b"words")
+        s3.put_object(**object_of(ROOT / "README.txt"), Body=b"words")
         prepare(ROOT, out=tmp_path / "o.arrow")
     with pytest.raises(ConfigError, match=f"{ROOT}-none does not exist"):
-        prepare(S3Path(f"{ROOT}-none"), out=tmp_path / "o.arrow")
+        prepare(BucketPath(f"{ROOT}-none"), out=tmp_path / "o.arrow")
     with pytest.raises(ConfigError, match=r"holds no file that matches \*\.none"):
         prepare(ROOT, out=tmp_path / "o.arrow", only="*.none")
 
@@ -106,15 +107,15 @@ def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path:
 def test_each_byte_comes_about_once_and_few_at_a_time(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a preparation therefore does not grow with an object."""
     path = write_corpus(tmp_path / "a", "a.jsonl", [text * 9 for text in documents(3000)])
-    s3.put_object(**(ROOT / "a.jsonl").object, Body=path.read_bytes())
-    read, lengths = S3Source.read, list[int]()
+    s3.put_object(**object_of(ROOT / "a.jsonl"), Body=path.read_bytes())
+    read, lengths = BucketSource.read, list[int]()
 
     def counted(self: Any, view: memoryview, start: int) -> int:
         length = read(self, view, start)
         lengths.append(length)
         return length
 
-    monkeypatch.setattr(S3Source, "read", counted)
+    monkeypatch.setattr(BucketSource, "read", counted)
     in_parts(monkeypatch, 1 << 18)
     monkeypatch.setattr(preparation, "BATCH_BYTES", 1 << 18)
     prepare(ROOT / "a.jsonl", out=tmp_path / "o.arrow")
@@ -132,12 +133,12 @@ def test_an_object_that_changes_while_it_is_read_ends_the_command_with_its_addre
     texts = [f"{number} {random.randbytes(120).hex()}" for number in range(300)]
     content = write_corpus(tmp_path / "a", name, texts).read_bytes()
     address = ROOT / name
-    s3.put_object(**address.object, Body=content)
+    s3.put_object(**object_of(address), Body=content)
     assert len(content) > 6 * BUFFER
 
     class Changing(preparation.Watcher):
         def advance(self, num_bytes: int, counts: object) -> None:
-            s3.put_object(**address.object, Body=content[:-1])
+            s3.put_object(**object_of(address), Body=content[:-1])
 
     with pytest.raises(DataError, match=f"{address} (has )?changed while it (is|was) read"):
         prepare(address, out=tmp_path / "o.arrow", watcher=Changing())
@@ -150,19 +151,19 @@ def test_ranges_that_break_off_are_requested_again_or_end_the_command_which_goes
 ) -> None:
     random = Random(0)
     path = write_corpus(tmp_path / "a", name, [f"{number} {random.randbytes(120).hex()}" for number in range(300)])
-    address = S3Path(ROOT / name)
-    s3.put_object(**address.object, Body=path.read_bytes())
+    address = BucketPath(ROOT / name)
+    s3.put_object(**object_of(address), Body=path.read_bytes())
     prepare(path, out=tmp_path / "theirs.arrow")
     faults: list[Fault] = ["torn", "", "error", "", "torn", "error", ""]
     with failing_s3(s3_variables, lambda: faults.pop(0) if faults else "") as variables:
         monkeypatch.setenv("AWS_ENDPOINT_URL", variables["AWS_ENDPOINT_URL"])
-        prepare(S3Path(address), out=tmp_path / "ours.arrow")
+        prepare(BucketPath(address), out=tmp_path / "ours.arrow")
         assert not faults
         faults += ["", "", "", "", "torn", "error", "torn"]
         with pytest.raises(StorageError, match=f"{address}.*start again when it does"):
-            prepare(S3Path(address), out=tmp_path / "again.arrow")
+            prepare(BucketPath(address), out=tmp_path / "again.arrow")
         assert not faults
-        prepare(S3Path(address), out=tmp_path / "again.arrow")
+        prepare(BucketPath(address), out=tmp_path / "again.arrow")
     wanted = (tmp_path / "theirs.arrow").read_bytes()
     assert (tmp_path / "ours.arrow").read_bytes() == wanted
     assert (tmp_path / "again.arrow").read_bytes() == wanted
@@ -177,7 +178,7 @@ def test_inspection_tells_of_a_bucket_what_it_tells_of_a_disk(folder: Path, s3: 
     for path in out.rglob("*"):
         if path.is_file():
             s3.upload_file(str(path), BUCKET, f"src/{path.relative_to(tmp_path)}")
-    pairs: list[tuple[Path, S3Path]] = [(folder / name, ROOT / name) for name in ("00", "03", "99", "10")]
+    pairs: list[tuple[Path, BucketPath]] = [(folder / name, ROOT / name) for name in ("00", "03", "99", "10")]
     pairs += [(out / name, ROOT / "out" / name) for name in ("text.arrow", "shards.arrow", "ids.arrow")]
     options: dict[str, Any] = {"seq_len": 32, "cache": tmp_path / "cache"}
     for theirs, ours in pairs:

@@ -21,8 +21,9 @@ from botocore.exceptions import NoCredentialsError
 
 from nxtrain.common.errors import BackendError, DataError, StorageError
 from nxtrain.common.io import cached_object
+from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.cached_object import CachedObject
-from nxtrain.common.io.object_store import S3Path, S3Source
+from nxtrain.common.io.object_store import BucketSource
 from nxtrain.data import Data, Loader, StreamLoader, Streams
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -30,13 +31,13 @@ from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
-from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
+from tests.support.s3 import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
 from tests.unit.data.conftest import open_at
 
 __all__ = ["s3", "s3_variables"]
 
 BLOCK, GLOBAL_BATCH, SEQ_LEN = 256, 4, 24
-KEY = S3Path(f"s3://{BUCKET}/data/rows.bin")
+KEY = BucketPath(f"s3://{BUCKET}/data/rows.bin")
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +58,18 @@ def content(s3: Any) -> bytes:
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """First and last byte of every range that is requested from now on."""
     found: list[tuple[int, int]] = []
-    read = S3Source.read
+    read = BucketSource.read
 
     def counted(self: Any, view: memoryview, start: int) -> int:
         found.append((start, start + len(view)))
         return read(self, view, start)
 
-    monkeypatch.setattr(S3Source, "read", counted)
+    monkeypatch.setattr(BucketSource, "read", counted)
     return found
 
 
-def put(s3: Any, content: bytes, address: S3Path = KEY) -> None:
-    s3.put_object(**address.object, Body=content)
+def put(s3: Any, content: bytes, address: BucketPath = KEY) -> None:
+    s3.put_object(**object_of(address), Body=content)
 
 
 def span(source: CachedObject, start: int, size: int) -> bytes:
@@ -138,7 +139,7 @@ def test_another_version_is_never_mixed_with_the_first(s3: Any, content: bytes, 
     with pytest.raises(Exception, match="another version has taken its place"):
         span(old, 9 * BLOCK, 1)
     assert len([*tmp_path.iterdir()]) == 2, "files of the first version are deleted"
-    s3.delete_object(**KEY.object)
+    s3.delete_object(**object_of(KEY))
     assert span(new, 0, len(content)) == content[::-1], "what this node has"
 
 
@@ -281,7 +282,7 @@ def test_opening_a_bucket_reads_metadata_only(
     texts = ["snow " * 9000 for _ in range(40)]
     monkeypatch.setattr(preparation, "BATCH_BYTES", 200_000)
     prepare(write_corpus(tmp_path, "a.jsonl", texts), out=tmp_path / "o.arrow")
-    address = S3Path(f"s3://{BUCKET}/o.arrow")
+    address = BucketPath(f"s3://{BUCKET}/o.arrow")
     s3.upload_file(str(tmp_path / "o.arrow"), BUCKET, "o.arrow")
     corpus = PreparedCorpus(address, tmp_path / "cache")
     assert 8 * sum(stop - start for start, stop in requests) < (tmp_path / "o.arrow").stat().st_size
@@ -293,7 +294,7 @@ def test_an_object_that_was_damaged_on_its_way_is_refused(s3: Any, corpora: Path
     place = PreparedCorpus(corpora / "ids.arrow")._batches[0].values + 5
     damaged = content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
     s3.put_object(Bucket=BUCKET, Key="c/ids.arrow", Body=damaged)
-    corpus = PreparedCorpus(S3Path(f"{bucket}/ids.arrow"), tmp_path / "cache")
+    corpus = PreparedCorpus(BucketPath(f"{bucket}/ids.arrow"), tmp_path / "cache")
     with pytest.raises(DataError, match=rf"{bucket}/ids\.arrow is damaged: bytes .* documents 0 to "):
         corpus.content(0)
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.io.object_store import S3Path, S3Store
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import BucketStore
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.upload import upload
 from nxtrain.data.arrow.work import Outputs
 from tests.support.corpora import documents, prepare, write_corpus
-from tests.support.s3 import BUCKET, s3, s3_variables
+from tests.support.s3 import BUCKET, object_of, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 
-ROOT = S3Path(f"s3://{BUCKET}/corpora/one")
+ROOT = BucketPath(f"s3://{BUCKET}/corpora/one")
 
 
 def prepared(folder: Path, number: int, **options: Any) -> Outputs:
@@ -37,28 +38,28 @@ def test_a_copy_is_read_as_the_file_is(s3: Any, tmp_path: Path, shard_bytes: int
     assert there.identity == here.identity
     assert [there.text(number) for number in range(len(there))] == documents(3000)
     files = [path for path in outputs.out.parent.rglob("*") if path.is_file() and path.name != "a.jsonl"]
-    assert {path.relative_to(outputs.out.parent).as_posix() for path in files} == S3Store(ROOT).sizes().keys()
+    assert {path.relative_to(outputs.out.parent).as_posix() for path in files} == BucketStore(ROOT).sizes().keys()
     for path in files:
         address = ROOT / path.relative_to(outputs.out.parent).as_posix()
-        assert s3.get_object(**address.object)["Body"].read() == path.read_bytes()
+        assert s3.get_object(**object_of(address))["Body"].read() == path.read_bytes()
     assert len(files) == (3 if not shard_bytes else 2 + len([*outputs.out.iterdir()]))
 
 
 def test_a_copy_is_made_once_and_again_after_a_break(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = prepared(tmp_path / "here", 30)
     with monkeypatch.context() as broken:
-        broken.setattr(S3Store, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken.setattr(BucketStore, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             upload(outputs, ROOT)
-    assert outputs.summary.name not in S3Store(ROOT).sizes(), "the summary goes last"
+    assert outputs.summary.name not in BucketStore(ROOT).sizes(), "the summary goes last"
     assert upload(outputs, ROOT)
-    monkeypatch.setattr(S3Store, "upload", None)
+    monkeypatch.setattr(BucketStore, "upload", None)
     assert not upload(outputs, ROOT)
 
 
 def test_another_corpus_is_not_replaced(s3: Any, tmp_path: Path) -> None:
     upload(prepared(tmp_path / "one", 30), ROOT)
-    before = S3Store(ROOT).sizes()
+    before = BucketStore(ROOT).sizes()
     with pytest.raises(ConfigError, match="is of another corpus"):
         upload(prepared(tmp_path / "two", 31), ROOT)
-    assert S3Store(ROOT).sizes() == before
+    assert BucketStore(ROOT).sizes() == before

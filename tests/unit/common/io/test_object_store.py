@@ -1,28 +1,47 @@
-"""Files of a store go and come whole, in a folder as in S3."""
+"""Files of a store go and come whole, in a folder as in a bucket of each service."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nxtrain.common.errors import ConfigError, DamagedError
-from nxtrain.common.io import checksummed_file
+from nxtrain.common.errors import BackendError, ConfigError, DamagedError
+from nxtrain.common.io import azure_blob, checksummed_file
+from nxtrain.common.io import gcs as gcs_client
+from nxtrain.common.io import s3 as s3_client
+from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.checksummed_file import digest_of, verify
-from nxtrain.common.io.object_store import ObjectStore, open_store
+from nxtrain.common.io.object_store import BucketSource, ObjectStore, open_store
+from nxtrain.common.io.paths import listing
+from tests.support.buckets import azure, azure_variables, gcs, gcs_variables, needs_azurite
 from tests.support.s3 import BUCKET, s3, s3_variables
 
-__all__ = ["s3", "s3_variables"]
+__all__ = ["azure", "azure_variables", "gcs", "gcs_variables", "s3", "s3_variables"]
+
+PART_BYTES = 5 << 20
 
 
-@pytest.fixture(params=["folder", "s3"])
+SERVICES = {"s3": "s3", "gs": "gcs", "az": "azure"}
+"""Fixture of each scheme."""
+BUCKETS = ["s3", "gs", pytest.param("az", marks=needs_azurite)]
+
+
+@pytest.fixture(params=["folder", *BUCKETS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
-        return open_store(f"s3://{BUCKET}/a/b")
-    return open_store(str(tmp_path / "store"))
+    if request.param == "folder":
+        return open_store(str(tmp_path / "store"))
+    request.getfixturevalue(SERVICES[request.param])
+    return open_store(f"{request.param}://{BUCKET}/a/b")
+
+
+@pytest.fixture(params=BUCKETS)
+def bucket(request: pytest.FixtureRequest) -> BucketPath:
+    request.getfixturevalue(SERVICES[request.param])
+    return BucketPath(f"{request.param}://{BUCKET}")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_001])
@@ -71,7 +90,66 @@ def test_names_below_a_folder_are_those_of_that_folder_at_any_depth(store: Objec
     assert {"a/1", "aa/3", "b/4"} <= store.sizes().keys()
 
 
-@pytest.mark.parametrize("address", ["s3://", "s3:///", "s3:///prefix"])
-def test_an_address_without_a_bucket_is_refused(s3: Any, address: str) -> None:
+@pytest.mark.parametrize("size", [1, PART_BYTES - 1, 2 * PART_BYTES + 5])
+def test_a_large_file_goes_up_in_parts_that_the_service_verifies(
+    bucket: BucketPath, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs_client, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(azure_blob, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", 3 * PART_BYTES // 4)
+    content = os.urandom(size)
+    (tmp_path / "here").write_bytes(content)
+    open_store(bucket).upload("large", tmp_path / "here", digest_of(tmp_path / "here"))
+    assert (bucket / "large").read_bytes() == content
+    view = memoryview(bytearray(size))
+    assert BucketSource(bucket / "large").read(view[: size // 2], size // 3) == min(size // 2, size - size // 3)
+    assert bytes(view[: size // 2]) == content[size // 3 : size // 3 + size // 2]
+
+
+def test_a_replaced_object_is_damage_and_not_a_mixture_of_versions(bucket: BucketPath) -> None:
+    store, name = open_store(bucket), bucket / "x/one"
+    store.put("x/one", b"first")
+    source = BucketSource(name)
+    store.put("x/one", b"other")
+    with pytest.raises(DamagedError, match="another version has taken its place"):
+        source.read(memoryview(bytearray(5)), 0)
+    store.delete(["x/one", "x/absent"])
+    with pytest.raises(DamagedError, match=r"absent|another version"):
+        source.read(memoryview(bytearray(5)), 0)
+    assert not name.is_file()
+
+
+def test_objects_are_listed_and_deleted_by_several_requests(
+    bucket: BucketPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_client, "_DELETE", 10)
+    monkeypatch.setattr(azure_blob, "_DELETE", 10)
+    store, names = open_store(bucket), [f"many/{number:03}" for number in range(25)]
+    for name in names:
+        store.put(name, b"x")
+    assert store.sizes("many") == dict.fromkeys(names, 1)
+    store.delete(names)
+    assert store.sizes("many") == {}
+
+
+def test_an_absent_bucket_is_named_with_the_command_that_lists_it(bucket: BucketPath) -> None:
+    absent = f"{bucket.partition('://')[0]}://absent-{BUCKET}"
+    with pytest.raises(BackendError, match=re.escape(listing(f"{absent}/"))):
+        open_store(absent).sizes()
+    with pytest.raises(BackendError, match=re.escape(absent)):
+        open_store(absent).put("a", b"x")
+
+
+def test_a_pickled_address_opens_a_client_of_its_own(bucket: BucketPath) -> None:
+    open_store(bucket).put("a", b"x")
+    again = pickle.loads(pickle.dumps(bucket / "a"))
+    assert again == bucket / "a" and again._service is None
+    assert again.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("rest", ["", "/", "/prefix"])
+def test_an_address_without_a_bucket_is_refused(scheme: str, rest: str) -> None:
+    address = f"{scheme}://{rest}"
     with pytest.raises(ConfigError, match="names no bucket"):
         open_store(address)

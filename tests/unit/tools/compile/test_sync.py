@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.io.object_store import S3Path, S3Store, open_store
+from nxtrain.common.io.bucket import BucketPath
+from nxtrain.common.io.object_store import BucketStore, open_store
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry, Seal
 from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_location, sync
@@ -116,12 +117,12 @@ def test_what_a_neighbour_works_on_is_left_to_him(node: Cache, tmp_path: Path) -
 
 
 def test_in_a_bucket_an_entry_shows_only_once_all_its_files_are_there(node: Cache, s3: Any) -> None:
-    class Torn(S3Store):
+    class Torn(BucketStore):
         def put(self, name: str, content: bytes) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sync(node, Bucket(Torn(S3Path(f"s3://{BUCKET}/{PREFIX}"))))
+        sync(node, Bucket(Torn(BucketPath(f"s3://{BUCKET}/{PREFIX}"))))
     assert any("/objects/" in item["Key"] for item in s3.list_objects_v2(Bucket=BUCKET)["Contents"])
     assert bucket_at(f"s3://{BUCKET}/{PREFIX}").done() == set()
 
