@@ -103,6 +103,7 @@ class BackendSettings:
         cpu_transport: Transport between the ranks of a CPU host: `auto`, `gloo` or `shared_memory`.
         allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
         deterministic: Kernels of a GPU repeat their bits.
+        rejoined: Times that this process has met the other ranks again after the loss of one.
     """
 
     hang_timeout_s: float = 1800.0
@@ -110,6 +111,7 @@ class BackendSettings:
     cpu_transport: str = "auto"
     allow_unverified: bool = False
     deterministic: bool = False
+    rejoined: int = 0
 
 
 DEFAULTS = BackendSettings()

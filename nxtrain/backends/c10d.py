@@ -44,7 +44,9 @@ class C10dBackend(Backend):
         self.local_rank, self.local_world = placement.local_rank, placement.local_world
         self.collectives = C10dCollectives(self.world)
 
-    def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
+    def _join(
+        self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None, *, rejoined: int = 0
+    ) -> None:
         limit_s = hang_timeout_s
         if self.compiles_at_first_use:
             # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is shorter.
@@ -55,7 +57,7 @@ class C10dBackend(Backend):
         if self.world > 1:
             timeout = timedelta(seconds=limit_s)
             # An explicit store, since heartbeats and failures use the store too.
-            self._store = store = meet(self.rank, self.world, timedelta(seconds=hang_timeout_s))
+            self._store = store = meet(self.rank, self.world, timedelta(seconds=hang_timeout_s), rejoined)
             self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
             with without_greetings():
                 dist.init_process_group(

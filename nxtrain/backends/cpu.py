@@ -44,7 +44,7 @@ class CpuBackend(C10dBackend):
         self.device = torch.device("cpu")
         keep_heap()
         self._shared = self.collectives = SharedMemoryCollectives(self.world)
-        self._join("gloo", settings.hang_timeout_s)
+        self._join("gloo", settings.hang_timeout_s, rejoined=settings.rejoined)
         self.kernels = self.host_kernels = CpuKernels()
         self._transport = self._transport_note = ""
         try:

@@ -88,7 +88,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     config = given.model_copy(update={"backend": chosen})
     problems = [*_model_choice(config), *layout(config, world, has_weights=has_weights)]
     problems += [*_name(config), *duration(config, loaded.origins), *_profile(config), *_tracker(config)]
-    problems += [*_data(loaded), *_mirror(config)]
+    problems += [*_data(loaded), *_mirror(config), *_in_job(config)]
     try:
         given = with_commit(given)
         config = config.model_copy(update={"model": given.model})
@@ -419,3 +419,19 @@ def _mirror(config: RunConfig) -> Iterator[Problem]:
     elif mirror and Path(os.path.realpath(mirror)).is_relative_to(os.path.realpath(config.run.dir)):
         reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"
         yield Problem("checkpoint.mirror", reason, hint="use a folder that nodes share, or s3://BUCKET/PREFIX")
+
+
+def _in_job(config: RunConfig) -> Iterator[Problem]:
+    """Problems of a run that replaces lost ranks alone."""
+    recovery, name, nodes = config.recovery, config.backend.name, config.cluster.nodes
+    if not recovery.in_job:
+        return
+    key, hint = "recovery.in_job", "use recovery.in_job=false, with which all ranks are started again"
+    if not recovery.max_restarts:
+        yield Problem(key, "replaces lost ranks, and recovery.max_restarts=0 allows none", hint="use 1 or more")
+    if name not in {"auto", "cpu"}:
+        yield Problem(key, f"replaces ranks of CPUs, not of backend.name={name}", hint=hint)
+    if nodes > 1:
+        yield Problem(key, f"replaces ranks of one machine, and cluster.nodes={nodes}", hint=hint)
+    if config.checkpoint.mirror:
+        yield Problem(key, "may replace a rank in the midst of an upload to checkpoint.mirror", hint=hint)

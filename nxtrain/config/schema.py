@@ -398,6 +398,10 @@ class RecoveryConfig(Section):
     """Seconds that a rank waits for the others, or gets no further itself, before the run counts as hung."""
     max_restarts: NonNegativeInt = 0
     """Times that the launcher starts failed ranks again; the count restarts when a run gets further than before."""
+    in_job: bool = False
+    """Replace lost ranks alone, within max_restarts: the others keep their processes, and the run goes on from their
+    memory without a lost step. Where no replica holds the state of a lost rank, all ranks load the newest checkpoint.
+    For CPUs of one machine."""
     grace_s: Seconds = 300.0
     """Seconds in which ranks that are asked to stop may finish a step and save; then the launcher kills them.
     Half of it may go into a copy in checkpoint.mirror. A run that is done waits as long for one that is stuck."""

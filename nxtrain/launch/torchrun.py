@@ -28,19 +28,21 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
-from torch.distributed import DistError, run
+from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
@@ -50,7 +52,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
+from nxtrain.common.distributed.replacement import LOOK_S, REPORT_S, RESTARTS, Replacement
 from nxtrain.common.errors import BackendError, ConfigError, StoppedBySignal
+from nxtrain.common.mesh import spans
 from nxtrain.common.process.signals import STOPPING
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.load import load
@@ -94,10 +98,29 @@ class RankProcesses(SubprocessContext):
         return [process for process in self.processes if process.poll() is None]
 
     def _start(self) -> None:
+        self._ignore()
+        super()._start()
+
+    def replace(self, ranks: Collection[int], start: int) -> None:
+        """Start some ranks of this node again, as ranks of a start; the others keep their processes."""
+        self._ignore()
+        for rank in ranks:
+            self.envs[rank][RESTARTS] = str(start)
+            self.subprocess_handlers[rank] = get_subprocess_handler(
+                self.entrypoint,  # type: ignore[arg-type]  # a path, as in torch's own call
+                self.args[rank],
+                self.envs[rank],
+                self.stdouts[rank],
+                self.stderrs[rank],
+                rank,
+                self._numa_options,
+            )
+
+    @staticmethod
+    def _ignore() -> None:
         # Ranks inherit SIG_IGN; for SIGUSR2 until they handle requests for stacks. torch has its own handlers here.
         for number in (*IGNORED, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        super()._start()
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
         # After a final error of one rank the others could only report its consequences.
@@ -208,6 +231,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._let_stop()
+        if self._replace(worker_group):
+            return RunResult(WorkerState.HEALTHY)
         self._let_speak()
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.failures:
@@ -215,6 +240,44 @@ class Agent(LocalElasticAgent):
         if self.stop or any(failure.exitcode in {*FINAL, STOPPED} for failure in result.failures.values()):
             self._remaining_restarts = 0
             return result
+        self._regain(worker_group)
+        return result
+
+    def _replace(self, worker_group: WorkerGroup) -> bool:
+        """Start the lost ranks again while the others keep their processes; False: torch's agent judges the ranks.
+
+        The living ranks must report first that they have left their process groups and keep their state.
+        """
+        processes, is_wanted = self._pcontext, self.recovery.in_job and not self.meeting.host
+        if not (is_wanted and isinstance(processes, RankProcesses) and any(self._codes())):
+            return False
+        start = worker_group.spec.max_restarts - self._remaining_restarts
+        limit = time.monotonic() + REPORT_S
+        host, port = str(worker_group.master_addr), int(str(worker_group.master_port))
+        replacement = Replacement(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=REPORT_S)), start)
+        while True:
+            codes = self._codes()
+            living = [rank for rank, code in enumerate(codes) if code is None]
+            is_final = bool(self.stop) or not FINAL.union({0, STOPPED}).isdisjoint(codes)
+            is_final = is_final or not living or not self._remaining_restarts or replacement.is_refused()
+            if is_final or time.monotonic() > limit:
+                return False
+            if replacement.have_reported(living):
+                break
+            time.sleep(LOOK_S)
+        self._regain(worker_group)
+        self._remaining_restarts -= 1
+        lost = [rank for rank, code in enumerate(codes) if code is not None]
+        processes.replace(lost, start + 1)
+        self._listen()
+        for worker in worker_group.workers:
+            worker.id = processes.pids()[worker.local_rank]
+        replacement.announce()
+        print(f"lost ranks {spans(lost)} are replaced; ranks {spans(living)} keep their processes", file=sys.stderr)
+        return True
+
+    def _regain(self, worker_group: WorkerGroup) -> None:
+        """Restore the budget of restarts if the run got further than at the last failure."""
         reached = self._reached()
         if reached > self._furthest:
             # The limit grows together with the remaining restarts, since ranks derive their restart count from both.
@@ -222,7 +285,6 @@ class Agent(LocalElasticAgent):
             worker_group.spec.max_restarts += regained
             self._remaining_restarts += regained
             self._furthest = reached
-        return result
 
     def _reached(self) -> int:
         if self.logs is None:

@@ -110,16 +110,28 @@ class StepRecord:
 
 
 class ThroughputMeter:
-    """Counts tokens and steps, and computes the speed of each window between two readings."""
+    """Counts tokens and steps, and computes the speed of each window between two readings.
+
+    Args:
+        tokens: Tokens of earlier starts.
+        ago_s: Seconds since the begin of the first window.
+    """
 
     def __init__(
-        self, flops_per_token: int, peak_flops: float | None, *, tokens: int = 0, clock: Clock = time.monotonic
+        self,
+        flops_per_token: int,
+        peak_flops: float | None,
+        *,
+        tokens: int = 0,
+        ago_s: float = 0.0,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._clock = clock
         self._tokens = tokens
         self._open_window()
+        self._begin_s -= ago_s
 
     def add_step(self, num_tokens: int) -> None:
         """Count one step over a global batch of `num_tokens` positions."""

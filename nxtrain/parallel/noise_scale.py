@@ -45,7 +45,7 @@ class NoiseScale:
         # Tensors, not numbers: every rank must record the same graph. An uploaded scalar could be a number in it.
         self._weights = {name: put(torch.tensor([_weight(layout.table[name], mesh.tp)])) for name in layout}
         self._local = put(torch.zeros(1))
-        self._means = put(torch.zeros(2))
+        self.means = put(torch.zeros(2))
 
     @torch.no_grad()
     def note(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
@@ -68,12 +68,12 @@ class NoiseScale:
         small, large = local / self._dp.size, total / self._copies
         variance = (small - large) * num_tokens / (self._dp.size - 1)
         norm = (self._dp.size * large - small) / (self._dp.size - 1)
-        means = DECAY * self._means + (1.0 - DECAY) * torch.stack([variance, norm])
-        self._means.copy_(torch.where(skip, self._means, means))
+        means = DECAY * self.means + (1.0 - DECAY) * torch.stack([variance, norm])
+        self.means.copy_(torch.where(skip, self.means, means))
 
     def value(self) -> Tensor:
         """Noise scale in sequences: () float32."""
-        return self._means[0] / self._means[1] / self._seq_len
+        return self.means[0] / self.means[1] / self._seq_len
 
     def _squares(self, grads: Mapping[str, Tensor]) -> Tensor:
         sums = []

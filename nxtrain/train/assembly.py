@@ -8,6 +8,7 @@ from typing import cast
 from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
+from nxtrain.common.process.clock import now
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.show import dump
@@ -27,10 +28,12 @@ from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.rank_memory import RankMemory, StepNumbers, WatchedRun
 from nxtrain.train.results import base_fingerprint
 from nxtrain.train.run import Run
 from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
+from nxtrain.train.step import TrainState
 from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.preflight import check_folder, fingerprint, prepare_folder, refuse_crash_loop
 from nxtrain.train.trainer import Trainer
@@ -45,7 +48,7 @@ def _with_reference(context: RunContext, data: Data) -> Data:
     return with_reference(context, data)
 
 
-def assemble(context: RunContext) -> Run:
+def assemble(context: RunContext, memory: RankMemory) -> Run:
     """Open the data, start the state, and make the parts of the run."""
     if context.config.model.hf:
         refuse_other_commits(context.ranks.gather(context.config.model.hf))
@@ -54,17 +57,12 @@ def assemble(context: RunContext) -> Run:
     context = _with_steps(context, data)
     config, backend = context.config, context.backend
     data = _with_reference(context, data)
-    if context.is_leader:
-        refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
-    base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")
-    inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
+    inputs = _inputs(context, data)
     context.enter(0, "restore")
     rollbacks = Rollbacks(config.run.dir, context.ranks)
-    state, begun, is_drawn = start(context, inputs, mirrored, rollbacks)
-    initial_norm = RunObserver()
-    if is_drawn:
-        initial_norm, line = measure_initial_norm(state)
-        context.print_line(line)
+    state, begun, is_drawn = start(context, inputs, mirrored, rollbacks, memory)
+    resumed = memory.resumed or StepNumbers(begun, saved_step=begun.step)
+    initial_norm = _measured(context, state) if is_drawn else resumed.initial_norm
     sizes = config.train.batch_sizes(begun.step, begun.tokens)
     rollbacks.resume(begun.step, sizes)
     context.enter(begun.step, "start")
@@ -72,10 +70,10 @@ def assemble(context: RunContext) -> Run:
     prepare_folder(context, state)
 
     guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
-    guard.begin(begun.step, begun.stability)
+    guard.begin(begun.step, begun.stability, resumed.reading)
     skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # its samples count the earlier ones
     batches = train_batches(context, data, begun, skips)
-    identity = RunIdentity(inputs, begun, data.tokenizer, guard.kept, batches.cursor, skips)
+    identity = RunIdentity(inputs, begun, resumed.saved_step, data.tokenizer, guard.kept, batches.cursor, skips)
     goodput = _goodput_meter(context)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, goodput)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
@@ -89,9 +87,12 @@ def assemble(context: RunContext) -> Run:
         work,
         _profiler(context),
         initial_norm,
+        memory,
     )
     if has_sections:
         state = state.reporting(observers.section)
+    if not batches.cursor():  # a position in data that is packed is lost with its rank
+        state = memory.watch(WatchedRun(state, guard, checkpoints, initial_norm), begun.step)
     trainer = Trainer(
         config=config,
         state=state,
@@ -99,14 +100,32 @@ def assemble(context: RunContext) -> Run:
         sizes=sizes,
         validation=validation_loader(context, data),
         schedule=Schedule.of(config, begun.rewarm_after),
-        meter=_throughput_meter(context, begun),
-        sinks=open_sinks(config, begun.step, context.is_leader, has_experts=state.loads is not None),
+        meter=_throughput_meter(context, resumed),
+        sinks=open_sinks(config, resumed.recorded_step, context.is_leader, has_experts=state.loads is not None),
         checkpoints=checkpoints,
         guard=guard,
         observers=observers,
         gate=context.watchdog.gate if context.watchdog else StepGate(),
+        updated=memory.updated,
+        unfinished=resumed.result,
     )
     return Run(context, data, inputs, begun, trainer, checkpoints, recompiles, work)
+
+
+def _inputs(context: RunContext, data: Data) -> RunInputs:
+    """Identity of the data and of the frozen weights, unless the run is in a crash loop."""
+    config = context.config
+    if context.is_leader:
+        refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
+    base = context.ranks.on_leader(lambda: base_fingerprint(config), "cannot read the frozen weights")
+    return RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
+
+
+def _measured(context: RunContext, state: TrainState) -> RunObserver:
+    """Observer of the norm of drawn weights."""
+    initial_norm, line = measure_initial_norm(state)
+    context.print_line(line)
+    return initial_norm
 
 
 def _fingerprint(context: RunContext) -> str:
@@ -166,12 +185,16 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
     return StepFile(context.config.run.dir / LOGS_DIR)
 
 
-def _throughput_meter(context: RunContext, begun: Meta) -> ThroughputMeter:
-    flops = context.plan.dimensions.flops_per_token(context.config.train.seq_len)
+def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMeter:
+    train, tokens, ago_s = context.config.train, resumed.meta.tokens, 0.0
+    flops = context.plan.dimensions.flops_per_token(train.seq_len)
     peak = context.backend.diagnostics.peak_flops(context.config.precision.params)
     if peak:
         peak *= context.mesh.world
-    return ThroughputMeter(flops, peak or None, tokens=begun.tokens)
+    if resumed.result is not None:  # the record of the last update counts its tokens, and the time since the loss
+        tokens -= train.batch_sizes(resumed.meta.step, tokens).at(resumed.meta.step - 1) * train.seq_len
+        ago_s = now().since(context.began)
+    return ThroughputMeter(flops, peak or None, tokens=tokens, ago_s=ago_s)
 
 
 def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:

@@ -34,6 +34,7 @@ class RunIdentity:
     Args:
         inputs: Identity of the run's data and tokenizer.
         begun: Metadata of the step from which this process started.
+        saved_step: Step of the newest checkpoint at that time; 0: none.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
         stability: Returns the state of the norms and skipped steps that a resumed run needs.
         cursor: Returns the places of this rank's lanes of data; empty for data without state.
@@ -42,6 +43,7 @@ class RunIdentity:
 
     inputs: RunInputs
     begun: Meta
+    saved_step: int = 0
     tokenizer: Path | None = None
     stability: Callable[[], dict[str, Any]] = dict
     cursor: Callable[[], dict[int, Place]] = dict
@@ -58,6 +60,9 @@ class Checkpoints(RunObserver):
         print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         goodput: Meter of the run, which counts the seconds of each save; None: there is none.
+
+    Attributes:
+        saved_step: Step of the newest checkpoint; 0: none.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class Checkpoints(RunObserver):
         self._goodput = goodput
         self._outcomes: list[SaveOutcome] = []
         self._failed = ""
-        self._saved_step = identity.begun.step
+        self.saved_step = identity.saved_step
         retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
         uploader = None
         if mirrored is not None:
@@ -103,26 +108,31 @@ class Checkpoints(RunObserver):
         Raises:
             CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
-        meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
         cursor = self._identity.cursor()
         places = merged(self._state.ranks.gather(cursor)) if cursor else {}
-        begun = self._identity.begun
-        sizes = self._plan.config.train.batch_sizes(begun.step, begun.tokens)
-        skipped = rows_left_out(self._identity.skips, begun.step, step - 1, sizes)
-        update = {
-            "stability": self._identity.stability(),
-            "data_cursor": places,
-            "samples": meta.samples + skipped,
-        }
+        meta = self.meta_at(step, self._identity.stability()).model_copy(update={"data_cursor": places})
         state = self._state
         if state.loss_scale is not None:
-            update["loss_scale"] = state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])
-        meta = meta.model_copy(update=update)
+            scale = state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])
+            meta = meta.model_copy(update={"loss_scale": scale})
         strict = self._plan.config.checkpoint.strict
-        self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
+        self._writer.save(self.shards, meta, wait=last, after_failure=not strict)
         self._report()
         if last and self._failed:
             raise CheckpointError(self._failed)
+
+    def meta_at(self, step: int, stability: Mapping[str, Any]) -> Meta:
+        """Metadata of a step without numbers that a device or another rank holds.
+
+        Args:
+            step: Finished updates.
+            stability: State of the norms and skipped steps.
+        """
+        begun = self._identity.begun
+        meta = meta_at(step, self._plan, self._identity.inputs, begun)
+        sizes = self._plan.config.train.batch_sizes(begun.step, begun.tokens)
+        skipped = rows_left_out(self._identity.skips, begun.step, step - 1, sizes)
+        return meta.model_copy(update={"stability": stability, "samples": meta.samples + skipped})
 
     def enter(self, step: int, work: Work) -> None:
         """Report finished uploads, and the outcome of the last checkpoint once its write has ended.
@@ -132,7 +142,7 @@ class Checkpoints(RunObserver):
         self._report(saves=not self._plan.config.checkpoint.strict)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        return {"saved_step": self._saved_step} if self._saved_step else {}
+        return {"saved_step": self.saved_step} if self.saved_step else {}
 
     def close(
         self,
@@ -165,7 +175,8 @@ class Checkpoints(RunObserver):
         if self._failed:
             raise CheckpointError(self._failed)
 
-    def _shards(self) -> Shards:
+    def shards(self) -> Shards:
+        """Tensors of the present state."""
         shards = shards_of(self._state)
         self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
@@ -186,7 +197,7 @@ class Checkpoints(RunObserver):
         if outcome.note:
             self._print_line(outcome.note)
         if not outcome.problem:
-            self._saved_step = outcome.step
+            self.saved_step = outcome.step
         if not outcome.problem and self._goodput is not None:
             self._goodput.saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:

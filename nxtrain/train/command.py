@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import BackendSettings
-from nxtrain.common.errors import StoppedBySignal
-from nxtrain.common.process.clock import Instant
+from nxtrain.common.distributed.failures import loss
+from nxtrain.common.distributed.replacement import refuse, rejoin, without_stacks
+from nxtrain.common.errors import LostPeerError, RestartError, StoppedBySignal
+from nxtrain.common.process.clock import Instant, now
 from nxtrain.common.process.console import PipeSafeConsole, standard_error
 from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.signals import Signals
+from nxtrain.common.process.stacks import print_line
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
@@ -23,6 +27,7 @@ from nxtrain.train.assembly import assemble
 from nxtrain.train.build import context_parallel_of
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
+from nxtrain.train.rank_memory import RankMemory
 from nxtrain.train.supervision.run_lock import only_run
 from nxtrain.train.supervision.watchdog import Watchdog
 from nxtrain.train.tokenizer import fetch_weights
@@ -41,25 +46,58 @@ def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began:
         NxtrainError: An error that the user can correct; the message names the way out.
         StoppedBySignal: The run stopped because a signal asked for it.
     """
-    with open_run(loaded, plan, signals or Signals(), began) as context:
-        train_on(context)
+    signals = signals or Signals()
+    memory = RankMemory(is_kept=loaded.config.recovery.in_job)
+    for rejoined in count():
+        lost = _train_until_loss(loaded, plan, signals, began, memory, rejoined)
+        if lost is None:
+            return
+        began = now()
+        print_line(f"rank {Placement.read().rank}: {lost}; this rank keeps its state, and waits for a replacement")
+        memory.detach()
+        if not rejoin(rejoined):
+            raise lost
 
 
-def train_on(context: RunContext) -> None:
-    """Train on an open backend, or extract the graphs of the run."""
+def _train_until_loss(
+    loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None, memory: RankMemory, rejoined: int
+) -> Exception | None:
+    """Train in one start, with the arguments of `open_run`; return the loss of a peer, None: the run is done.
+
+    The loss ends the run if the memory is not kept. No variable here outlives the loss, since the parts of the run hold
+    the process groups and the activations.
+    """
+    try:
+        with open_run(loaded, plan, signals, began, rejoined) as context:
+            train_on(context, memory)
+    except RestartError:
+        if memory.is_kept:
+            refuse(rejoined)
+        raise
+    except Exception as error:
+        if not (memory.is_kept and isinstance(loss(error), LostPeerError)):
+            raise
+        return without_stacks(error)
+    return None
+
+
+def train_on(context: RunContext, memory: RankMemory | None = None) -> None:
+    """Train on an open backend, or extract the graphs of the run; a `memory` goes from one start to the next."""
     _announce(context)
     if context.backend.extracts:
         # Printed on every node, since the compiler's tool on each node reads the lines of that node's ranks.
         console = PipeSafeConsole(stderr=True, soft_wrap=True, quiet=context.backend.local_rank != 0)
         extract_graphs(context.plan, context.backend, context.mesh, console.print)
         return
-    run = assemble(context)
+    run = assemble(context, memory or RankMemory())
     val_loss = run.train()
     run.finish(val_loss)
 
 
 @contextmanager
-def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None = None) -> Iterator[RunContext]:
+def open_run(
+    loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None = None, rejoined: int = 0
+) -> Iterator[RunContext]:
     """Open this rank's device, watchdog and folder for a run; they are closed at the end of this context.
 
     Args:
@@ -67,12 +105,14 @@ def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | 
         plan: The checked configuration.
         signals: Stop signals that this process has received.
         began: Start time of this attempt; None: now.
+        rejoined: Times that this process has met the other ranks again after the loss of one.
 
     Raises:
         NxtrainError: An error that the user can correct; the message names the way out.
     """
     loaded = replace(loaded, config=with_commit(loaded.config))
     config, placement = loaded.config, Placement.read()
+    placement = replace(placement, restarts=placement.restarts + rejoined)
     fetch_weights(config)
     limit_s, folder = config.recovery.hang_timeout_s, config.run.dir
     name, layers, reason = _choose_device(config)
@@ -82,6 +122,7 @@ def open_run(loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | 
         cpu_transport=config.backend.cpu_transport,
         allow_unverified=config.backend.allow_unverified,
         deterministic=config.backend.deterministic,
+        rejoined=rejoined,
     )
     backend = open_with_deadline(lambda: open_backend(name, settings, layers), limit_s)
     ended: BaseException | None = None

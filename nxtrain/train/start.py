@@ -25,6 +25,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.context import RunContext
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.rank_memory import Agreement, RankMemory, StepNumbers
 from nxtrain.train.schedule_change import rate_changes, with_rewarming
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
@@ -35,6 +36,7 @@ def start(
     inputs: RunInputs,
     mirrored: Mirrored | None = None,
     rollbacks: Rollbacks | None = None,
+    memory: RankMemory | None = None,
 ) -> tuple[TrainState, Meta, bool]:
     """Build this rank's state and fill it with its first values.
 
@@ -45,6 +47,7 @@ def start(
         inputs: Identity of the run's data and tokenizer.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         rollbacks: Rollbacks of the run; None: there are none.
+        memory: Memory of this rank; the run goes on from the memories if they hold the whole state. None: it is empty.
 
     Returns:
         The state, the metadata of its step, and True if its weights were drawn.
@@ -71,16 +74,21 @@ def start(
     if rollbacks is not None and rollbacks.pending is not None:
         planner.rewind(rollbacks.pending)
     sources = planner.choose()
+    agreement = None if memory is None else memory.agree(ranks)
     reads_hf = plan.config.model.init == "hf"
     if not sources and reads_hf:
         refuse_other(whole_folder(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
     init: Literal["draw", "hf", "zeros"] = "draw"
     if reads_hf:
         init = "hf"
-    if sources and not plan.config.finetune.adapts:  # checkpoints of adapters do not hold the frozen weights
+    if (sources or agreement) and not plan.config.finetune.adapts:  # neither holds the weights below adapters
         init = "zeros"
     model = build_model(plan, context.backend, mesh, init=init)
     state = build_state(plan, model, context.backend, mesh)
+    if memory is not None and agreement is not None:
+        meta = _recall(context, state, memory, agreement)
+        planner.begin()
+        return state, meta, False
     while sources:
         try:
             meta, damaged = _resume(state, sources, fresh, plan, ranks, trained=inputs.trained)
@@ -123,6 +131,41 @@ def _resume(
     if state.loss_scale is not None and meta.loss_scale:
         state.loss_scale.restore(meta.loss_scale, state.backend.put)
     return meta, damaged
+
+
+def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreement: Agreement) -> Meta:
+    """Fill the state from the memories of the ranks; return the metadata of its step.
+
+    A holder has each tensor itself. Any other rank receives it from the first holder among its replicas.
+    """
+    comm, me = state.backend.collectives, state.mesh.rank
+    holds = me in agreement.holders
+    shards = shards_of(state)
+    for kind, tensors in shards.items():
+        for name, tensor in tensors.items():
+            axis = state.layout.axes_of(name).replica
+            group = axis.group_of(me)
+            source = next(rank for rank in group if rank in agreement.holders)
+            if holds:
+                tensor.copy_(memory.shards[kind][name])
+            else:
+                tensor.copy_(comm.start_receive(tensor, axis, group.index(source)).wait())
+            for position, rank in enumerate(group):
+                if me == source and rank not in agreement.holders:
+                    comm.start_send(tensor, axis, position).wait()
+    settle(state, shards, weights_only=False)
+    speaker = min(agreement.holders)
+    given: StepNumbers | None = None
+    if me == speaker:
+        given = memory.numbers(is_concluded=agreement.is_concluded)
+    numbers = state.ranks.gather(given)[speaker]
+    assert numbers is not None, "the speaker holds the step"
+    for name, counter in state.counters.items():
+        counter.copy_(numbers.counters[name])
+    memory.resumed, meta = numbers, numbers.meta
+    resume_dropout(state.model, meta.step, context.config.train.batch_sizes(meta.step, meta.tokens))
+    context.print_line(str(agreement))
+    return meta
 
 
 def shards_of(state: TrainState) -> Shards:

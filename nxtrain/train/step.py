@@ -118,6 +118,16 @@ class TrainState:
         return Ranks(self.mesh, self.backend.host_group)
 
     @property
+    def counters(self) -> dict[str, Tensor]:
+        """Running numbers of the steps, equal on all ranks: tensors that steps change in place, by name."""
+        counters = {"history": self.history.entries, "num_updates": self.optimizer.num_updates}
+        if self.noise is not None:
+            counters["noise"] = self.noise.means
+        if self.loss_scale is not None:
+            counters["loss_scale"] = self.loss_scale.state
+        return counters
+
+    @property
     def lm(self) -> CausalLM:
         """The model with the type of a causal language model."""
         return self.model  # type: ignore[return-value]
@@ -239,9 +249,9 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
-    state.history.note(loss, norm)
     if state.noise is not None:
         state.noise.add(grads, per_token, num_tokens, skip)
+    state.history.note(loss, norm)  # after the last collective before the update, which a lost peer may end
     state.section("optimizer")
     _update(state, grads, norm, per_token, lr, skip)
     return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums), loads)

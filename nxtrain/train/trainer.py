@@ -54,6 +54,9 @@ class Trainer:
         guard: Decides about numbers that go wrong.
         observers: Observers of the run.
         gate: Gate before each step, at which a run that is asked to stop ends on all ranks alike.
+        updated: Called with a step and its result after the update.
+        unfinished: Result of the last finished update, whose record, evaluation and checkpoint are still to be made;
+            None: they are made.
     """
 
     config: RunConfig
@@ -68,6 +71,8 @@ class Trainer:
     guard: NumericsGuard
     observers: RunObserver = field(default_factory=RunObserver)
     gate: StepGate = field(default_factory=StepGate)
+    updated: Callable[[int, StepResult], None] = lambda step, result: None
+    unfinished: StepResult | None = None
 
     def run(self, finished: int) -> float | None:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
@@ -77,51 +82,59 @@ class Trainer:
             RestartError: The run must restart from its newest checkpoint.
             StoppedBySignal: A signal asked the run to stop, and the state of its last step is saved.
         """
-        config, backend = self.config, self.state.backend
-        total = config.train.steps
-        val_loss = None
+        total, val_loss = self.config.train.steps, None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
-        backend.step_boundary()
-        if finished < total and self._finish(finished):
+        self.state.backend.step_boundary()
+        if self.unfinished is not None:
+            val_loss = self._conclude(finished, self.unfinished)
+        elif finished < total and self._finish(finished):
             raise StoppedBySignal(f"stopped before step {finished + 1}, the first of this start; start it again")
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 self.observers.enter(step, "training")
-                rate = self.schedule.at(step)
-                result = update(self.state, self._put(batch), rate)
-                # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
-                self.meter.add_step(self.sizes.at(step - 1) * config.train.seq_len)
-                evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
-                saves = _due(step, config.checkpoint.every, total)
-                self._compare(step, saves=saves)
-                logs = evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total)
-                if logs:
-                    read, verdict = self._read(step, result, rate)
-                    throughput = self.meter.read()
-                    with self.meter.paused():
-                        others = {key: read.pop(key) for key in (*ROUTERS, *ROUTER_NUMBERS) if key in read}
-                        if evaluates:
-                            val_loss, of_pairs = self.evaluate(step)
-                            others |= of_pairs
-                        if self.state.preferences is not None:
-                            others |= take_means(read)
-                        record = StepRecord(
-                            step=step,
-                            targets=int(read.pop("targets")),
-                            lr=rate,
-                            throughput=throughput,
-                            val_loss=val_loss if evaluates else None,
-                            verdict=verdict,
-                            **read,
-                            measured={**others, **self.observers.measure(step), **self.train.progress(step)},
-                        )
-                        for sink in self.sinks:
-                            sink.log(record.line())
-                        if saves:
-                            self.observers.enter(step, "checkpoint")
-                            self.checkpoints.save(step, step == total)
-                if self._finish(step) and step < total:
-                    self._stop(step, result, rate, logged=logs, saved=saves)
+                result = update(self.state, self._put(batch), self.schedule.at(step))
+                self.updated(step, result)
+                of_step = self._conclude(step, result)
+                val_loss = val_loss if of_step is None else of_step
+        return val_loss
+
+    def _conclude(self, step: int, result: StepResult) -> float | None:
+        """Compare, record, evaluate and save a step as far as each is due; return the held-out loss, if any."""
+        config, total, rate = self.config, self.config.train.steps, self.schedule.at(step)
+        # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
+        self.meter.add_step(self.sizes.at(step - 1) * config.train.seq_len)
+        val_loss = None
+        evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
+        saves = _due(step, config.checkpoint.every, total)
+        self._compare(step, saves=saves)
+        logs = evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total)
+        if logs:
+            read, verdict = self._read(step, result, rate)
+            throughput = self.meter.read()
+            with self.meter.paused():
+                others = {key: read.pop(key) for key in (*ROUTERS, *ROUTER_NUMBERS) if key in read}
+                if evaluates:
+                    val_loss, of_pairs = self.evaluate(step)
+                    others |= of_pairs
+                if self.state.preferences is not None:
+                    others |= take_means(read)
+                record = StepRecord(
+                    step=step,
+                    targets=int(read.pop("targets")),
+                    lr=rate,
+                    throughput=throughput,
+                    val_loss=val_loss,
+                    verdict=verdict,
+                    **read,
+                    measured={**others, **self.observers.measure(step), **self.train.progress(step)},
+                )
+                for sink in self.sinks:
+                    sink.log(record.line())
+                if saves:
+                    self.observers.enter(step, "checkpoint")
+                    self.checkpoints.save(step, step == total)
+        if self._finish(step) and step < total:
+            self._stop(step, result, rate, logged=logs, saved=saves)
         return val_loss
 
     def _finish(self, step: int) -> bool:

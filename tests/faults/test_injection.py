@@ -122,7 +122,7 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
     quiet, watched = tmp_path / "quiet", tmp_path / "watched"
     for folder in (quiet, watched):
         config(folder)
-    points = [point for point in POINTS if point != "worker"]  # data of this source has none
+    points = [point for point in POINTS if point not in {"worker", "eval"}]  # data of this source has none of either
     armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in points)
     assert train(quiet)[0] == 0
     assert train(watched, "train.steps=2", "optim.decay_steps=4")[0] == 0

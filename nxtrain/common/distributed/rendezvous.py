@@ -19,12 +19,15 @@ LATE_S = 1.0
 SHOWN_RANKS = 8
 
 
-def meet(rank: int, world: int, timeout: timedelta) -> Store:
+def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
     """Wait for all ranks, and return the store of this start at the address in torchrun's variables.
 
     An agent of torch keeps one store for all starts, with entries of earlier starts, such as addresses of ranks that
     are gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may
     differ, and `nxtrain.launch.torchrun` makes a store for each start.
+
+    Args:
+        rejoined: Times that this process has met the others again, in starts that the agent counts as restarts.
 
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
@@ -37,7 +40,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
         store.set_timeout(timeout)
         placement = Placement.read()
         if placement.is_only_agent:
-            store = PrefixStore(f"nxtrain/start/{placement.restarts}", store)
+            store = PrefixStore(f"nxtrain/start/{placement.restarts + rejoined}", store)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
         raise _no_way(first_line(error)) from error

@@ -42,6 +42,7 @@ POINTS = {
     "bwd": PatchPoint("torch.autograd", "backward"),
     "reduce": PatchPoint("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": PatchPoint("nxtrain.optim.adamw:AdamW", "step"),
+    "eval": PatchPoint("nxtrain.train.trainer", "eval_step"),
     "post_step": PatchPoint("nxtrain.train.trainer", "update", "after"),
     "ckpt_stage": PatchPoint("nxtrain.checkpoint.staging:Staging", "fill"),
     "ckpt_write": PatchPoint("nxtrain.common.io.checksummed_file:ChecksummedWriter", "_transfer", "writing"),

@@ -67,14 +67,13 @@ class ClosedForm:
 
 
 class InitialNorm(RunObserver):
-    """Values for the first record of a run that drew its weights."""
+    """Values for the record of step 1 of a run that drew its weights."""
 
     def __init__(self, norm: float, expected: ClosedForm) -> None:
         self._values: Mapping[str, float] = {"param_norm_0": norm, "param_norm_expected": expected.norm}
 
     def measure(self, step: int) -> Mapping[str, float]:
-        values, self._values = self._values, {}
-        return values
+        return self._values if step == 1 else {}
 
 
 def closed_form(state: TrainState) -> ClosedForm:

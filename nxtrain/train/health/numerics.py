@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +42,19 @@ HOPELESS = 50
 """Number of consecutive steps without an update that ends the run under every policy."""
 
 _SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Progress of a guard.
+
+    Args:
+        last: Last step whose numbers the guard has read.
+        in_a_row: Steps up to the last one that updated nothing.
+    """
+
+    last: int
+    in_a_row: int = 0
 
 
 class NumericsGuard:
@@ -91,12 +105,23 @@ class NumericsGuard:
             lines = self._ranks.on_leader(self._bad_steps.read, f"cannot read {self._bad_steps.file}")
             self._verdicts = {line["step"]: line["verdict"] for line in lines if {"step", "verdict"} <= line.keys()}
 
-    def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
-        """Resume after the finished steps, with the state that `kept` stored in the checkpoint."""
+    @property
+    def reading(self) -> Reading:
+        """Steps that were read; the device's history has the numbers of later steps."""
+        return Reading(self._last_read, self._in_a_row)
+
+    def begin(self, finished: int, stability: Mapping[str, Any], reading: Reading | None = None) -> None:
+        """Resume after the finished steps, with the state that `kept` stored in the checkpoint.
+
+        Args:
+            reading: Progress of the guard; None: all finished steps were read.
+        """
         self._last_read = finished
         self._in_a_row = 0
         while self._verdicts.get(finished - self._in_a_row) == "persistent":
             self._in_a_row += 1
+        if reading is not None:
+            self._last_read, self._in_a_row = reading.last, reading.in_a_row
         self.stability.restore(stability)
         self.spikes.restore(stability.get(SPIKES, {}))
         self.routers.restore(stability.get(ROUTERS, {}))

@@ -32,6 +32,7 @@ HF_CONFIG = {
 
 ARROW = "data.source=arrow"
 MIXED = f'{ARROW} data.mixture=["a.arrow","b.arrow"]'
+IN_JOB = "recovery.in_job=true recovery.max_restarts=3"
 TOKENS = "data.source=tokens data.path=x.npy train.eval_every=0"
 
 
@@ -121,6 +122,10 @@ REFUSED = [
     ("run.dir=runs/a checkpoint.mirror=az:///run", "checkpoint.mirror", "names no bucket"),
     ("run.dir=runs/a checkpoint.mirror=runs/a/copies", "checkpoint.mirror", "lies in run.dir=runs/a"),
     ("run.dir=runs/a checkpoint.mirror=runs/a", "checkpoint.mirror", "lies in run.dir=runs/a"),
+    ("recovery.in_job=true", "recovery.in_job", "recovery.max_restarts=0 allows none"),
+    (f"{IN_JOB} backend.name=cuda", "recovery.in_job", "ranks of CPUs, not of backend.name=cuda"),
+    (f"{IN_JOB} backend.name=cpu cluster.nodes=2", "recovery.in_job", "one machine, and cluster.nodes=2"),
+    (f"{IN_JOB} run.dir=runs/a checkpoint.mirror=runs/b", "recovery.in_job", "upload to checkpoint.mirror"),
 ]
 """Overrides, the key of the one problem, and words of its reason or of its way out."""
 
@@ -144,6 +149,7 @@ ACCEPTED = [
     "data.doc_mask=true",
     "data.doc_mask=true parallel.pp=2",
     f"{TOKENS} data.doc_mask=true data.tokenizer=t",
+    *(f"{IN_JOB} backend.name={name}" for name in ("auto", "cpu")),
     *(f"run.dir=runs/a checkpoint.mirror={mirror}" for mirror in ("s3://bucket/run", "s3://bucket", "runs/b")),
 ]
 
