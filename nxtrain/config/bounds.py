@@ -58,7 +58,7 @@ def row_shares(weights: Sequence[float]) -> tuple[int, ...]:
     common = math.lcm(*(weight.denominator for weight in exact))
     integers = [int(weight * common) for weight in exact]
     divisor = math.gcd(*integers)
-    return tuple(each // divisor for each in integers)
+    return tuple(size // divisor for size in integers)
 
 
 def shortened(text: str) -> str:

@@ -95,9 +95,9 @@ def fill(key: str, text: str, values: Mapping[str, str]) -> str:
     """
     unknown = [word for word in _PLACEHOLDER.findall(text) if word not in values]
     if unknown:
-        words, known = (", ".join(f"{{{word}}}" for word in names) for names in (unknown, values))
-        raise ConfigError([Problem(key, f"{text!r} has {words}; only {known} is filled in", hint=f"write {known}")])
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+        words, allowed = (", ".join(f"{{{word}}}" for word in names) for names in (unknown, values))
+        raise ConfigError([Problem(key, f"{text!r} has {words}; only {allowed} is filled in", hint=f"write {allowed}")])
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
 
 
 def network_type(folder: Path, mounts: str | None = None) -> str:
@@ -115,7 +115,7 @@ def network_type(folder: Path, mounts: str | None = None) -> str:
     best, kind = -1, ""
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        unescaped = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split()[4])
+        unescaped = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), left.split()[4])
         point = Path(unescaped)
         # A later mount on the same place covers an earlier one.
         if folder.is_relative_to(point) and len(point.parts) >= best:

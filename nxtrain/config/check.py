@@ -102,19 +102,19 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
         problems += error.problems
     parallel = config.parallel
     ranks = max(world or 1, parallel.ranks_per_replica * max(1, parallel.dp))
-    known = world
-    if known is None and parallel.dp:
-        known = ranks
+    world_size = world
+    if world_size is None and parallel.dp:
+        world_size = ranks
     if ranks > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
         problems.append(
             Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.cp, parallel.pp, parallel.dp or --nproc")
         )
-    elif known is not None:
+    elif world_size is not None:
         try:
             shard = max(1, parallel.shard_size)
             tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
-            Mesh.build(known, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
+            Mesh.build(world_size, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -177,10 +177,10 @@ def resolve_model(config: RunConfig) -> ModelConfig:
 
 def quantization(config: Mapping[str, Any]) -> str:
     """Reason to refuse the weights of a `config.json`, with the way out; empty unless they are quantized."""
-    found = config.get("quantization_config")
-    if not found:
+    section = config.get("quantization_config")
+    if not section:
         return ""
-    method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else found
+    method = section.get("quant_method", "unknown") if isinstance(section, Mapping) else section
     return (
         f"config.json has a quantization_config (quant_method {method!r}), whose weights mean nothing without it, and "
         "training needs them whole; use the model that was quantized, or write one with transformers: "

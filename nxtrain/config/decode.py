@@ -78,10 +78,10 @@ def _in_order(details: list[ErrorDetails]) -> list[ErrorDetails]:
     return [details[index] for index in sorted(order, key=order.__getitem__)]
 
 
-def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+def nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
     """Hint for an unknown name: the closest known name, or all known names."""
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in known)}"
+    close = get_close_matches(name, names, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in names)}"
 
 
 def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], prefix: str) -> tuple[str, str]:

@@ -92,7 +92,7 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
     """Origin of a value, or of a table's first value; empty if neither is set."""
     if key in origins:
         return origins[key]
-    return next((origin for known, origin in origins.items() if f"{known}.".startswith(f"{key}.")), "")
+    return next((origin for table, origin in origins.items() if f"{table}.".startswith(f"{key}.")), "")
 
 
 def _firsts(origins: Mapping[str, str]) -> dict[str, str]:

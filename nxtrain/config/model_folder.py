@@ -173,7 +173,7 @@ def _weights_of(folder: Path) -> list[str]:
         places = json.loads(read_bytes(folder / INDEX))["weight_map"].values()
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / INDEX} is no table of tensors and their files: {cause_of(error)}") from error
-    return sorted({place for place in places if isinstance(place, str)})
+    return sorted({location for location in places if isinstance(location, str)})
 
 
 def _without_weights(name: HubName, absent: str, sizes: Mapping[str, int]) -> ConfigError:
@@ -200,7 +200,9 @@ def _of_key(text: str, key: str = KEY) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        problems = [replace(each, key=key, reason=f"{_not_here(text)}{each.reason}") for each in error.problems]
+        problems = [
+            replace(problem, key=key, reason=f"{_not_here(text)}{problem.reason}") for problem in error.problems
+        ]
         raise ConfigError(problems) from error
     except StorageError as error:
         raise StorageError(f"{_not_here(text)}{error}") from error

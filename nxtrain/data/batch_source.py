@@ -12,13 +12,13 @@ from nxtrain.data.mixture import Mixture, progress
 from nxtrain.data.samples import Samples
 from nxtrain.data.stream_loader import (
     LaneOrder,
+    LanePosition,
     Lanes,
     LaneSource,
     LocalLanes,
-    Place,
     StreamLoader,
     num_lanes,
-    places_of,
+    positions_of,
 )
 from nxtrain.data.workers import WorkerPolicy, Workers
 
@@ -52,7 +52,7 @@ class Batches(Protocol):
         """Batches from a step on, counted from 0; a thread reads up to `depth` ahead of the consumer."""
         ...
 
-    def cursor(self) -> dict[int, Place]:
+    def cursor(self) -> dict[int, LanePosition]:
         """Position of each lane of this rank after the last consumed batch; empty if the step is sufficient."""
         ...
 
@@ -148,7 +148,7 @@ class Streams:
         if self.mixture is not None:
             num_corpora = len(self.sizes)
         lane_order = LaneOrder(lanes, order.seed, order.shuffle)
-        open_lanes: Callable[[Mapping[int, Place], int], Lanes]
+        open_lanes: Callable[[Mapping[int, LanePosition], int], Lanes]
         if order.workers is None:
             open_lanes = partial(LocalLanes, partial(self.source.opened(), lane_order))
         else:
@@ -159,15 +159,15 @@ class Streams:
             order.share,
             end_id=self.end_id,
             doc_mask=order.doc_mask,
-            places=places_of(order.cursor, lanes, num_corpora),
+            positions=positions_of(order.cursor, lanes, num_corpora),
             progress=partial(self.progress, lanes),
             skips=order.skips,
         )
 
-    def progress(self, lanes: int, places: Mapping[int, Place]) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `places`."""
+    def progress(self, lanes: int, positions: Mapping[int, LanePosition]) -> dict[str, float]:
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `positions`."""
         if self.mixture is None:
             return {}
-        lane, place = min(places.items())
-        epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
-        return progress(self.mixture, place[0] * lanes, self.seq_len, epochs)
+        lane, position = min(positions.items())
+        epochs = [(lane + first * lanes) / size for first, size in zip(position[1::2], self.sizes, strict=True)]
+        return progress(self.mixture, position[0] * lanes, self.seq_len, epochs)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from nxtrain.common.errors import CheckpointError
 from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
 
-Place = tuple[int, ...]
+LanePosition = tuple[int, ...]
 """Position of a lane: an ordinal of its documents, and a token or a row.
 
 In a mixture: the rows that the lane has given, and then those two numbers for each corpus.
 """
-BEGIN: Place = (0, 0)
+BEGIN: LanePosition = (0, 0)
 MAX_LANES = 32
 
 
@@ -28,7 +28,7 @@ class Lane(Protocol):
     """Endless rows of a lane."""
 
     @property
-    def place(self) -> Place:
+    def position(self) -> LanePosition:
         """Position of the next row."""
         ...
 
@@ -49,7 +49,7 @@ class LaneOrder:
 class LaneSource(Protocol):
     """Source of lanes, small enough to be sent to another process, which opens the documents itself."""
 
-    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
         """Open the documents; returns the function that opens a lane.
 
         Args:
@@ -58,7 +58,7 @@ class LaneSource(Protocol):
         ...
 
 
-LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
+LaneRows = dict[int, tuple[NDArray[np.int32], LanePosition]]
 """Rows (rows_per_lane, S + 1) of each lane for a step, and the position after them, in lane order."""
 
 
@@ -87,18 +87,18 @@ class LocalLanes:
     """
 
     def __init__(
-        self, open_lane: Callable[[int, Place], Lane], places: Mapping[int, Place], rows_per_lane: int
+        self, open_lane: Callable[[int, LanePosition], Lane], positions: Mapping[int, LanePosition], rows_per_lane: int
     ) -> None:
-        self._lanes = {lane: open_lane(lane, place) for lane, place in places.items()}
+        self._lanes = {lane: open_lane(lane, position) for lane, position in positions.items()}
         self._rows_per_lane = rows_per_lane
 
     def rows(self, step: int) -> LaneRows:
         """Rows of each lane for the next step, and the positions after the rows."""
-        del step  # the lanes know their places
-        by_lane: dict[int, tuple[NDArray[np.int32], Place]] = {}
+        del step  # the lanes know their positions
+        by_lane: dict[int, tuple[NDArray[np.int32], LanePosition]] = {}
         for number, lane in self._lanes.items():
             rows = np.stack([lane.row() for _ in range(self._rows_per_lane)])
-            by_lane[number] = rows, lane.place
+            by_lane[number] = rows, lane.position
         return by_lane
 
     def stop(self) -> None:
@@ -122,7 +122,7 @@ class StreamLoader:
     Args:
         open_lanes: Opens lanes at their positions, with the number of rows of a lane in each step.
         lanes: Number of lanes; divides the global batch of every step.
-        places: Position of every lane at the first batch; empty for the begin of the corpus.
+        positions: Position of every lane at the first batch; empty for the begin of the corpus.
         progress: Values for the record of a step, from the positions of this rank's lanes.
         skips: Batches that are left out, from the first batch on.
     """
@@ -130,14 +130,14 @@ class StreamLoader:
     # 8 arguments: lanes, their share, their ends and their gaps
     def __init__(
         self,
-        open_lanes: Callable[[Mapping[int, Place], int], Lanes],
+        open_lanes: Callable[[Mapping[int, LanePosition], int], Lanes],
         lanes: int,
         share: BatchShare,
         *,
         end_id: int,
         doc_mask: bool = False,
-        places: Sequence[Place] = (),
-        progress: Callable[[Mapping[int, Place]], dict[str, float]] = lambda places: {},
+        positions: Sequence[LanePosition] = (),
+        progress: Callable[[Mapping[int, LanePosition]], dict[str, float]] = lambda positions: {},
         skips: Skips = (),
     ) -> None:
         sizes = share.sizes
@@ -148,9 +148,9 @@ class StreamLoader:
         # The lanes give this many rows at a time, which makes a step of any size.
         self._sizes, self._lanes, self._rows_per_lane = sizes, lanes, sizes.unit // lanes
         mine = range(share.dp_rank * lanes // share.dp_size, -(-(share.dp_rank + 1) * lanes // share.dp_size))
-        self._places: dict[int, Place] = dict.fromkeys(mine, BEGIN)
-        if places:
-            self._places = {lane: places[lane] for lane in mine}
+        self._positions: dict[int, LanePosition] = dict.fromkeys(mine, BEGIN)
+        if positions:
+            self._positions = {lane: positions[lane] for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from the position of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
@@ -160,30 +160,30 @@ class StreamLoader:
         Args:
             start_step: Step of the first batch; the positions are already those of this step.
         """
-        lanes = self._open_lanes(self._places, self._rows_per_lane)
+        lanes = self._open_lanes(self._positions, self._rows_per_lane)
         pool = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-data")
         try:
             pending = deque(pool.submit(self._next, lanes, start_step + ahead) for ahead in range(depth))
             for step in count(start_step + depth):
-                batch, places = pending.popleft().result()
+                batch, positions = pending.popleft().result()
                 pending.append(pool.submit(self._next, lanes, step))
-                self._places = places
+                self._positions = positions
                 yield batch
         finally:
             lanes.stop()
             pool.shutdown(cancel_futures=True)
             lanes.close()
 
-    def cursor(self) -> dict[int, Place]:
+    def cursor(self) -> dict[int, LanePosition]:
         """Position of each lane of this rank after the last batch that was consumed."""
-        return dict(self._places)
+        return dict(self._positions)
 
     def progress(self, step: int) -> dict[str, float]:
         """Values for the record of the step whose batch was consumed last."""
         del step  # the positions are those after the last batch
-        return self._progress(self._places)
+        return self._progress(self._positions)
 
-    def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
+    def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, LanePosition]]:
         share, size = self._share, self._sizes.at(step)
         times = size // self._sizes.unit
         for _ in range(left_out(self._skips, step, step) * times):
@@ -195,41 +195,41 @@ class StreamLoader:
         skipped = share.dp_rank * num_rows - min(by_lane) * (size // self._lanes)
         mine = rows[skipped : skipped + num_rows]
         batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
-        return batch, {number: place for number, (_, place) in by_lane.items()}
+        return batch, {number: position for number, (_, position) in by_lane.items()}
 
 
-def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
+def merged(cursors: Sequence[Mapping[int, LanePosition]]) -> dict[str, Any]:
     """Cursor of a run for its checkpoint: the position of every lane, joined from all ranks."""
-    places: dict[int, Place] = {}
+    positions: dict[int, LanePosition] = {}
     for cursor in cursors:
-        places.update(cursor)
-    if not places:
+        positions.update(cursor)
+    if not positions:
         return {}
-    return {"places": [list(places[lane]) for lane in range(len(places))]}
+    return {"places": [list(positions[lane]) for lane in range(len(positions))]}
 
 
-def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[Place]:
+def positions_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[LanePosition]:
     """Positions in a checkpoint's cursor; empty if the checkpoint has none.
 
     Args:
         corpora: Corpora of the mixture; 0 without a mixture.
     """
-    places = [tuple(map(int, place)) for place in cursor.get("places", [])]
+    positions = [tuple(map(int, position)) for position in cursor.get("places", [])]
     length = len(BEGIN)
     if corpora:
         length = 1 + 2 * corpora
-    if any(len(place) != length for place in places):
+    if any(len(position) != length for position in positions):
         num_saved = 1
-        if len(places[0]) % 2:
-            num_saved = len(places[0]) // 2
+        if len(positions[0]) % 2:
+            num_saved = len(positions[0]) // 2
         raise CheckpointError(
             f"the checkpoint's data is a mixture of {num_saved} corpora, and "
             f"this run reads {corpora or 1}; keep data.mixture, or start a new run from the weights"
         )
-    if places and len(places) != lanes:
+    if positions and len(positions) != lanes:
         raise CheckpointError(
-            f"the checkpoint's data has {len(places)} lanes, and train.global_batch here makes {lanes}; "
+            f"the checkpoint's data has {len(positions)} lanes, and train.global_batch here makes {lanes}; "
             "a lane is a stream of documents for some rows of every step. "
             "Keep train.global_batch, or start a new run from the weights"
         )
-    return places
+    return positions

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from nxtrain.common.errors import NxtrainError
 from nxtrain.common.process.signals import STOPPING
-from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, LocalLanes, Place
+from nxtrain.data.stream_loader import LaneOrder, LanePosition, LaneRows, LaneSource, LocalLanes
 
 LENGTH = struct.Struct("<Q")
 """Head of an answer: the number of bytes that follow."""
@@ -41,7 +41,7 @@ class WorkerTask:
 
     source: LaneSource
     order: LaneOrder
-    places: dict[int, Place]
+    positions: dict[int, LanePosition]
     rows_per_lane: int
     mark: int
 
@@ -75,7 +75,9 @@ def _work(task: WorkerTask, wanted: threading.Semaphore, answers: BinaryIO) -> N
 
     try:
         open_lane = task.source.opened(mark)
-        lanes = LocalLanes(lambda lane, place: open_lane(task.order, lane, place), task.places, task.rows_per_lane)
+        lanes = LocalLanes(
+            lambda lane, position: open_lane(task.order, lane, position), task.positions, task.rows_per_lane
+        )
         step = 0
         while wanted.acquire():
             _send(answers, lanes.rows(step))

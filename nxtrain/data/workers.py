@@ -22,7 +22,7 @@ from signal import SIGKILL, Signals
 
 from nxtrain.common.errors import WorkerError
 from nxtrain.common.process.console import standard_error
-from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, Place
+from nxtrain.data.stream_loader import LaneOrder, LanePosition, LaneRows, LaneSource
 from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, WorkerTask
 
 AHEAD = 4
@@ -61,7 +61,9 @@ class _SilentError(Exception):
 class DataWorker:
     """A worker process, seen from its rank."""
 
-    def __init__(self, source: LaneSource, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
+    def __init__(
+        self, source: LaneSource, order: LaneOrder, positions: dict[int, LanePosition], rows_per_lane: int
+    ) -> None:
         self._mark = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         mark = self._mark.fileno()
         # The paths are those of this process, where the current folder may not be among them.
@@ -84,7 +86,7 @@ class DataWorker:
 
             with suppress(OSError):  # the limit of pipes of this user
                 fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        task = pickle.dumps(WorkerTask(source, order, places, rows_per_lane, mark))
+        task = pickle.dumps(WorkerTask(source, order, positions, rows_per_lane, mark))
         self._request(LENGTH.pack(len(task)) + task + bytes(AHEAD))
 
     @property
@@ -161,16 +163,16 @@ class Workers:
         source: LaneSource,
         order: LaneOrder,
         policy: WorkerPolicy,
-        places: Mapping[int, Place],
+        positions: Mapping[int, LanePosition],
         rows_per_lane: int,
     ) -> None:
         self._source, self._order = source, order
         self._policy, self._rows_per_lane = policy, rows_per_lane
-        number = min(policy.number, len(places))
-        self._places: list[dict[int, Place]] = []
+        number = min(policy.number, len(positions))
+        self._positions: list[dict[int, LanePosition]] = []
         for worker in range(number):
-            lanes = sorted(places)[worker::number]
-            self._places.append({lane: places[lane] for lane in lanes})
+            lanes = sorted(positions)[worker::number]
+            self._positions.append({lane: positions[lane] for lane in lanes})
         self._closing = threading.Lock()
         self._closed = False
         self.members = [self._start(worker) for worker in range(number)]
@@ -196,7 +198,7 @@ class Workers:
             worker.close()
 
     def _start(self, number: int) -> DataWorker:
-        return DataWorker(self._source, self._order, self._places[number], self._rows_per_lane)
+        return DataWorker(self._source, self._order, self._positions[number], self._rows_per_lane)
 
     def _rows_of(self, number: int, step: int) -> LaneRows:
         failures = 0
@@ -211,7 +213,7 @@ class Workers:
             if isinstance(answer, tuple):
                 kind, text = answer
                 raise kind(f"{text} (found by data worker {number} of rank {self._policy.rank})")
-            self._places[number] = {lane: place for lane, (_, place) in answer.items()}
+            self._positions[number] = {lane: position for lane, (_, position) in answer.items()}
             return answer
 
     def _replace(self, number: int, step: int, why: str, failures: int) -> None:

@@ -79,14 +79,14 @@ class Decoder:
         Returns:
             (B, V) float32 logits of the next token on the host; rows of texts without new tokens are zeros.
         """
-        found = torch.empty(0)
+        all_logits = torch.empty(0)
         for start, logits in self.read(pieces):
-            if not len(found):
-                found = torch.zeros(len(pieces), logits.shape[2])
+            if not len(all_logits):
+                all_logits = torch.zeros(len(pieces), logits.shape[2])
             for text, piece in enumerate(pieces):
                 if start < len(piece) <= start + logits.shape[1]:
-                    found[text] = logits[text, len(piece) - 1 - start].float().cpu()
-        return found
+                    all_logits[text] = logits[text, len(piece) - 1 - start].float().cpu()
+        return all_logits
 
     def read(self, pieces: Sequence[Sequence[int]], chunk: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Read further tokens of each text, a chunk at a time.

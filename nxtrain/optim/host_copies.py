@@ -66,10 +66,10 @@ class HostCopies:
         unpin = self._pin(buffer)
         if unpin is not None:
             weakref.finalize(self, unpin)
-        found: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         start = 0
         for name in order:
             tensor = tensors[name]
-            found[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             start += tensor.nbytes
-        return found
+        return copies

@@ -54,7 +54,7 @@ class Muon(AdamW):
         optim: OptimConfig,
         apart: bool = False,
     ) -> None:
-        names = [name for each in matrices.rounds for name in each.names]
+        names = [name for round_ in matrices.rounds for name in round_.names]
         super().__init__(
             shards, layout, kernels, put, precision=precision, seed=seed, optim=optim, others=names, apart=apart
         )
@@ -69,9 +69,9 @@ class Muon(AdamW):
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
         super()._step(grads, replace(how, lr=how.lr * self._adam_factor))
         noise = step_hash(how.step)
-        for each in self._matrices.rounds:  # one after another, since only one round needs memory at a time
-            ahead = {name: self._advance(name, grads[name].to(noise.device), noise, how) for name in each.names}
-            for name, update in self._orthogonalized(each, ahead).items():
+        for round_ in self._matrices.rounds:  # one after another, since only one round needs memory at a time
+            ahead = {name: self._advance(name, grads[name].to(noise.device), noise, how) for name in round_.names}
+            for name, update in self._orthogonalized(round_, ahead).items():
                 store = self._stores[name][0]
                 decay = self._weight_decay if self._layout.table[name].decay else 0.0
                 old = store.open()
@@ -89,7 +89,7 @@ class Muon(AdamW):
             return new + mean * decay
         return mean
 
-    def _orthogonalized(self, each: Round, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _orthogonalized(self, round_: Round, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Updates of this rank's rows: whole matrices are made orthogonal and scaled by their shape."""
         optim = self._optim
 
@@ -98,14 +98,14 @@ class Muon(AdamW):
             scale = update_scale(num_rows, num_columns, optim.muon_scale)
             return orthogonalize(matrix, optim.muon_steps, self._dtype) * scale
 
-        return self._matrices.apply(each, rows, update)
+        return self._matrices.apply(round_, rows, update)
 
     def _directions(self) -> Iterator[tuple[str, Tensor]]:
         # The last gradient is gone, so that the momentum stands for the update.
         updates: dict[str, Tensor] = {}
-        for each in self._matrices.rounds:
-            momenta = {name: self.state[MOMENTUM][name].float() for name in each.names}
-            updates.update(self._orthogonalized(each, momenta))
+        for round_ in self._matrices.rounds:
+            momenta = {name: self.state[MOMENTUM][name].float() for name in round_.names}
+            updates.update(self._orthogonalized(round_, momenta))
         others = super()._directions()
         for name in self._shards:
             if name in updates:

@@ -80,7 +80,7 @@ class _InChunks(torch.autograd.Function):
             if results:
                 tp.kernels.order([*parts, *results[-1]])
             results.append(function(*parts))
-        return tuple(torch.cat(each) for each in zip(*results, strict=True))
+        return tuple(torch.cat(chunks) for chunks in zip(*results, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,13 +95,13 @@ class _InChunks(torch.autograd.Function):
             inputs = [part.requires_grad_() for part in parts]
             with torch.enable_grad():
                 results = ctx.function(*inputs)
-            found = torch.autograd.grad(results, [*inputs, *params], part_grads, allow_unused=True)
-            input_grads.append(found[: len(inputs)])
-            for total, grad in zip(sums, found[len(inputs) :], strict=True):
+            all_grads = torch.autograd.grad(results, [*inputs, *params], part_grads, allow_unused=True)
+            input_grads.append(all_grads[: len(inputs)])
+            for total, grad in zip(sums, all_grads[len(inputs) :], strict=True):
                 if grad is not None:
                     total.add_(grad)
-            del results, found  # else they stay while the next chunk is computed
-        of_inputs = [torch.cat(each) for each in zip(*input_grads, strict=True)]
+            del results, all_grads  # else they stay while the next chunk is computed
+        of_inputs = [torch.cat(chunks) for chunks in zip(*input_grads, strict=True)]
         if tp.axis.size > 1:
             reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
             of_inputs[0] = reduce(of_inputs[0], tp.axis)

@@ -100,8 +100,8 @@ def static_dispatch(  # 7 arguments: as `dispatch`
         most_of_token = min(indices.shape[1], num_own)
         # A block for each expert has room for every token, and copies no matrices. More experts take too many rows.
         capacity = x.shape[0] if num_own <= EVEN_ROWS * most_of_token else None
-        found = block_rows(indices, num_own, capacity, most_slots=x.shape[0] * most_of_token)
-        return expert_parallel.sum_tokens(_of_blocks(x, weights, *found, experts))
+        grouped = block_rows(indices, num_own, capacity, most_slots=x.shape[0] * most_of_token)
+        return expert_parallel.sum_tokens(_of_blocks(x, weights, *grouped, experts))
     rows, _, num_blocks = block_rows(indices, num_experts, capacity)
     blocks = expert_parallel.send_blocks(rows.spread(x).unflatten(0, (num_blocks, -1)))
     scale = expert_parallel.send_blocks(rows.weights(weights).unflatten(0, (num_blocks, -1)))

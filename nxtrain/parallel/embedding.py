@@ -41,5 +41,5 @@ class VocabEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         local = tokens - self.first[0]
         elsewhere = (local < 0) | (local >= self._piece.local_length)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self._tp.exit(found * (~elsewhere).unsqueeze(-1).to(found.dtype))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self._tp.exit(rows * (~elsewhere).unsqueeze(-1).to(rows.dtype))

@@ -81,7 +81,7 @@ def piece_shape(spec: ShardSpec, tp: Axis, shard_size: int) -> tuple[int, int]:
 def exchanged_bytes(rounds: Sequence[Round], tp: Axis, shard_size: int, helpers: int) -> tuple[int, int]:
     """Bytes that a rank sends in a step: to the ranks that hold other rows, and to the replicas that share the work."""
     holders = shard_size * tp.size
-    piece = sum(math.prod(piece_shape(each.spec, tp, shard_size)) for each in rounds) * EXCHANGED_BYTES
+    piece = sum(math.prod(piece_shape(round_.spec, tp, shard_size)) for round_ in rounds) * EXCHANGED_BYTES
     return 2 * (holders - 1) * piece, (helpers - 1) * holders * piece
 
 

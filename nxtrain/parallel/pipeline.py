@@ -44,7 +44,7 @@ MicroBatches = Sequence[tuple[Any, ...]]
 Only the first stage reads tokens, and only the last reads targets. Every stage has the starts from its own loader.
 """
 
-Found = Callable[[Tensor, Tensor], Tensor]
+OnLoss = Callable[[Tensor, Tensor], Tensor]
 """Function called with the model's loss and the targets of each micro-batch, in order, on the last stage.
 
 The function returns the () loss with which backward begins.
@@ -147,7 +147,7 @@ class Pipeline:
         self._pp, self._place = mesh.pp, mesh.words(mesh.rank)
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
-    def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
+    def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], on_loss: OnLoss) -> None:
         """Run forward and backward of this rank's share of a global batch.
 
         Args:
@@ -157,16 +157,16 @@ class Pipeline:
         """
         order: Order = "zero_bubble" if self._weight_grads else "1f1b"
         actions = schedule(self._pp.size, len(self._parts), len(batch), order)
-        self._carry_out(actions, batch, begin_backward, found)
+        self._carry_out(actions, batch, begin_backward, on_loss)
 
     @torch.no_grad()
-    def evaluate(self, batch: MicroBatches, found: Found) -> None:
+    def evaluate(self, batch: MicroBatches, on_loss: OnLoss) -> None:
         """Run forward of this rank's share of a global batch; arguments as in `train`."""
         actions = evaluation_schedule(self._pp.size, len(self._parts), len(batch))
-        self._carry_out(actions, batch, lambda last: None, found)
+        self._carry_out(actions, batch, lambda last: None, on_loss)
 
     def _carry_out(
-        self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found
+        self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], on_loss: OnLoss
     ) -> None:
         underway = _Underway()
         rank = self._pp.rank
@@ -177,7 +177,7 @@ class Pipeline:
                 received = self._await(action, underway)
                 with self.watch(action):
                     if action.kind == "forward":
-                        self._forward(action, received, underway, batch, found)
+                        self._forward(action, received, underway, batch, on_loss)
                     elif action.kind == "backward":
                         begin_backward(action.micro == len(batch) - 1)
                         self._backward(action, received, underway)
@@ -203,7 +203,9 @@ class Pipeline:
             return ()
         return [pending.wait() for pending in underway.received.pop((action.kind, action.chunk, action.micro))]
 
-    def _forward(self, action: Action, entered: State, underway: _Underway, batch: MicroBatches, found: Found) -> None:
+    def _forward(
+        self, action: Action, entered: State, underway: _Underway, batch: MicroBatches, on_loss: OnLoss
+    ) -> None:
         chunk, micro = action.chunk, action.micro
         part = self._parts[chunk]
         tokens, targets, *documents = batch[micro]
@@ -218,7 +220,7 @@ class Pipeline:
             out = self._model.run(part, state, targets if part.last else None, *documents)
         if part.last:
             (loss,) = out
-            end = found(loss, targets)
+            end = on_loss(loss, targets)
         else:
             underway.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
             end = _Leave.apply(exit_, *out)

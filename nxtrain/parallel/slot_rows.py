@@ -168,7 +168,7 @@ def block_rows(
     experts, num_slots = indices.flatten(), indices.numel()
     numbers = torch.arange(num_experts, device=indices.device)
     hits = (experts.unsqueeze(1) == numbers).to(torch.int32)
-    place = (hits.cumsum(0, dtype=torch.int32) * hits).sum(1) - 1
+    position = (hits.cumsum(0, dtype=torch.int32) * hits).sum(1) - 1
     if capacity is None:
         # Of the most uneven routing, each expert but one has a block with one row.
         most = num_slots if most_slots is None else most_slots
@@ -180,10 +180,10 @@ def block_rows(
         first = (hits * (ends - lengths)).sum(1)
         blocks = torch.arange(num_blocks, device=indices.device).unsqueeze(1)
         owner: Tensor | None = (blocks >= ends).sum(1).clamp(max=num_experts - 1)
-        row = first * height + place
+        row = first * height + position
     else:
         height, num_blocks, owner = capacity, num_experts, None
-        row = torch.where(place < height, experts * height + place, num_blocks * height)
+        row = torch.where(position < height, experts * height + position, num_blocks * height)
     if most_slots is not None:
         row = torch.where(experts < num_experts, row, num_blocks * height)
     row = row.to(torch.int64)

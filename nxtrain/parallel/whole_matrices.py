@@ -120,11 +120,11 @@ class WholeMatrices:
             results = divide(of.spec, self._mesh, {name: function(whole) for name, whole in segments.items()})
         returned = self._comm.start_all_to_all(results, holders).wait()
         everyones = self._comm.start_all_gather(returned, helpers).wait()
-        found = {}
+        matrices = {}
         for index, name in enumerate(of.owned):
             if name:
-                found[name] = everyones[index, : rows[name].shape[0]].to(home)
-        return found
+                matrices[name] = everyones[index, : rows[name].shape[0]].to(home)
+        return matrices
 
 
 def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:

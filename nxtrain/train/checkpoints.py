@@ -19,7 +19,7 @@ from nxtrain.common.errors import CheckpointError
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Skips, rows_left_out
-from nxtrain.data.stream_loader import Place, merged
+from nxtrain.data.stream_loader import LanePosition, merged
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.train.compatibility import RunInputs, meta_at
@@ -37,7 +37,7 @@ class RunIdentity:
         saved_step: Step of the newest checkpoint at that time; 0: none.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
         stability: Returns the state of the norms and skipped steps that a resumed run needs.
-        cursor: Returns the places of this rank's lanes of data; empty for data without state.
+        cursor: Returns the positions of this rank's lanes of data; empty for data without state.
         skips: Batches that this process leaves out.
     """
 
@@ -46,7 +46,7 @@ class RunIdentity:
     saved_step: int = 0
     tokenizer: Path | None = None
     stability: Callable[[], dict[str, Any]] = dict
-    cursor: Callable[[], dict[int, Place]] = dict
+    cursor: Callable[[], dict[int, LanePosition]] = dict
     skips: Skips = ()
 
 
@@ -109,8 +109,8 @@ class Checkpoints(RunObserver):
             CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
         cursor = self._identity.cursor()
-        places = merged(self._state.ranks.gather(cursor)) if cursor else {}
-        meta = self.meta_at(step, self._identity.stability()).model_copy(update={"data_cursor": places})
+        positions = merged(self._state.ranks.gather(cursor)) if cursor else {}
+        meta = self.meta_at(step, self._identity.stability()).model_copy(update={"data_cursor": positions})
         state = self._state
         if state.loss_scale is not None:
             scale = state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])

@@ -110,9 +110,9 @@ def _file(config: RunConfig, samples: PairSamples) -> Path:
         folder = Path(config.finetune.adapter)
         weights += [xxhash.xxh3_64_hexdigest(read_bytes(folder / name)) for name in FILES]
     name = f"reference-{digest(*weights, sorted(config.model.config.items()), samples.identity, samples.seq_len)}.npy"
-    place = samples.place
-    if isinstance(place, Path) and os.access(place.absolute().parent, os.W_OK):
-        return place.with_name(f"{place.name}.{name}")
+    location = samples.location
+    if isinstance(location, Path) and os.access(location.absolute().parent, os.W_OK):
+        return location.with_name(f"{location.name}.{name}")
     return config.run.dir / DATA_DIR / name
 
 

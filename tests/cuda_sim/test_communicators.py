@@ -34,11 +34,11 @@ PARTNER = {"send": "receive", "receive": "send"}
 
 def communicators(records: Sequence[Record]) -> dict[str, dict[int, int]]:
     """Ranks of the communicators that the records open."""
-    found = defaultdict[str, dict[int, int]](dict)
+    result = defaultdict[str, dict[int, int]](dict)
     for rank, record in enumerate(records):
         for event in record.of("open"):
-            found[event.fields["comm"]][int(event.fields["rank"])] = rank
-    return dict(found)
+            result[event.fields["comm"]][int(event.fields["rank"])] = rank
+    return dict(result)
 
 
 def groups_of(record: Record) -> list[list[Call]]:
@@ -69,9 +69,9 @@ def mismatches(records: Sequence[Record]) -> list[str]:
             continue
         own = {number: [call for call in calls[rank] if call.comm == comm] for number, rank in ranks.items()}
         collectives = {number: [call for call in own[number] if call.name not in PARTNER] for number in own}
-        for number, found in collectives.items():
-            if found != collectives[0]:
-                errors.append(f"{comm}: ranks {ranks[0]} and {ranks[number]}: {_difference(collectives[0], found)}")
+        for number, result in collectives.items():
+            if result != collectives[0]:
+                errors.append(f"{comm}: ranks {ranks[0]} and {ranks[number]}: {_difference(collectives[0], result)}")
         for number, peer in ((a, b) for a in own for b in own):
             sent = [call[2:5] for call in own[number] if (call.name, call.peer) == ("send", peer)]
             received = [call[2:5] for call in own[peer] if (call.name, call.peer) == ("receive", number)]

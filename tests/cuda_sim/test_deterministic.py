@@ -52,10 +52,10 @@ def test_every_operation_of_a_step_has_a_deterministic_kernel(gpu: SimulatedGpu,
 
 
 def test_flash_attention_adds_its_gradients_in_one_order(gpu: SimulatedGpu) -> None:
-    found = {}
+    results = {}
     for deterministic in (False, True):
         record = gpu.run(step, {}, deterministic)
-        found[deterministic] = [kernel for kernel in record.of("kernel") if BACKWARD in kernel.fields["name"]]
-    grids = {key: {kernel.fields["grid"] for kernel in kernels} for key, kernels in found.items()}
-    assert len(found[False]) == len(found[True]) > 0
+        results[deterministic] = [kernel for kernel in record.of("kernel") if BACKWARD in kernel.fields["name"]]
+    grids = {key: {kernel.fields["grid"] for kernel in kernels} for key, kernels in results.items()}
+    assert len(results[False]) == len(results[True]) > 0
     assert grids[False] != grids[True], "as many blocks as the keys have, or as the GPU computes at once"

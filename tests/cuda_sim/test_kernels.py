@@ -49,8 +49,8 @@ def test_the_announced_kernel_runs_whatever_the_release_prefers(
     gpu: SimulatedGpu, wanted: str, params: str, kind: str, name: str, compiled: bool
 ) -> None:
     """The pretended GPU has no cuDNN, so that `auto` takes the next kernel."""
-    found, record = gpu.run(attend, wanted, params, compiled)
-    assert found == kind
+    actual, record = gpu.run(attend, wanted, params, compiled)
+    assert actual == kind
     ran = [part for part in (FLASH, EFFICIENT) if any(part in kernel for kernel in record.kernels)]
     assert ran == ([name] if name else [])
     assert any("softmax" in kernel.lower() for kernel in record.kernels) == (not name)
@@ -80,7 +80,7 @@ def test_the_gradient_of_the_output_matrix_is_summed_by_its_products(gpu: Simula
     """Each chunk has three products, of which the third one adds to float32; one chunk alone needs no sum."""
     counts = {mib: gpu.run(losses, mib) for mib in (64, 128, 1024)}
     products = {mib: [k for k in record.kernels if "gemm" in k.lower()] for mib, record in counts.items()}
-    assert {mib: len(found) for mib, found in products.items()} == {64: 24, 128: 12, 1024: 3}
+    assert {mib: len(result) for mib, result in products.items()} == {64: 24, 128: 12, 1024: 3}
     per_chunk = (len(counts[64].kernels) - len(counts[128].kernels)) / 4
     assert per_chunk <= 36
     assert len(counts[1024].kernels) < len(counts[128].kernels)

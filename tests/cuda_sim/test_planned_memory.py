@@ -64,17 +64,17 @@ def peak_alone(tables: Mapping[str, Mapping[str, Any]]) -> tuple[int, Bytes]:
 
 @pytest.mark.parametrize("name", one_in(2, OPTIONS))
 def test_the_peak_of_a_step_is_the_planned_one(gpu: SimulatedGpu, name: str) -> None:
-    found, planned = gpu.run(peak_alone, OPTIONS[name])
-    assert found == pytest.approx(planned.total, rel=TOLERANCE)
+    result, planned = gpu.run(peak_alone, OPTIONS[name])
+    assert result == pytest.approx(planned.total, rel=TOLERANCE)
 
 
 def test_a_plan_without_a_kind_of_memory_is_seen(gpu: SimulatedGpu) -> None:
-    found, planned = gpu.run(peak_alone, {})
+    result, planned = gpu.run(peak_alone, {})
     for kind in ("grads", "optimizer", "activations", "logits"):
-        assert found != pytest.approx(planned._replace(**{kind: 0}).total, rel=TOLERANCE), kind
+        assert result != pytest.approx(planned._replace(**{kind: 0}).total, rel=TOLERANCE), kind
 
 
 @pytest.mark.parametrize("name", one_in(2, LAYOUTS))
 def test_the_peak_of_each_rank_is_the_planned_one(gpu: SimulatedGpu, name: str) -> None:
-    for found, planned in gpu.run(play, 2, peak, {"parallel": LAYOUTS[name]}):
-        assert found == pytest.approx(planned.total, rel=TOLERANCE)
+    for result, planned in gpu.run(play, 2, peak, {"parallel": LAYOUTS[name]}):
+        assert result == pytest.approx(planned.total, rel=TOLERANCE)

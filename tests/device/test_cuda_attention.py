@@ -55,8 +55,8 @@ def test_an_announced_kernel_computes_the_formula(
     wanted_out = exact_attention(exact[0], exact[1], exact[2])
     ours = [out, *torch.autograd.grad(out, given, grad)]
     theirs = [wanted_out, *torch.autograd.grad(wanted_out, exact, grad.double())]
-    for found, expected in zip(ours, theirs, strict=True):
-        assert (found.double() - expected).norm() <= 3e-2 * expected.norm()
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert (actual.double() - expected).norm() <= 3e-2 * expected.norm()
     backend.choose_attention("auto", AttentionShape(2, length, 4, 64, params))
 
 
@@ -82,8 +82,8 @@ def test_deterministic_gradients_repeat_their_bits(
         first = None
         for _ in range(8):
             out = backend.kernels.attention(q, k, v)
-            found = [out, *torch.autograd.grad(out, given, grad)]
-            first = first or found
-            assert all(map(torch.equal, found, first))
+            actual = [out, *torch.autograd.grad(out, given, grad)]
+            first = first or actual
+            assert all(map(torch.equal, actual, first))
     monkeypatch.undo()
     backend.choose_attention("auto", AttentionShape(2, length, 4, 64, params))

@@ -38,8 +38,8 @@ def test_the_chosen_kernel_computes_the_formula(backend: Backend, wanted: str, k
         formula = exact_attention(exact[0], exact[1], exact[2], starts)
         ours = [out, *torch.autograd.grad(out, given, grad)]
         theirs = [formula, *torch.autograd.grad(formula, exact, grad.double())]
-        for found, expected in zip(ours, theirs, strict=True):
-            assert (found.double() - expected).norm() <= bound * expected.norm()
+        for actual, expected in zip(ours, theirs, strict=True):
+            assert (actual.double() - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -62,8 +62,8 @@ def test_blocks_of_a_rank_compute_the_formula(backend: Backend, layout: CutLayou
         assert torch.equal(sums.isinf(), wanted_sums.isinf())
         ours = [out, *backend.kernels.attend_backward(grad, q, k, v, out.to(q.dtype), sums, ranges)]
         theirs_grads = torch.autograd.grad(wanted, exact, grad.double())
-        for found, expected in zip(ours, [wanted, *theirs_grads], strict=True):
-            assert (found.double() - expected).norm() <= 3e-2 * expected.norm()
+        for actual, expected in zip(ours, [wanted, *theirs_grads], strict=True):
+            assert (actual.double() - expected).norm() <= 3e-2 * expected.norm()
 
 
 def test_other_documents_compile_nothing_and_read_nothing(backend: Backend) -> None:

@@ -31,8 +31,8 @@ def plan(folder: Path, **metrics: Any) -> Resolved:
 
 def snapshot(file: Path) -> dict[str, Any]:
     """Content of a snapshot, which torch writes with Python's own types."""
-    found: dict[str, Any] = pickle.loads(file.read_bytes())
-    return found
+    result: dict[str, Any] = pickle.loads(file.read_bytes())
+    return result
 
 
 def test_profiled_steps_leave_each_allocation_with_its_stack(backend: Backend, tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_profiled_steps_leave_each_allocation_with_its_stack(backend: Backend, t
     train_rank(backend, resolved)
     folder = resolved.config.run.dir / LOGS_DIR / PROFILES_DIR
     assert (folder / "rank-00000-steps-3-4.json.gz").stat().st_size > 0
-    found = snapshot(folder / "rank-00000-steps-3-4-memory.pickle")
-    assert sum(segment["allocated_size"] for segment in found["segments"]) > 0
-    traces = [entry for device in found["device_traces"] for entry in device if entry["action"] == "alloc"]
+    result = snapshot(folder / "rank-00000-steps-3-4-memory.pickle")
+    assert sum(segment["allocated_size"] for segment in result["segments"]) > 0
+    traces = [entry for device in result["device_traces"] for entry in device if entry["action"] == "alloc"]
     assert any("nxtrain" in frame["filename"] for entry in traces for frame in entry["frames"])
 
 
@@ -66,14 +66,14 @@ def test_a_failed_allocation_leaves_a_snapshot_and_names_keys(
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_activations_in_host_memory_change_no_bit_and_free_the_memory_of_blocks(backend: Backend, remat: str) -> None:
-    found, peaks = {}, {}
+    result, peaks = {}, {}
     resolved = layout("gqa2", tp=1, params="bf16", remat=remat, config={"num_hidden_layers": 8})
     for offload in ((), ("activations",)):
         torch.cuda.reset_peak_memory_stats()
         run = changed(resolved, parallel={"offload": offload})
-        found[offload] = rank_gradient(backend, run, weights_of(resolved))
+        result[offload] = rank_gradient(backend, run, weights_of(resolved))
         peaks[offload] = backend.diagnostics.peak_memory_bytes()
-    resident, moved = found.values()
+    resident, moved = result.values()
     assert (moved.loss, moved.norm) == (resident.loss, resident.norm)
     for name, shard in resident.shards.items():
         assert torch.equal(moved.shards[name], shard)

@@ -44,8 +44,8 @@ def test_float32_logits_equal_transformers(backend: Backend, shape: str) -> None
     with torch.no_grad():
         want = hf_model(resolved)(input_ids=inputs).logits
     model = our_model(resolved, backend, Mesh.build(1, 0), weights_of(resolved))
-    found = model.logits(backend.put(inputs))  # type: ignore[operator]
-    assert (found.cpu() - want).abs().max() < 1e-5
+    actual = model.logits(backend.put(inputs))  # type: ignore[operator]
+    assert (actual.cpu() - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -57,10 +57,10 @@ def test_twenty_float32_steps_equal_transformers(backend: Backend, shape: str, a
 
 def test_bf16_steps_stay_finite_and_begin_where_float32_does(backend: Backend) -> None:
     resolved = layout("gqa2", tp=1, params="bf16")
-    found = run_ours(backend, resolved, STEPS, weights_of(resolved))
-    assert all(map(math.isfinite, [*found.losses, *found.norms]))
-    assert found.losses[0] == pytest.approx(expected("gqa2").losses[0], rel=2**-8)
-    assert found.losses[-1] == pytest.approx(expected("gqa2").losses[-1], rel=0.02)
+    actual = run_ours(backend, resolved, STEPS, weights_of(resolved))
+    assert all(map(math.isfinite, [*actual.losses, *actual.norms]))
+    assert actual.losses[0] == pytest.approx(expected("gqa2").losses[0], rel=2**-8)
+    assert actual.losses[-1] == pytest.approx(expected("gqa2").losses[-1], rel=0.02)
 
 
 def test_fused_adamw_equals_torch_on_the_cpu(backend: Backend) -> None:

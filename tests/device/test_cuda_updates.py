@@ -61,10 +61,10 @@ def test_the_gpu_rounds_to_the_bits_of_the_cpu(backend: Backend) -> None:
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic", "bf16_kahan"])
 def test_every_rule_stays_close_to_itself_on_the_cpu(backend: Backend, update: Any) -> None:
     """Float32 arithmetic differs in the last bit, which moves a rounding once in a while, and never by more."""
-    _, found = ours(backend.kernels, torch.bfloat16, update, backend.put)
+    _, actual = ours(backend.kernels, torch.bfloat16, update, backend.put)
     _, expected = ours(backend.host_kernels, torch.bfloat16, update)
     for name, parameter in expected.items():
-        torch.testing.assert_close(found[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
+        torch.testing.assert_close(actual[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic", "bf16_kahan"])
@@ -73,24 +73,24 @@ def test_a_compiled_update_stays_close_to_the_cpus(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(backend.kernels, "compiler", backend.compiler)
-    _, found = ours(backend.kernels, torch.bfloat16, update, backend.put)
+    _, actual = ours(backend.kernels, torch.bfloat16, update, backend.put)
     _, expected = ours(backend.host_kernels, torch.bfloat16, update)
     for name, parameter in expected.items():
-        torch.testing.assert_close(found[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
+        torch.testing.assert_close(actual[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 def test_recomputed_gradients_are_equal_bit_for_bit_and_full_needs_less_memory(backend: Backend, params: str) -> None:
-    found, peaks = {}, {}
+    result, peaks = {}, {}
     for remat in ("none", "selective", "full"):
         resolved = layout("gqa2", tp=1, params=params, remat=remat)
         torch.cuda.reset_peak_memory_stats()
-        found[remat] = rank_gradient(backend, resolved, weights_of(resolved))
+        result[remat] = rank_gradient(backend, resolved, weights_of(resolved))
         peaks[remat] = backend.diagnostics.peak_memory_bytes()
     for remat in ("selective", "full"):
-        assert (found[remat].loss, found[remat].norm) == (found["none"].loss, found["none"].norm)
-        for name, shard in found["none"].shards.items():
-            assert torch.equal(found[remat].shards[name], shard)
+        assert (result[remat].loss, result[remat].norm) == (result["none"].loss, result["none"].norm)
+        for name, shard in result["none"].shards.items():
+            assert torch.equal(result[remat].shards[name], shard)
     assert peaks["full"] < peaks["none"]
 
 

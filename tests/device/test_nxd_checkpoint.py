@@ -214,10 +214,10 @@ def gathered(case: Case, seen: list[Seen]) -> Tensor:
     return torch.cat([part for part in (rank.logits for rank in seen[: case.tp]) if part is not None], -1)
 
 
-def by_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_our_names(result: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of one rank under NxD's names, with gate and up split into two."""
     parts: dict[str, Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in result.items():
         if "gate_up_proj" in name:
             gate, up = tensor.chunk(2)
             parts |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
@@ -248,9 +248,9 @@ def test_what_nxd_saved_is_read_right(pool: RankPool, example: Path, tmp_path: P
     if drifts:  # NxD sums gradients of norms over tp under sequence parallelism only, and each rank rounds its own
         with pytest.raises(CheckpointError, match=r"copies of .*norm\.weight differ between ranks.*--first-copy"):
             nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file)
-    found = nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file, first_copy=drifts)
-    assert (found.step, found.samples) == (1, 0)
-    assert set(found.kinds) == set(kinds_of(case))
+    actual = nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file, first_copy=drifts)
+    assert (actual.step, actual.samples) == (1, 0)
+    assert set(actual.kinds) == set(kinds_of(case))
     ours = loaded(tmp_path / "ours", case, kinds_of(case))
     if case.pp == 1:
         theirs = gathered(case, seen)

@@ -73,14 +73,14 @@ def test_one_rank_without_memory_makes_all_ranks_write_while_training_waits(
     ranks: RankPool, tmp_path: Path, lacking: int, ranks_per_host: int, way: str
 ) -> None:
     ranks.run(WORLD, write_checkpoints, tmp_path / "copies", None, "", ranks_per_host)
-    found = ranks.run(WORLD, write_checkpoints, tmp_path / "short", lacking, way, ranks_per_host)
-    for outcomes, has_copy in found:
+    result = ranks.run(WORLD, write_checkpoints, tmp_path / "short", lacking, way, ranks_per_host)
+    for outcomes, has_copy in result:
         assert [(outcome.step, outcome.problem) for outcome in outcomes] == [(1, ""), (2, ""), (3, "")]
         assert has_copy == [False, False, True]
         notes = [outcome.note for outcome in outcomes]
         assert f"host{lacking // ranks_per_host} " in notes[0]
         assert notes[1:] == ["", ""], "the line is printed once"
-    assert len({outcomes[0].note for outcomes, _ in found}) == 1
+    assert len({outcomes[0].note for outcomes, _ in result}) == 1
     for step in (*STEPS, 3):
         copied, short = (directory.step_path(tmp_path / name, step) for name in ("copies", "short"))
         files = {path.name for path in copied.iterdir()}

@@ -80,9 +80,9 @@ def test_memory_follows_the_largest_tensor(ranks: RankPool, tmp_path: Path) -> N
     """Beside the shards that are loaded, and in an export of one file that holds all tensors."""
     path = directory.step_path(tmp_path, 10)
     small = directory.step_path(tmp_path / "other", 10)
-    for each, sizes in ((path, MODEL), (small, {})):
-        each.parent.mkdir(exist_ok=True)
-        ranks.run(1, save_alone, each, sizes)
+    for item, sizes in ((path, MODEL), (small, {})):
+        item.parent.mkdir(exist_ok=True)
+        ranks.run(1, save_alone, item, sizes)
     assert TOTAL_BYTES > 3 * LARGEST_BYTES
     for rank, (rise, equal) in enumerate(ranks.run(2, load_measured, path)):
         assert equal

@@ -31,8 +31,8 @@ def train(state: TrainState, resolved: Resolved, first: int, last: int) -> list[
     """Losses of some steps of the run."""
     losses = []
     for batch in batches(resolved, last)[first:]:
-        found = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
-        losses.append(state.backend.fetch({"loss": found.loss})["loss"])
+        result = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
+        losses.append(state.backend.fetch({"loss": result.loss})["loss"])
     return losses
 
 
@@ -117,6 +117,6 @@ def test_a_run_that_lost_its_state_would_be_seen(ranks: RankPool, tmp_path: Path
     first, second = (layout("odd", **CUTS[cut]) for cut in ("none", "zero1"))
     path = folders.step_path(tmp_path, SAVED)
     expected = ranks.run(2, straight, first, weights_of(first), path)
-    (found, _) = ranks.run(2, lost_state, second, weights_of(first), path)
-    assert found[0] == pytest.approx(expected[0][0], abs=2e-6)  # the weights themselves
-    assert abs(found[-1] - expected[0][-1]) > 1e-4
+    (actual, _) = ranks.run(2, lost_state, second, weights_of(first), path)
+    assert actual[0] == pytest.approx(expected[0][0], abs=2e-6)  # the weights themselves
+    assert abs(actual[-1] - expected[0][-1]) > 1e-4

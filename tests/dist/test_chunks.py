@@ -70,35 +70,35 @@ MUTANTS: Mapping[str, tuple[str, Any]] = {
 def test_a_drawn_run_in_chunks_equals_transformers(ranks: RankPool, index: int) -> None:
     policy = ("selective", "full")[index // 2 % 2]
     run = with_keys(draw("chunks", SEED, index, LAYOUTS[index]), train__remat=policy)  # type: ignore[arg-type]
-    found = ranks.run(run.degrees.world, run_in_chunks, run, first_weights(run))
-    errors = [(run, error_of([course for course, _ in found], wanted(run), run))]
+    actual = ranks.run(run.degrees.world, run_in_chunks, run, first_weights(run))
+    errors = [(run, error_of([course for course, _ in actual], wanted(run), run))]
     assert not failures(errors), failures(errors)
     has_chunks = run.degrees.schedule != "zero_bubble" and run.resolved.config.train.seq_len > run.degrees.cp
-    assert all(bool(calls) == has_chunks for _, calls in found)
+    assert all(bool(calls) == has_chunks for _, calls in actual)
 
 
 @pytest.mark.parametrize("broken", [name for name in MUTANTS if name])
 def test_a_run_without_a_transfer_would_be_noticed(ranks: RankPool, broken: str) -> None:
     run = with_keys(draw("chunks", SEED, 0, LAYOUTS[0]), train__remat="selective")  # type: ignore[arg-type]
-    found = ranks.run(run.degrees.world, run_in_chunks, run, first_weights(run), broken)
-    assert failures([(run, error_of([course for course, _ in found], wanted(run), run))])
+    actual = ranks.run(run.degrees.world, run_in_chunks, run, first_weights(run), broken)
+    assert failures([(run, error_of([course for course, _ in actual], wanted(run), run))])
 
 
 def test_a_drawn_run_above_quantized_weights_equals_peft(ranks: RankPool) -> None:
     run = with_keys(draw_quantized("chunks", SEED, 0, LAYOUTS[0]), train__remat="full")
-    found = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
-    errors = [(run, error_of([course for course, _ in found], wanted_of_peft(run), run))]
+    result = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
+    errors = [(run, error_of([course for course, _ in result], wanted_of_peft(run), run))]
     assert not failures(errors), failures(errors)
-    assert all(calls for _, calls in found)
+    assert all(calls for _, calls in result)
 
 
 @pytest.mark.parametrize("index", one_in(2, range(4)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_of_adapters_in_chunks_equals_peft(ranks: RankPool, index: int) -> None:
     run = with_keys(draw_adapters("chunks", SEED, index, LAYOUTS[index]), train__remat="selective")
-    found = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
-    errors = [(run, error_of([course for course, _ in found], wanted_of_peft(run), run))]
+    result = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
+    errors = [(run, error_of([course for course, _ in result], wanted_of_peft(run), run))]
     assert not failures(errors), failures(errors)
-    assert all(calls for _, calls in found)
+    assert all(calls for _, calls in result)
 
 
 def peaks_of_feed_forward(backend: Backend, lengths: Sequence[int]) -> list[int]:

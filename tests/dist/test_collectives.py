@@ -53,12 +53,12 @@ def axes(world: int, rank: int) -> dict[str, Axis]:
 def collect(backend: CpuBackend, transport: str, dtype: torch.dtype) -> dict[str, Results]:
     backend.choose_transport(transport)
     comm = backend.collectives
-    found = {}
+    results = {}
     for name, axis in axes(backend.world, backend.rank).items():
         vector, matrix = (held_by(backend.rank, *shape, dtype=dtype) for shape in ((3,), (axis.size * 2, 3)))
         bucket = comm.start_all_reduce_bucket([vector, matrix], axis, torch.float32, scale=0.5).wait()
         waiting = comm.start_all_reduce(matrix.clone(), axis)
-        found[name] = {
+        results[name] = {
             "sum": comm.all_reduce(vector.clone(), axis),
             "max": comm.all_reduce(vector.clone(), axis, "max"),
             "all_gather": comm.all_gather(matrix.clone(), axis),
@@ -71,7 +71,7 @@ def collect(backend: CpuBackend, transport: str, dtype: torch.dtype) -> dict[str
             "bucket_matrix": bucket[1],
         }
     comm.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -65,9 +65,9 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
 def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool, how: dict[str, Any]) -> None:
     resolved = layout("gqa2", **how, config=LAYERS)
     compiled = changed(resolved, compile={"torch_compile": True})
-    found = ranks.run(how["tp"] * how.get("dp", 1) * how.get("cp", 1), run, compiled, weights_of(resolved))
-    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
-    assert {graphs for _, graphs in found} == {1}
+    result = ranks.run(how["tp"] * how.get("dp", 1) * how.get("cp", 1), run, compiled, weights_of(resolved))
+    check_course([course for course, _ in result], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in result} == {1}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_whole_compiled_pass_trains_as_transformers_does_by_one_graph(ranks: R
     resolved = layout("gqa2", **how, config=LAYERS)
     compiled = changed(resolved, compile={"torch_compile": "step"})
     world = how["tp"] * how.get("dp", 1) * how.get("cp", 1)
-    found = ranks.run(world, run, compiled, weights_of(resolved))
-    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
-    assert {graphs for _, graphs in found} == {1}
+    result = ranks.run(world, run, compiled, weights_of(resolved))
+    check_course([course for course, _ in result], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in result} == {1}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_compiled_experts_with_room_for_all_tokens_train_as_transformers_does(
     config = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
     resolved = layout("gqa2", **how, family="qwen3_moe", config=config, moe_dispatch="capacity", moe_capacity_factor=2)
     compiled = changed(resolved, compile={"torch_compile": parts})
-    found = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
-    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
-    assert {graphs for _, graphs in found} == {1}
+    result = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
+    check_course([course for course, _ in result], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in result} == {1}
 
 
 def collectives_of_a_step(backend: Backend, resolved: Resolved) -> list[Counter[str]]:
@@ -192,8 +192,8 @@ def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
     ranks.run(2, train_rank, part("other half", 2, compiled=False))
     ranks.run(2, train_compiled, part("other half", 4, compiled=True))
     losses, *others = ([line["loss"] for line in records(tmp_path / name)] for name in ("plain", "half", "other half"))
-    for found in others:
-        assert found == pytest.approx(losses, abs=2e-6)
+    for result in others:
+        assert result == pytest.approx(losses, abs=2e-6)
 
 
 class _Lazy:

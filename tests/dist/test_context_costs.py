@@ -65,7 +65,7 @@ def sent_in_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, T
 def test_a_rank_sends_the_planned_bytes_over_cp(ranks: RankPool, method: str, change: dict[str, Any]) -> None:
     resolved = layout("gqa2", cp_method=method, micro=2, batch=4, **{"tp": 1, **change})
     parallel = resolved.config.parallel
-    found = ranks.run(parallel.ranks_per_replica * parallel.dp, sent_in_a_step, resolved, weights_of(resolved))
+    result = ranks.run(parallel.ranks_per_replica * parallel.dp, sent_in_a_step, resolved, weights_of(resolved))
     job = job_of(resolved)
     planned = job.num_micro * sum(context_bytes(job, resolved.dimensions.num_layers))
-    assert set(found) == {planned} and planned > 0
+    assert set(result) == {planned} and planned > 0

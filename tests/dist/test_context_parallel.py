@@ -86,9 +86,9 @@ def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str, flash: bool) -> 
     rows[1, 14:] = IGNORE_INDEX
     weights = weights_of(resolved)
     loss, _, grads = documents_alone(resolved, weights, rows)
-    found = ranks.run(2, documents_with_mutant, name, resolved, weights, rows, flash)
-    errors = relative_errors(whole([rank.shards for rank, _ in found], resolved), grads)
-    assert abs(found[0][0].loss - loss) > 1e-4 or max(errors.values()) > 1e-3
+    result = ranks.run(2, documents_with_mutant, name, resolved, weights, rows, flash)
+    errors = relative_errors(whole([rank.shards for rank, _ in result], resolved), grads)
+    assert abs(result[0][0].loss - loss) > 1e-4 or max(errors.values()) > 1e-3
     sound = ranks.run(2, documents_on_rank, resolved, weights, rows, flash)
     errors = relative_errors(whole([rank.shards for rank, _ in sound], resolved), grads)
     assert abs(sound[0][0].loss - loss) < 2e-6

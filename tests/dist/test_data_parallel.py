@@ -31,7 +31,7 @@ def test_options_of_sharding_change_no_number(ranks: RankPool) -> None:
     plain = ranks.run(2, run_ours, resolved, STEPS, weights)
     for options in OPTIONS:
         other = ranks.run(2, run_ours, changed(resolved, parallel=options), STEPS, weights)
-        for found, wanted in zip(other, plain, strict=True):
-            assert (found.losses, found.norms) == (wanted.losses, wanted.norms), options
-            unequal = [name for name, weight in wanted.weights.items() if not torch.equal(found.weights[name], weight)]
+        for actual, wanted in zip(other, plain, strict=True):
+            assert (actual.losses, actual.norms) == (wanted.losses, wanted.norms), options
+            unequal = [name for name, weight in wanted.weights.items() if not torch.equal(actual.weights[name], weight)]
             assert unequal == [], options

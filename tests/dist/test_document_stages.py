@@ -65,9 +65,9 @@ def _gradient_and_loss(
     state = start(backend, resolved, weights)
     dp = state.mesh.dp
     share = np.split(rows, dp.size)[dp.rank]
-    found = batch_of(share, resolved.config.train.micro_batch, end_id=END, doc_mask=True)
-    assert found.starts is not None
-    inputs, targets, starts = map(torch.from_numpy, (found.inputs, found.targets, found.starts))
+    result = batch_of(share, resolved.config.train.micro_batch, end_id=END, doc_mask=True)
+    assert result.starts is not None
+    inputs, targets, starts = map(torch.from_numpy, (result.inputs, result.targets, result.starts))
     batch = DeviceBatch.of(inputs, targets, backend.put, starts, state.positions)
     losses, numbers = zip(*eval_step(state, batch), strict=True)
     return gradient(state, batch), float(sum(losses)) / float(sum(numbers))
@@ -80,11 +80,11 @@ def hold_documents(ranks: RankPool, resolved: Resolved, random: Random, *, bound
     weights = weights_of(resolved)
     loss, number, grads = documents_alone(resolved, weights, rows)
     world = parallel.ranks_per_replica * parallel.dp
-    found = ranks.run(world, documents_on_rank, resolved, weights, rows, flash)
-    for rank, evaluated in found:
+    result = ranks.run(world, documents_on_rank, resolved, weights, rows, flash)
+    for rank, evaluated in result:
         assert rank.num_tokens == number
         assert (rank.loss, evaluated) == pytest.approx((loss, loss), abs=2e-6)
-    ours = whole([rank.shards for rank, _ in found], resolved)
+    ours = whole([rank.shards for rank, _ in result], resolved)
     # A query that sees one key weighs it by 1: of documents of one token, queries and keys have gradients of rounding.
     rounding = 1e-6 * max(grad.norm() for grad in grads.values())
     zeros = {name for name, grad in grads.items() if grad.norm() < rounding}

@@ -71,9 +71,9 @@ def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random, family: str
     own = [line for line in own if not line.startswith("parallel.pipeline_cuts=")]
     rows = whole.resolved.config.train.global_batch // degrees.dp
     micro_batch = f"train.micro_batch={_micro_batch(rows, degrees.pp + 1)}"
-    found = replace(other, index=index, overrides=(*own, *shared, micro_batch), steps=STEPS, mask=0.0)
-    _ = found.resolved
-    return found
+    result = replace(other, index=index, overrides=(*own, *shared, micro_batch), steps=STEPS, mask=0.0)
+    _ = result.resolved
+    return result
 
 
 def _micro_batch(rows: int, most: int) -> int:
@@ -122,12 +122,12 @@ PAIRS = [*zip(FEW[:24], LOADED, strict=False), *zip(CONTEXT, FEW, strict=False),
 CASES = [(index, saved, loaded) for index, (saved, loaded) in enumerate(PAIRS)]
 
 
-def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
+def whole(result: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
     """Tensors of all ranks put together, by kind and global name; every copy must hold the same bits."""
     tensors: dict[tuple[str, str], Tensor] = {}
     seen: dict[tuple[str, str], Tensor] = {}
-    for rank, shards in enumerate(found):
-        mesh = build_mesh(run.resolved, len(found), rank, len(found))
+    for rank, shards in enumerate(result):
+        mesh = build_mesh(run.resolved, len(result), rank, len(result))
         held = Layout(table_of(run.resolved, mesh), mesh)
         for kind, local in shards.items():
             for name, blocks in held.items():
@@ -136,12 +136,12 @@ def whole(found: list[Shards], run: Drawn) -> dict[tuple[str, str], Tensor]:
                     key = kind, spec.global_name(name, block.segment)
                     shape = spec.global_shape(block.segment)
                     into = tensors.setdefault(key, torch.zeros(shape, dtype=local[name].dtype))
-                    known = seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+                    covered = seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
                     box = tuple(slice(o, o + n) for o, n in zip(block.offsets, block.sizes, strict=True))
                     part = block.of(local[name])
-                    assert torch.equal(into[box][known[box]], part[known[box]]), f"copies of {key} differ"
-                    into[box], known[box] = part, True
-    assert all(known.all() for known in seen.values())
+                    assert torch.equal(into[box][covered[box]], part[covered[box]]), f"copies of {key} differ"
+                    into[box], covered[box] = part, True
+    assert all(covered.all() for covered in seen.values())
     return tensors
 
 

@@ -89,7 +89,7 @@ def test_the_draws_hold_every_kind_of_batch() -> None:
         ],
         **{f"{steps} steps": [run.steps == steps for run in runs] for steps in (2, 3, 4)},
     }
-    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}
+    assert {kind: sum(result) for kind, result in kinds.items() if sum(result) < 3} == {}
 
 
 def test_the_draws_hold_every_kind_of_unit_prefetch_and_offload() -> None:
@@ -97,11 +97,14 @@ def test_the_draws_hold_every_kind_of_unit_prefetch_and_offload() -> None:
     sections = [run.resolved.config.parallel for run in drawn]
     sharded = [parallel for parallel in sections if parallel.shard in FULLY_SHARDED]
     kinds = {
-        **{f"{kind} on the host": [kind in each.offload for each in sections] for kind in get_args(OffloadKind)},
-        "several kinds on the host": [len(each.offload) > 1 for each in sections],
-        **{f"{kind} backward": [each.backward_prefetch == kind for each in sharded] for kind in get_args(Backward)},
-        "no forward prefetch": [not each.forward_prefetch for each in sharded],
-        "units of a size": [each.unit_params > 1 for each in sharded],
-        **{f"{number} ahead": [each.prefetch == number for each in sharded] for number in (0, 1, 2)},
+        **{f"{kind} on the host": [kind in section.offload for section in sections] for kind in get_args(OffloadKind)},
+        "several kinds on the host": [len(section.offload) > 1 for section in sections],
+        **{
+            f"{kind} backward": [section.backward_prefetch == kind for section in sharded]
+            for kind in get_args(Backward)
+        },
+        "no forward prefetch": [not section.forward_prefetch for section in sharded],
+        "units of a size": [section.unit_params > 1 for section in sharded],
+        **{f"{number} ahead": [section.prefetch == number for section in sharded] for number in (0, 1, 2)},
     }
-    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}
+    assert {kind: sum(result) for kind, result in kinds.items() if sum(result) < 3} == {}

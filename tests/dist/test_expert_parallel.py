@@ -281,15 +281,15 @@ def test_a_step_exchanges_each_row_once_in_each_direction(ranks: RankPool) -> No
     num_experts, k = 4, 2
     shape = {"num_local_experts": num_experts, "num_experts_per_tok": k, "intermediate_size": 6}
     resolved = layout("gqa2", tp=1, dp=2, ep=2, micro=1, family="mixtral", config=shape)
-    found = ranks.run(2, exchanges_of_a_step, resolved, weights_of(resolved))
+    result = ranks.run(2, exchanges_of_a_step, resolved, weights_of(resolved))
     train, model = resolved.config.train, resolved.model
     passes = train.global_batch // 2 * model.num_hidden_layers
     # The numbers of rows; rows, their weights and outputs; and the gradients of these three.
-    assert [calls for calls, _ in found] == [7 * passes] * 2
+    assert [calls for calls, _ in result] == [7 * passes] * 2
     slots = train.micro_batch * train.seq_len * k
     floats = slots * (4 * model.hidden_size + 2)
     # A rank sends its own rows, and gives back those that the tokens of all ranks have chosen.
-    assert sum(num_bytes for _, num_bytes in found) == 2 * passes * (4 * floats + 8 * num_experts)
+    assert sum(num_bytes for _, num_bytes in result) == 2 * passes * (4 * floats + 8 * num_experts)
 
 
 def divided_by_copies(scale: float, axis: Axis) -> float:
@@ -378,8 +378,8 @@ def test_blocks_of_equal_size_hold_every_routing(ranks: RankPool, num_experts: i
     given = [tensor.clone().requires_grad_() for tensor in (x, weights, gate_up, down)]
     out = exact_mixture(given[0], given[1], indices, given[2], given[3], num_experts)
     out.backward(grad)
-    found = ranks.run(2, blocks_of_a_rank, num_experts, indices)
+    actual = ranks.run(2, blocks_of_a_rank, num_experts, indices)
     wanted = [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
-    for place, want in enumerate(wanted):
-        whole = torch.cat([of_rank[place] for of_rank in found], dim=1 if place == len(wanted) - 1 else 0)
+    for index, want in enumerate(wanted):
+        whole = torch.cat([of_rank[index] for of_rank in actual], dim=1 if index == len(wanted) - 1 else 0)
         torch.testing.assert_close(whole, want, rtol=0, atol=2e-6 * max(1.0, float(want.abs().max())))

@@ -62,16 +62,18 @@ def unsharded(family: str) -> Resolved:
 
 @cache
 def expected(backend_pool: RankPool, family: str) -> Gradient:
-    found: list[Gradient] = backend_pool.run(1, rank_gradient, unsharded(family), weights_of(unsharded(family)))
-    return found[0]
+    actual: list[Gradient] = backend_pool.run(1, rank_gradient, unsharded(family), weights_of(unsharded(family)))
+    return actual[0]
 
 
-def errors(ranks: RankPool, resolved: Resolved, found: list[Gradient]) -> tuple[dict[str, float], float]:
+def errors(ranks: RankPool, resolved: Resolved, actual: list[Gradient]) -> tuple[dict[str, float], float]:
     """Relative error of every gradient, and of the norm over all."""
     family = resolved.family.name
     want = expected(ranks, family)
-    by_name = relative_errors(whole([rank.shards for rank in found], resolved), whole([want.shards], unsharded(family)))
-    return by_name, max(abs(rank.norm / want.norm - 1) for rank in found)
+    by_name = relative_errors(
+        whole([rank.shards for rank in actual], resolved), whole([want.shards], unsharded(family))
+    )
+    return by_name, max(abs(rank.norm / want.norm - 1) for rank in actual)
 
 
 @pytest.mark.parametrize(

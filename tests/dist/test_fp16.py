@@ -52,7 +52,7 @@ def test_an_overflow_of_one_rank_skips_the_step_on_all(ranks: RankPool, cut: dic
     resolved = layout("odd", tp=cut.get("tp", 1), dp=cut.get("dp", 1), micro=1, shard=cut.get("shard", "none"))
     types = {"params": "fp16", "update": "fp32_master", "loss_scale": 8.0, "loss_scale_every": 100}
     resolved = changed(resolved, precision=types)
-    for found in ranks.run(2, run, resolved, weights_of(resolved), 2):
-        assert found.scales == [8.0, 8.0, *[4.0] * 6]
-        assert found.updates == [1, 2, 2, 3, 4, 5, 6, 7]
-        assert [change > 0 for change in found.change] == [True, True, False, *[True] * 5]
+    for result in ranks.run(2, run, resolved, weights_of(resolved), 2):
+        assert result.scales == [8.0, 8.0, *[4.0] * 6]
+        assert result.updates == [1, 2, 2, 3, 4, 5, 6, 7]
+        assert [change > 0 for change in result.change] == [True, True, False, *[True] * 5]

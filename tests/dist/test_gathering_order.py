@@ -42,11 +42,11 @@ def expected(
     """Events of a step with so many units gathered ahead of their use."""
     units = [range(first, first + blocks) for first in range(0, BLOCKS, blocks)]
     last = len(units) - 1
-    found, gathered = ["gather rest"], -1
+    actual, gathered = ["gather rest"], -1
     for index, unit in enumerate(units):
         wanted = min(index + forward_ahead, last)
-        found += [f"gather {units[other][0]}" for other in range(gathered + 1, wanted + 1)]
-        found += [f"forward {block}" for block in unit]
+        actual += [f"gather {units[other][0]}" for other in range(gathered + 1, wanted + 1)]
+        actual += [f"forward {block}" for block in unit]
         gathered = max(gathered, wanted)
     gathered = last + 1
     for index, unit in reversed([*enumerate(units)]):
@@ -55,10 +55,10 @@ def expected(
         passes = [[f"backward {block}" for block in reversed(unit)], [f"reduce {unit[0]}"]]
         for wanted, events in zip(steps, passes, strict=True):
             if again:
-                found += [f"gather {units[other][0]}" for other in range(gathered - 1, wanted - 1, -1)]
+                actual += [f"gather {units[other][0]}" for other in range(gathered - 1, wanted - 1, -1)]
                 gathered = min(gathered, wanted)
-            found += events
-    return [*found, "reduce rest"]
+            actual += events
+    return [*actual, "reduce rest"]
 
 
 def sharded(shard: str, dp: int, micro: int = 0, **parallel: Any) -> Resolved:

@@ -115,14 +115,17 @@ def trained(
                 train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
     vote = ReplicaCheck(state)
     of_all, _ = vote.gather()
-    return entries(state), [str(found) for found in vote.dissents(of_all)]
+    return entries(state), [str(result) for result in vote.dissents(of_all)]
 
 
 def entries(state: TrainState) -> Entries:
     """The bits of parameters and optimizer state, by where they belong in the model."""
     whole = Layout(state.table, replace(state.mesh, shard_size=1))
     params = {name: p.detach() for name, p in state.model.named_parameters()}
-    kinds = [("model", params, whole), *((kind, found, state.layout) for kind, found in state.optimizer.state.items())]
+    kinds = [
+        ("model", params, whole),
+        *((kind, result, state.layout) for kind, result in state.optimizer.state.items()),
+    ]
     bits = {2: torch.int16, 4: torch.int32}
     return {
         (kind, layout.table[name].global_name(name, block.segment), block.offsets): block.of(tensors[name])
@@ -151,24 +154,24 @@ def run(ranks: RankPool, resolved: Resolved, seeds: Sequence[int], mutant: str =
     """Tensors of each rank at the end, and the vote's finding there."""
     parallel = resolved.config.parallel
     world = parallel.tp * parallel.pp * parallel.dp
-    found: list[tuple[Entries, list[str]]] = ranks.run(
+    result: list[tuple[Entries, list[str]]] = ranks.run(
         world, trained, resolved, weights_of(resolved), STEPS, seeds, mutant
     )
-    return found
+    return result
 
 
-def unequal(found: Sequence[tuple[Entries, list[str]]]) -> dict[str, float]:
+def unequal(result: Sequence[tuple[Entries, list[str]]]) -> dict[str, float]:
     """The share of entries that are not the same on two ranks that hold them, by global name, the largest first."""
     first: Entries = {}
     shares: dict[str, float] = {}
     num_compared = 0
-    for entries, _ in found:
-        for place, tensor in entries.items():
-            if place in first:
+    for entries, _ in result:
+        for location, tensor in entries.items():
+            if location in first:
                 num_compared += 1
-                share = (first[place] != tensor).float().mean().item()
-                shares[place[1]] = max(shares.get(place[1], 0.0), share)
-            first.setdefault(place, tensor)
+                share = (first[location] != tensor).float().mean().item()
+                shares[location[1]] = max(shares.get(location[1], 0.0), share)
+            first.setdefault(location, tensor)
     assert num_compared, "nothing was held twice"
     return {name: share for name, share in shares.items() if share}
 
@@ -189,28 +192,28 @@ def unequal(found: Sequence[tuple[Entries, list[str]]]) -> dict[str, float]:
 )
 def test_what_ranks_hold_alike_stays_equal_whatever_each_of_them_draws(ranks: RankPool, cuts: dict[str, Any]) -> None:
     """Parameters and the optimizer's state, in every direction of the mesh; and the vote sees the same."""
-    found = run(ranks, plan(**cuts), OWN)
-    assert unequal(found) == {}
-    assert [said for _, said in found] == [[]] * len(found)
+    result = run(ranks, plan(**cuts), OWN)
+    assert unequal(result) == {}
+    assert [said for _, said in result] == [[]] * len(result)
 
 
 def test_replicas_that_update_everything_differ_in_what_one_rank_of_a_copy_has_alone(ranks: RankPool) -> None:
     """With shard=none they rely on equal streams of the hardware; the vote names all that differs without them."""
     resolved = plan(tp=1, dp=2)
-    found = run(ranks, resolved, OWN)
-    differing = unequal(found)
+    result = run(ranks, resolved, OWN)
+    differing = unequal(result)
     assert TIED not in differing
     assert {"model.norm.weight", "model.layers.0.mlp.down_proj.weight"} <= differing.keys()
-    assert all(said and said[0].startswith("ranks") for _, said in found)
-    assert not any(TIED in text for _, said in found for text in said)
+    assert all(said and said[0].startswith("ranks") for _, said in result)
+    assert not any(TIED in text for _, said in result for text in said)
     assert unequal(run(ranks, resolved, SAME)) == {}
 
 
 def test_tied_copies_drift_if_the_hardware_rounds_them_even_from_one_seed(ranks: RankPool) -> None:
     """Two stages draw different numbers of bits. The vote names the copies."""
-    found = run(ranks, plan(tp=1), SAME, "unshared")
-    assert unequal(found)[TIED] > 0.5
-    for _, said in found:
+    result = run(ranks, plan(tp=1), SAME, "unshared")
+    assert unequal(result)[TIED] > 0.5
+    for _, said in result:
         assert said == [f"ranks 0 and 1 differ in {TIED} and 2 more tensors, and no majority tells which is right"]
 
 
@@ -230,11 +233,11 @@ def test_tied_copies_drift_if_the_hardware_rounds_them_even_from_one_seed(ranks:
 def test_a_broken_rule_is_seen_by_comparison_and_by_vote(
     ranks: RankPool, mutant: str, cuts: dict[str, Any], drifts: set[str]
 ) -> None:
-    found = run(ranks, plan(**cuts), OWN, mutant)
-    differing = unequal(found)
+    result = run(ranks, plan(**cuts), OWN, mutant)
+    differing = unequal(result)
     assert drifts <= differing.keys()
     assert "model.layers.0.mlp.down_proj.weight" not in differing
-    assert all(said for _, said in found)
+    assert all(said for _, said in result)
 
 
 def test_emulated_casts_round_up_and_down_with_the_right_mean() -> None:
@@ -244,8 +247,8 @@ def test_emulated_casts_round_up_and_down_with_the_right_mean() -> None:
         cast, copied = x.to(torch.bfloat16), torch.empty(len(x), dtype=torch.bfloat16)
         copied.copy_(x)
         exact = torch.tensor([1.0, float("inf"), -3.5]).to(torch.bfloat16)
-    for found in (cast, copied):
-        assert set(found.tolist()) == {1.0, 1.0 + 2.0**-7}
-        assert found.float().mean().item() == pytest.approx(1.0 + 2.0**-9, abs=1e-4)
+    for result in (cast, copied):
+        assert set(result.tolist()) == {1.0, 1.0 + 2.0**-7}
+        assert result.float().mean().item() == pytest.approx(1.0 + 2.0**-9, abs=1e-4)
     assert not torch.equal(cast, copied)
     assert exact.tolist() == [1.0, float("inf"), -3.5]

@@ -54,31 +54,33 @@ def absent_from_a_node(backend: Backend, absent: int) -> str:
 
 @pytest.mark.alone
 def test_a_rank_that_does_not_come_is_named_with_its_node(ranks: RankPool) -> None:
-    found = ranks.run(3, absent_from_a_node, 2)
-    assert found[0].startswith("some ranks are missing at the checkpoint of step 3, where the others wait for ")
-    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms on node 2. A missing rank died" in found[0]
+    result = ranks.run(3, absent_from_a_node, 2)
+    assert result[0].startswith("some ranks are missing at the checkpoint of step 3, where the others wait for ")
+    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms on node 2. A missing rank died" in result[0]
 
 
 def test_equal_graphs_pass(ranks: RankPool) -> None:
-    found = ranks.run(3, compared, [("step 1", "aa")] * 3, None)
-    assert [kind for kind, _, _ in found] == ["", "", ""]
+    result = ranks.run(3, compared, [("step 1", "aa")] * 3, None)
+    assert [kind for kind, _, _ in result] == ["", "", ""]
 
 
 @pytest.mark.parametrize("other", [("step 1", "bb"), ("step 2", "aa"), ("step 1", "")], ids=["graph", "work", "none"])
 def test_a_different_rank_ends_all_and_rank_0_says_which(ranks: RankPool, other: tuple[str, str]) -> None:
-    found = ranks.run(3, compared, [("step 1", "aa"), ("step 1", "aa"), other], None)
-    assert [kind for kind, _, _ in found] == ["BackendError"] * 3
-    assert found[0][1].startswith("rank 2 of 3 would run another graph than rank 0")
-    assert all(text.endswith("; see rank 0") for _, text, _ in found[1:])
+    result = ranks.run(3, compared, [("step 1", "aa"), ("step 1", "aa"), other], None)
+    assert [kind for kind, _, _ in result] == ["BackendError"] * 3
+    assert result[0][1].startswith("rank 2 of 3 would run another graph than rank 0")
+    assert all(text.endswith("; see rank 0") for _, text, _ in result[1:])
 
 
 @pytest.mark.alone
 def test_a_rank_that_does_not_come_ends_the_others_in_time(ranks: RankPool) -> None:
-    found = ranks.run(3, compared, [("step 7", "aa")] * 3, 1)
-    assert [kind for kind, _, _ in found] == ["HangError", "", "HangError"]
-    assert found[0][1].startswith("some ranks are missing at the comparison of graphs in step 7, where the others wait")
-    assert "Ranks 1 failed to pass" in found[0][1]
-    assert all(PATIENCE_S * 0.9 < found[rank][2] < PATIENCE_S * 1.9 for rank in (0, 2))
+    result = ranks.run(3, compared, [("step 7", "aa")] * 3, 1)
+    assert [kind for kind, _, _ in result] == ["HangError", "", "HangError"]
+    assert result[0][1].startswith(
+        "some ranks are missing at the comparison of graphs in step 7, where the others wait"
+    )
+    assert "Ranks 1 failed to pass" in result[0][1]
+    assert all(PATIENCE_S * 0.9 < result[rank][2] < PATIENCE_S * 1.9 for rank in (0, 2))
 
 
 def left_alone(backend: Backend, leaves: int) -> tuple[str, str, int | None, float]:
@@ -98,8 +100,8 @@ def left_alone(backend: Backend, leaves: int) -> tuple[str, str, int | None, flo
 
 @pytest.mark.alone
 def test_a_rank_that_is_gone_is_told_at_once_and_from_one_that_is_late(ranks: RankPool) -> None:
-    found = ranks.run(2, left_alone, 1)
-    kind, message, peer, seconds = found[0]
+    result = ranks.run(2, left_alone, 1)
+    kind, message, peer, seconds = result[0]
     assert (kind, peer) == ("LostPeerError", 1)
     assert message.startswith("rank 1 is gone, which the others wait for at the comparison of graphs in step 7: ")
     assert seconds < PATIENCE_S
@@ -118,13 +120,13 @@ def test_stages_run_graphs_of_their_own(ranks: RankPool) -> None:
 
 def test_a_rank_that_differs_ends_its_stage_alone(ranks: RankPool) -> None:
     seen = [("step 1", "bb"), ("step 1", "aa"), ("step 1", "aa"), ("step 1", "cc")]
-    found = ranks.run(4, compared, seen, None, STAGES)
-    assert [kind for kind, _, _ in found] == ["BackendError", "", "", "BackendError"]
-    assert found[0][1].startswith("rank 3 of the stage of ranks 0, 3 would run another graph than rank 0, ")
-    assert found[3][1].endswith("; see rank 0")
+    result = ranks.run(4, compared, seen, None, STAGES)
+    assert [kind for kind, _, _ in result] == ["BackendError", "", "", "BackendError"]
+    assert result[0][1].startswith("rank 3 of the stage of ranks 0, 3 would run another graph than rank 0, ")
+    assert result[3][1].endswith("; see rank 0")
 
 
 def test_a_rank_that_does_not_come_is_named_to_its_stage_by_its_number_in_the_world(ranks: RankPool) -> None:
-    found = ranks.run(4, compared, [("step 7", "aa")] * 4, 2, STAGES)
-    assert [kind for kind, _, _ in found] == ["", "HangError", "", ""]
-    assert "Ranks 2 failed to pass" in found[1][1]
+    result = ranks.run(4, compared, [("step 7", "aa")] * 4, 2, STAGES)
+    assert [kind for kind, _, _ in result] == ["", "HangError", "", ""]
+    assert "Ranks 2 failed to pass" in result[1][1]

@@ -35,12 +35,12 @@ def inputs(resolved: Resolved) -> Tensor:
 
 
 def logits_of(backend: Backend, variants: list[Resolved], weights: Mapping[str, Tensor]) -> list[Tensor]:
-    found = []
+    results = []
     for resolved in variants:
         mesh = Mesh.build(backend.world, backend.rank, tp=resolved.config.parallel.tp)
         model = our_model(resolved, backend, mesh, weights)
-        found.append(model.logits(inputs(resolved)))  # type: ignore[operator]
-    return found
+        results.append(model.logits(inputs(resolved)))  # type: ignore[operator]
+    return results
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -51,8 +51,8 @@ def test_logits_equal_transformers(ranks: RankPool, shape: str, tp: int) -> None
         for sp in ([False, True] if tp > 1 else [False])
         for fused in (True, False)
     ]
-    for found in ranks.run(tp, logits_of, variants, weights_of(plan(shape))):
-        for resolved, logits in zip(variants, found, strict=True):
+    for actual in ranks.run(tp, logits_of, variants, weights_of(plan(shape))):
+        for resolved, logits in zip(variants, actual, strict=True):
             assert (logits - expected(shape)).abs().max() < TOLERANCE, (resolved.config.parallel, resolved.config.model)
 
 

@@ -173,10 +173,10 @@ def test_activations_on_the_host_change_no_bit_and_frozen_weights_stay(
     given, world = all_weights(run), run.degrees.world
     plain = ranks.run(world, ours, run, given)
     moved = ranks.run(world, of_copies, with_keys(run, parallel__offload=["activations"]), given)
-    for course, (found, shapes) in zip(plain, moved, strict=True):
+    for course, (result, shapes) in zip(plain, moved, strict=True):
         assert shapes
-        assert (course.losses, course.norms) == (found.losses, found.norms)
-        assert all(torch.equal(course.weights[name], tensor) for name, tensor in found.weights.items())
+        assert (course.losses, course.norms) == (result.losses, result.norms)
+        assert all(torch.equal(course.weights[name], tensor) for name, tensor in result.weights.items())
         # Whole packed weights are one column of bytes; no activation has that shape.
         assert not any(shape[1:] == (1,) for shape in shapes)
 
@@ -197,7 +197,7 @@ def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -
     (batch,) = batches(resolved, 1)
     step = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-2)
     moved = [name for name, p in frozen.items() if not torch.equal(_bytes(p), before[name])]
-    found = {
+    result = {
         "moved": moved,
         "gradients": [name for name, p in frozen.items() if p.grad is not None],
         "kept": sorted({name for tensors in state.optimizer.state.values() for name in tensors}),
@@ -205,7 +205,7 @@ def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -
         "dtypes": {str(p.dtype) for p in frozen.values()},
         "num_params": state.num_params,
     }
-    return backend.fetch({"loss": step.loss})["loss"], found
+    return backend.fetch({"loss": step.loss})["loss"], result
 
 
 def _bytes(parameter: Tensor) -> Tensor:
@@ -233,12 +233,12 @@ def test_a_run_begins_as_its_base_and_moves_adapters_only(
     dtype = torch.bfloat16 if degrees.get("params") == "bf16" else torch.float32
     seen = restored({name: tensor.to(dtype) for name, tensor in given.items()}) if method == "qlora" else given
     base = ranks.run(world, first_step, changed(resolved, finetune={"method": "full"}), seen)
-    for (loss, found), (expected, _) in zip(ranks.run(world, first_step, resolved, given), base, strict=True):
+    for (loss, actual), (expected, _) in zip(ranks.run(world, first_step, resolved, given), base, strict=True):
         assert loss == expected
-        assert found["moved"] == found["gradients"] == []
-        assert found["kept"] == found["reduced"] and all(map(is_adapter, found["kept"]))
-        assert found["dtypes"] == {str(dtype)}
-        assert found["num_params"] == sum(tensor.numel() for name, tensor in given.items() if is_adapter(name))
+        assert actual["moved"] == actual["gradients"] == []
+        assert actual["kept"] == actual["reduced"] and all(map(is_adapter, actual["kept"]))
+        assert actual["dtypes"] == {str(dtype)}
+        assert actual["num_params"] == sum(tensor.numel() for name, tensor in given.items() if is_adapter(name))
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------
@@ -267,9 +267,10 @@ def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
         block(x)
         masks.append(layer(x))
     kept = [mask > 0 for mask in masks]
-    assert [float(each.float().mean()) for each in kept] == pytest.approx([0.75] * 4, abs=0.02)
+    assert [float(kept_part.float().mean()) for kept_part in kept] == pytest.approx([0.75] * 4, abs=0.02)
     assert all(
-        torch.equal(mask[each], torch.full_like(mask[each], 4 / 3)) for mask, each in zip(masks, kept, strict=True)
+        torch.equal(mask[kept_part], torch.full_like(mask[kept_part], 4 / 3))
+        for mask, kept_part in zip(masks, kept, strict=True)
     )
     pairs = [(kept[0], kept[1]), (kept[1], kept[2]), (kept[3], other(x) > 0)]
     pairs += [(kept[3][:, 0], kept[3][:, 1]), (kept[3][:32], kept[3][32:]), (kept[3][..., :48], kept[3][..., 48:])]
@@ -285,7 +286,7 @@ def test_sequences_of_a_ramp_are_numbered_in_their_order_on_any_number_of_ranks(
     ramp = (RampStageConfig(global_batch=2, samples=4),)
     resolved = changed(adapted(finetune={"dropout": 0.25}, micro=1), train={"global_batch": 4, "batch_ramp": ramp})
     sizes = resolved.config.train.batch_sizes(3, 8 * resolved.config.train.seq_len)
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     for rank in range(dp):
         axis, block = Mesh.build(dp, rank, dp=dp).dp, torch.nn.Identity()
         dropout = Dropout(resolved.config, axis, torch.arange(16), lambda x: x)
@@ -294,14 +295,14 @@ def test_sequences_of_a_ramp_are_numbered_in_their_order_on_any_number_of_ranks(
             for _ in range(size // dp):
                 block(torch.ones(1))
                 assert dropout.sequences is not None
-                found.setdefault(step, []).extend(dropout.sequences.tolist())
+                results.setdefault(step, []).extend(dropout.sequences.tolist())
         dropout.begin(3, sizes)
         block(torch.ones(1))
         assert dropout.sequences is not None
-        found.setdefault(3, []).extend(dropout.sequences.tolist())
+        results.setdefault(3, []).extend(dropout.sequences.tolist())
     numbered = _hashes(torch.arange(12)).tolist()
-    assert found[0] + found[1] + found[2] == numbered[:8]
-    assert found[3] == [numbered[8], numbered[10]][:dp]
+    assert results[0] + results[1] + results[2] == numbered[:8]
+    assert results[3] == [numbered[8], numbered[10]][:dp]
 
 
 def test_evaluation_between_steps_changes_no_mask() -> None:
@@ -333,14 +334,14 @@ def test_merged_weights_give_the_logits_of_the_trained_model(method: str) -> Non
             update = [base[f"{layer}.{leaf}"] for leaf in ("lora_B", "lora_A")] if f"{layer}.lora_A" in base else []
             merged[name] = weight + scale * (update[0] @ update[1]) if update else weight
     tokens = batches(resolved, 1)[0][:, :-1]
-    found = []
+    results = []
     for run, values in ((resolved, given), (changed(resolved, finetune={"method": "full"}), merged)):
         with torch.no_grad():
-            found.append(start(backend, run, values).lm.logits(tokens))
+            results.append(start(backend, run, values).lm.logits(tokens))
     with torch.no_grad():
         of_base = start(backend, changed(resolved, finetune={"method": "full"}), base).lm.logits(tokens)
-    assert (found[0] - of_base).abs().max() > 0.1
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    assert (results[0] - of_base).abs().max() > 0.1
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
 
 
 # --- export --------------------------------------------------------------------------------------------------------
@@ -361,10 +362,10 @@ def test_ranks_write_their_adapter_whole(ranks: RankPool, tmp_path: Path, world:
     resolved = adapted(**degrees)
     given = weights(resolved)
     ranks.run(world, exported, resolved, given, tmp_path / "adapter")
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    actual = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     expected = {f"base_model.model.{n}.weight": tensor for n, tensor in given.items() if is_adapter(n)}
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert actual.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)] == []
 
 
 # --- a small task --------------------------------------------------------------------------------------------------
@@ -379,8 +380,8 @@ def chain(seed: int, number: int, *, new: int = 0) -> list[tuple[Tensor, Tensor]
         new: Tokens whose successors are others than those of the chain that the base knows.
     """
     generator = torch.Generator().manual_seed(5)
-    known, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
-    successors = torch.cat([others[:new], known[new:]])
+    frequent, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
+    successors = torch.cat([others[:new], frequent[new:]])
     generator.manual_seed(seed)
     rows = [torch.randint(0, 64, (16 * number,), generator=generator)]
     for _ in range(32):

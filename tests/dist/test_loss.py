@@ -93,15 +93,15 @@ def test_loss_and_gradients_equal_torch(
 ) -> None:
     want = expected(vocab, 1.0, z_loss)
     spec = ShardSpec((vocab, D), dim=0)
-    for rank, found in enumerate(ranks.run(tp, run, vocab, 1.0, tp, sp, rows, z_loss)):
+    for rank, actual in enumerate(ranks.run(tp, run, vocab, 1.0, tp, sp, rows, z_loss)):
         axis = Mesh.build(tp, rank, tp=tp).tp
         hidden_grad = want.hidden_grad.chunk(tp)[rank] if sp else want.hidden_grad
         pairs = [
-            (found.loss, want.loss),
-            (found.z_loss, want.z_loss),
-            (found.hidden_grad, hidden_grad),
-            (found.weight_grad, spec.shard({"": want.weight_grad}, axis)),
-            (found.logits, want.logits),
+            (actual.loss, want.loss),
+            (actual.z_loss, want.z_loss),
+            (actual.hidden_grad, hidden_grad),
+            (actual.weight_grad, spec.shard({"": want.weight_grad}, axis)),
+            (actual.logits, want.logits),
         ]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6)
@@ -110,6 +110,6 @@ def test_loss_and_gradients_equal_torch(
 def test_extreme_logits_do_not_overflow(ranks: RankPool) -> None:
     want = expected(131, 1e4)
     assert want.logits.abs().max() > 1e4
-    for found in ranks.run(2, run, 131, 1e4, 2, False, 5):
-        assert found.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
-        torch.testing.assert_close(found.hidden_grad.double(), want.hidden_grad, rtol=1e-5, atol=1e-5)
+    for actual in ranks.run(2, run, 131, 1e4, 2, False, 5):
+        assert actual.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
+        torch.testing.assert_close(actual.hidden_grad.double(), want.hidden_grad, rtol=1e-5, atol=1e-5)

@@ -48,8 +48,8 @@ def test_a_drawn_run_with_experts_equals_transformers(ranks: RankPool, index: in
 
 def whole_batch(ranks: RankPool, family: str) -> Gradient:
     """Gradient of one process, whose micro-step has the whole batch."""
-    found: list[Gradient] = ranks.run(1, rank_gradient, mixture(family), weights_of(mixture(family)))
-    return found[0]
+    result: list[Gradient] = ranks.run(1, rank_gradient, mixture(family), weights_of(mixture(family)))
+    return result[0]
 
 
 def mixture(family: str, **degrees: Any) -> Resolved:
@@ -118,10 +118,10 @@ def measured(
     (batch,) = batches(resolved, 1)
     own = local_batch(state, batch, resolved.config.train.micro_batch)
     train_step(state, own, 0.0)
-    found = train_step(state, own, 1e-3)
-    assert found.routing is not None
-    assert found.loads is not None
-    return found.routing.clone(), found.loads.clone()
+    result = train_step(state, own, 1e-3)
+    assert result.routing is not None
+    assert result.loads is not None
+    return result.routing.clone(), result.loads.clone()
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -135,9 +135,9 @@ def test_a_step_measures_the_losses_of_transformers_and_the_load_of_each_expert(
     logits = torch.cat(theirs.router_logits)
     losses = torch.stack([theirs.aux_loss, logits.logsumexp(-1).square().mean()])
     loads = torch.stack([load_of_logits(own) for own in theirs.router_logits])
-    for found in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved), unchanged):
-        torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=0)
-        torch.testing.assert_close(found[1], loads, rtol=1e-5, atol=0)
+    for actual in ranks.run(2 if degrees else 1, measured, resolved, weights_of(resolved), unchanged):
+        torch.testing.assert_close(actual[0], losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(actual[1], loads, rtol=1e-5, atol=0)
 
 
 def load_of_logits(logits: Tensor, capacity: int | None = None) -> Tensor:
@@ -214,15 +214,17 @@ def test_a_lost_sum_is_seen(
 ) -> None:
     resolved = mixture(family, **degrees)
     world = 2
-    found = ranks.run(world, changed_gradient, resolved, weights_of(resolved), change)
+    actual = ranks.run(world, changed_gradient, resolved, weights_of(resolved), change)
     want = whole_batch(ranks, family)
-    errors = relative_errors(whole([rank.shards for rank in found], resolved), whole([want.shards], mixture(family)))
+    errors = relative_errors(whole([rank.shards for rank in actual], resolved), whole([want.shards], mixture(family)))
     wrong = {name for name, error in errors.items() if error > 1e-4}
     if not is_wrong:
         assert max(errors.values()) < 1e-5
     else:
         assert {name for name in errors if name.endswith(is_wrong)} <= wrong
-    assert [rank.loss for rank in found] == pytest.approx([want.loss] * world, abs=2e-6), "the logged loss has no other"
+    assert [rank.loss for rank in actual] == pytest.approx([want.loss] * world, abs=2e-6), (
+        "the logged loss has no other"
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -237,9 +239,9 @@ def test_routers_in_16_bits_have_the_gradients_of_their_losses(ranks: RankPool, 
     loss_scale = 1024.0
     narrow = changed(wide, precision={"params": params, "update": "fp32_master", "loss_scale": loss_scale})
     scale = loss_scale / (4 * narrow.config.train.seq_len) if params == "fp16" else 1.0
-    (found,) = ranks.run(1, rank_gradient, narrow, weights_of(narrow))
+    (actual,) = ranks.run(1, rank_gradient, narrow, weights_of(narrow))
     (want,) = ranks.run(1, rank_gradient, wide, weights_of(wide))
-    shards = {name: grad / scale for name, grad in found.shards.items()}
+    shards = {name: grad / scale for name, grad in actual.shards.items()}
     errors = relative_errors(whole([shards], narrow), whole([want.shards], wide))
     gates = {name: error for name, error in errors.items() if name.endswith("gate.weight")}
     assert gates

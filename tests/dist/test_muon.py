@@ -159,7 +159,7 @@ def different(ranks: RankPool, rule: tuple[str, str], cuts: dict[str, Any], muta
     alone, resolved = run_of(*rule, tp=1, **model), run_of(*rule, **cuts)
     weights = weights_of(alone)
     (expected,) = ranks.run(1, updated_by_given_gradients, alone, weights)
-    world, whole, found = world_of(cuts), whole_of(expected, alone), set[str]()
+    world, whole, actual = world_of(cuts), whole_of(expected, alone), set[str]()
     for rank, shards in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights, mutant)):
         mesh = build_mesh(resolved, world, rank, world)
         if cuts.get("shard") == "zero1":
@@ -169,8 +169,8 @@ def different(ranks: RankPool, rule: tuple[str, str], cuts: dict[str, Any], muta
             for block in blocks:
                 key = held.table[name].global_name(name, block.segment)
                 if not torch.equal(block.of(shards[name]), part(whole[key], block)):
-                    found.add(key)
-    return found
+                    actual.add(key)
+    return actual
 
 
 # Each layout meets one rule, and each rule meets several layouts; the slow lane has all pairs.
@@ -204,11 +204,11 @@ def test_equal_gradients_give_equal_bits_under_every_rule(ranks: RankPool, name:
 def test_matrices_that_are_not_whole_and_single_are_seen(
     ranks: RankPool, name: str, mutant: str, seen: set[str]
 ) -> None:
-    found = different(ranks, RULES[0], CUTS[name], mutant)
+    result = different(ranks, RULES[0], CUTS[name], mutant)
     for layer in ("0", "1"):
-        of_layer = {key.split(".")[-2] for key in found if f".layers.{layer}." in key}
+        of_layer = {key.split(".")[-2] for key in result if f".layers.{layer}." in key}
         assert seen <= of_layer
-    assert all(".layers." in key and "norm" not in key for key in found), "AdamW updates all others"
+    assert all(".layers." in key and "norm" not in key for key in result), "AdamW updates all others"
 
 
 DRAWS = 8
@@ -221,11 +221,11 @@ def drawn(index: int, degrees: Degrees, lane: str = "muon") -> Drawn:
     scale, rate = ("moonlight", "original")[index % 2], (0.0, 3e-4)[index // 2 % 2]
     muon = ("optim.name=muon", f"optim.muon_scale={scale}", f"optim.adam_lr={rate}")
     for attempt in range(TRIES):
-        found = draw(lane, SEED, index + attempt * TRIES, degrees)
+        result = draw(lane, SEED, index + attempt * TRIES, degrees)
         # Queries of one or two keys have little gradient beside rounding, and any gradient gives as large an update.
-        if found.resolved.config.train.seq_len > 3:
+        if result.resolved.config.train.seq_len > 3:
             break
-    return replace(found, index=index, overrides=(*found.overrides, *muon))
+    return replace(result, index=index, overrides=(*result.overrides, *muon))
 
 
 def check_drawn(ranks: RankPool, indices: range) -> None:
@@ -290,7 +290,7 @@ def bytes_of_an_update(backend: Backend, resolved: Resolved, weights: Weights) -
         exchanges, gathers = exchanges + sums[0], gathers + sums[1]
     job = Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
     work = muon_work(job, 0)
-    planned = (sum(each.exchanged for each in work), sum(each.gathered for each in work))
+    planned = (sum(rank_work.exchanged for rank_work in work), sum(rank_work.gathered for rank_work in work))
     assert planned == (exchanges, gathers)
     return (exchanged, gathered), planned
 
@@ -321,9 +321,9 @@ def test_a_run_goes_on_with_the_same_bits_under_another_cut(
     assert "exp_avg/model.layers.0.self_attn.q_proj.weight" not in want
     for shard, plan in plans.items():
         assert losses[shard] == losses[loaded], shard
-        found = saved_tensors(paths[shard])
-        assert found.keys() == want.keys()
-        assert [key for key, tensor in want.items() if not torch.equal(found[key], tensor)] == [], shard
+        actual = saved_tensors(paths[shard])
+        assert actual.keys() == want.keys()
+        assert [key for key, tensor in want.items() if not torch.equal(actual[key], tensor)] == [], shard
         assert ranks.run(2, resumed, plan, weights, paths[loaded]) == losses[loaded], shard
 
 
@@ -333,5 +333,5 @@ def test_a_run_goes_on_under_tensor_and_pipeline_parallelism(ranks: RankPool, tm
     expected = ranks.run(2, straight, first, weights, path)[0]
     layouts: list[dict[str, Any]] = [{"tp": 2}, {"tp": 1, "pp": 2}]
     for cuts in layouts:
-        (found, _) = ranks.run(2, resumed, run_of("fp32", "fp32", **cuts), weights, path)
-        assert found == pytest.approx(expected, abs=2e-6)
+        (actual, _) = ranks.run(2, resumed, run_of("fp32", "fp32", **cuts), weights, path)
+        assert actual == pytest.approx(expected, abs=2e-6)

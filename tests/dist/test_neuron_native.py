@@ -49,9 +49,9 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
 
 def check(neuron: RankPool, resolved: Resolved, *, compiled: bool | str = False, world: int = 2) -> None:
     chosen = changed(resolved, compile={"torch_compile": compiled})
-    found = neuron.run(world, run, chosen, weights_of(resolved))
-    assert {(device, host) for device, host, _ in found} == {("neuron", "gloo")}
-    check_course([course for *_, course in found], reference(resolved, STEPS), resolved)
+    result = neuron.run(world, run, chosen, weights_of(resolved))
+    assert {(device, host) for device, host, _ in result} == {("neuron", "gloo")}
+    check_course([course for *_, course in result], reference(resolved, STEPS), resolved)
 
 
 @pytest.mark.parametrize(("sp", "remat", "compiled"), [(False, "none", False), (True, "full", True)])
@@ -164,9 +164,9 @@ def refused(backend: Backend) -> Refusals:
 
 
 def test_the_stand_in_refuses_what_the_device_refuses(neuron: RankPool) -> None:
-    for found in neuron.run(4, refused):
-        assert "No backend type associated with device type cpu" in found.host
-        assert "do not fit the int32" in found.wide
-        assert "default process group only" in found.subgroup_barrier
-        assert "replica id not seen" in found.unknown_group
-        assert found.known_group == ""
+    for result in neuron.run(4, refused):
+        assert "No backend type associated with device type cpu" in result.host
+        assert "do not fit the int32" in result.wide
+        assert "default process group only" in result.subgroup_barrier
+        assert "replica id not seen" in result.unknown_group
+        assert result.known_group == ""

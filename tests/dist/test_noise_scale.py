@@ -71,8 +71,8 @@ def test_the_meter_follows_the_formulas_on_every_layout(ranks: RankPool, name: s
     resolved = planned(**LAYOUTS[name])
     parallel, wanted = resolved.config.parallel, expected(resolved)
     world = parallel.tp * parallel.pp * parallel.dp
-    for found in ranks.run(world, measured, resolved, weights_of(resolved)):
-        assert found == pytest.approx(wanted, rel=1e-3)
+    for actual in ranks.run(world, measured, resolved, weights_of(resolved)):
+        assert actual == pytest.approx(wanted, rel=1e-3)
 
 
 def without_the_factor(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[float]:
@@ -88,8 +88,8 @@ def without_the_factor(backend: Backend, resolved: Resolved, weights: Mapping[st
 
 def test_a_wrong_factor_is_noticed(ranks: RankPool) -> None:
     resolved = planned(**LAYOUTS["dp2"])
-    for found in ranks.run(2, without_the_factor, resolved, weights_of(resolved)):
-        assert found != pytest.approx(expected(resolved), rel=0.1)
+    for actual in ranks.run(2, without_the_factor, resolved, weights_of(resolved)):
+        assert actual != pytest.approx(expected(resolved), rel=0.1)
 
 
 def test_the_meter_changes_no_bit_of_the_course(ranks: RankPool) -> None:

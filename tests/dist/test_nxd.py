@@ -120,7 +120,7 @@ def test_bfloat16_steps_under_sequence_parallelism_differ_by_rounding_only(
         assert relative_errors(one.shards, other.shards)[EMBEDDING] < BF16_ROUNDING
     nxd, native = (pool.run(2, run_ours, resolved, STEPS, weights) for pool in (nxd_ranks, ranks))
     rounded = distance(native[:1], ranks.run(1, run_ours, alone, STEPS, weights))
-    assert all(found < 2 * other for found, other in zip(distance(nxd, native), rounded, strict=True))
+    assert all(result < 2 * other for result, other in zip(distance(nxd, native), rounded, strict=True))
 
 
 def rank_state(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,21 +157,23 @@ def attributes(backend: Backend, resolved: Resolved, weights: Mapping[str, Tenso
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_nxd_reads_from_a_parameter_follows_from_how_it_is_cut(nxd_ranks: RankPool, fused: bool) -> None:
     resolved = layout("gqa2", tp=2, sp=True, fused_qkv=fused, fused_gate_up=fused)
-    found, _ = nxd_ranks.run(2, attributes, resolved, weights_of(resolved))
+    result, _ = nxd_ranks.run(2, attributes, resolved, weights_of(resolved))
     cut = {"tensor_model_parallel": True, "num_partitions": 2, "rank_ordering": None}
     whole = {"tensor_model_parallel": False, "num_partitions": 1, "rank_ordering": None}
     plain = {"sequence_parallel_enabled": False, "shared": False}
     column = {**cut, **plain, "partition_dim": 0, "partition_stride": 1}
     row = {**column, "partition_dim": 1}
     norm = {**whole, "shared": False, "sequence_parallel_enabled": True, "partition_dim": -1, "partition_stride": 1}
-    assert found[EMBEDDING] == found["lm_head.weight"] == column
-    assert found["model.norm.weight"] == found["model.layers.1.input_layernorm.weight"] == norm
-    assert found["model.layers.0.self_attn.o_proj.weight"] == found["model.layers.0.mlp.down_proj.weight"] == row
+    assert result[EMBEDDING] == result["lm_head.weight"] == column
+    assert result["model.norm.weight"] == result["model.layers.1.input_layernorm.weight"] == norm
+    assert result["model.layers.0.self_attn.o_proj.weight"] == result["model.layers.0.mlp.down_proj.weight"] == row
     if fused:
-        assert found["model.layers.0.mlp.gate_up_proj.weight"] == {**column, "partition_stride": 2}
-        assert found["model.layers.0.self_attn.qkv_proj.weight"] == column
+        assert result["model.layers.0.mlp.gate_up_proj.weight"] == {**column, "partition_stride": 2}
+        assert result["model.layers.0.self_attn.qkv_proj.weight"] == column
     else:
-        assert found["model.layers.0.mlp.gate_proj.weight"] == found["model.layers.0.self_attn.q_proj.weight"] == column
+        assert (
+            result["model.layers.0.mlp.gate_proj.weight"] == result["model.layers.0.self_attn.q_proj.weight"] == column
+        )
 
 
 def both_norms(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -180,10 +182,10 @@ def both_norms(backend: Backend, resolved: Resolved, weights: Mapping[str, Tenso
 
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
-    found: Gradient = gradient(state, local_batch(state, batch, resolved.config.train.micro_batch))
+    result: Gradient = gradient(state, local_batch(state, batch, resolved.config.train.micro_batch))
     for name, parameter in state.model.named_parameters():
-        parameter.grad = found.shards[name]
-    return found.norm, float(get_grad_norm(parameters=list(state.model.parameters())))
+        parameter.grad = result.shards[name]
+    return result.norm, float(get_grad_norm(parameters=list(state.model.parameters())))
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -207,9 +209,9 @@ def _is_vendor(module: nn.Module) -> bool:
 
 
 def test_the_model_is_made_of_nxd_layers_but_for_norms_and_head(nxd_ranks: RankPool) -> None:
-    found, _ = nxd_ranks.run(2, layer_types, layout("gqa2", tp=2))
-    vendor = {name.rpartition(".")[2] for name, (_, theirs) in found.items() if theirs}
-    ours = {name.rpartition(".")[2] for name, (_, theirs) in found.items() if not theirs}
+    actual, _ = nxd_ranks.run(2, layer_types, layout("gqa2", tp=2))
+    vendor = {name.rpartition(".")[2] for name, (_, theirs) in actual.items() if theirs}
+    ours = {name.rpartition(".")[2] for name, (_, theirs) in actual.items() if not theirs}
     assert vendor == {"embed_tokens", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert ours == {"input_layernorm", "post_attention_layernorm", "norm", "lm_head"}
 
@@ -223,7 +225,7 @@ def strided(backend: Backend, sp: bool) -> list[Tensor]:
     with torch.device("meta"):
         column = layers.column(6, (Segment("", 16),), Init())
         row, embedding = layers.row(16, 6, Init()), layers.embedding(16, 6, Init())
-    found = []
+    results = []
     for layer, width, is_cut in ((column, 6, sp), (row, 16 // size, False), (embedding, 0, False)):
         (spec,) = layer.specs.values()  # type: ignore[operator]
         filled(layer, mesh.tp, {"": random(*spec.shape)})
@@ -232,8 +234,8 @@ def strided(backend: Backend, sp: bool) -> list[Tensor]:
         out = layer(x.transpose(0, 1).requires_grad_(bool(width)))
         out.backward(random(2, out.shape[0], out.shape[2], seed=backend.rank + 9).transpose(0, 1))
         assert layer.weight.grad is not None
-        found += [out.detach(), layer.weight.grad]
-    return found
+        results += [out.detach(), layer.weight.grad]
+    return results
 
 
 @pytest.mark.parametrize("sp", [False, True])
@@ -274,18 +276,18 @@ def rank_orders(backend: Backend, cases: list[tuple[str, int, int, int, int, int
     from nxtrain.backends.neuron.nxd.groups import rank_order
     from tests.support.nxd_cpu import PLATFORM
 
-    found: list[tuple[int, ...] | str] = []
+    results: list[tuple[int, ...] | str] = []
     for chip, world, per_node, lnc, tp, pp in cases:
         os.environ.update({PLATFORM: chip, "LOCAL_WORLD_SIZE": str(per_node)})
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:
-            found.append(rank_order(tp=tp, pp=pp, lnc=lnc))
+            results.append(rank_order(tp=tp, pp=pp, lnc=lnc))
         except BackendError as error:
-            found.append(str(error))
+            results.append(str(error))
         finally:
             dist.destroy_process_group()
             del os.environ[PLATFORM]
-    return found
+    return results
 
 
 def test_the_order_of_ranks_is_that_of_the_machine(nxd_ranks: RankPool) -> None:
@@ -298,8 +300,8 @@ def test_the_order_of_ranks_is_that_of_the_machine(nxd_ranks: RankPool) -> None:
         ("trn1", 4, 2, 1, 4, 1),
         ("trn9", 8, 8, 1, 2, 1),
     ]
-    (found,) = nxd_ranks.run(1, rank_orders, cases)
-    plain, strided, opposite, staged, *impossible = found
+    (result,) = nxd_ranks.run(1, rank_orders, cases)
+    plain, strided, opposite, staged, *impossible = result
     assert plain == tuple(range(64))
     # Eight groups of four on each node, their ranks eight apart.
     assert strided == tuple(node + start + 8 * i for node in (0, 32) for start in range(8) for i in range(4))

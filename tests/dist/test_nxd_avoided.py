@@ -48,8 +48,8 @@ def sequence_dimensions(backend: Backend) -> tuple[list[tuple[int, ...]], list[i
         shapes.append(tuple(theirs(tokens).shape))
     run = layout("gqa2", tp=backend.world, sp=True)
     ours = build_meta(run, backend, Mesh.build(backend.world, backend.rank, tp=backend.world))
-    found = [vars(module)["sequence_dimension"] for module in ours.modules() if hasattr(module, "sequence_dimension")]
-    return shapes, found
+    actual = [vars(module)["sequence_dimension"] for module in ours.modules() if hasattr(module, "sequence_dimension")]
+    return shapes, actual
 
 
 def test_nxd_4_5_only_dimension_0_is_ever_cut(nxd_ranks: RankPool) -> None:
@@ -98,8 +98,8 @@ def norm_errors(backend: Backend, resolved: Resolved, weights: Mapping[str, Tens
         for name, parameter in state.model.named_parameters():
             parameter.grad = rounded[name]
         exact = sum(float(grad.double().square().sum()) for grad in rounded.values()) ** 0.5
-        found = (state.gradients.norm(rounded), get_grad_norm(parameters=list(state.model.parameters())))
-        errors.append([abs(float(norm) / exact - 1.0) for norm in found])
+        actual = (state.gradients.norm(rounded), get_grad_norm(parameters=list(state.model.parameters())))
+        errors.append([abs(float(norm) / exact - 1.0) for norm in actual])
     ours, theirs = (max(column) for column in zip(*errors, strict=True))
     return ours, theirs
 
@@ -117,15 +117,15 @@ def half_types(backend: Backend) -> tuple[str, str]:
 
     nxd_layers(backend, torch.float32)
     theirs = ParallelEmbedding(num_embeddings=V, embedding_dim=D, dtype=torch.float16)
-    found = theirs(torch.zeros(B, S, dtype=torch.int64)).dtype
+    actual = theirs(torch.zeros(B, S, dtype=torch.int64)).dtype
     try:
         nxd_layers(backend, torch.float16)
     except BackendError as error:
-        return str(found), str(error)
-    return str(found), ""
+        return str(actual), str(error)
+    return str(actual), ""
 
 
 def test_nxd_4_10_types_that_the_embedding_turns_into_another_are_refused(nxd_ranks: RankPool) -> None:
-    for found, refusal in nxd_ranks.run(2, half_types):
-        assert found == "torch.bfloat16"
+    for result, refusal in nxd_ranks.run(2, half_types):
+        assert result == "torch.bfloat16"
         assert "torch.float16" in refusal

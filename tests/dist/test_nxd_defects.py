@@ -90,10 +90,10 @@ def test_nxd_4_1_bf16_gradients_without_sequence_parallelism_equal_the_unsharded
     (alone,) = gradients(either, layout("gqa2", tp=1, params="bf16"))
     expected = whole([alone.shards], layout("gqa2", tp=1, params="bf16"))
     sharded = layout("gqa2", tp=2, params="bf16")
-    found = gradients(either, sharded)
-    errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+    actual = gradients(either, sharded)
+    errors = relative_errors(whole([rank.shards for rank in actual], sharded), expected)
     assert max(errors.values()) < BF16_BOUND, errors
-    assert found[0].norm == pytest.approx(alone.norm, rel=BF16_BOUND / 4)
+    assert actual[0].norm == pytest.approx(alone.norm, rel=BF16_BOUND / 4)
 
     mutants = either.run(2, INPUT_SUM_MUTANTS[either.layers], sharded, weights_of(sharded))
     wrong = relative_errors(whole([rank.shards for rank in mutants], sharded), expected)
@@ -141,11 +141,11 @@ def test_nxd_4_3_replicated_heads_have_the_gradients_and_the_norm_of_single_ones
     mesh = Mesh.build(tp, 0, tp=tp)
     qkv = table_of(sharded, mesh)["model.layers.0.self_attn.qkv_proj.weight"]
     assert [piece.copies for piece in qkv.pieces(mesh.tp)] == [1, replicas, replicas]
-    found = gradients(either, sharded)
-    errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+    actual = gradients(either, sharded)
+    errors = relative_errors(whole([rank.shards for rank in actual], sharded), expected)
     assert max(errors.values()) < 2e-6, errors
-    assert [rank.norm for rank in found] == pytest.approx([alone.norm] * tp, rel=1e-6)
-    assert [rank.scale for rank in found] == pytest.approx([alone.scale] * tp, rel=1e-6)
+    assert [rank.norm for rank in actual] == pytest.approx([alone.norm] * tp, rel=1e-6)
+    assert [rank.scale for rank in actual] == pytest.approx([alone.scale] * tp, rel=1e-6)
     assert alone.scale < 1.0
 
     mutants = either.run(tp, norms_counting_copies, sharded, weights_of(sharded))
@@ -222,11 +222,11 @@ def test_norm_weights_under_sequence_parallelism_have_the_gradient_of_the_whole_
     expected = whole([alone.shards], unsharded("gqa2"))
     sharded = layout("gqa2", tp=2, sp=True)
 
-    def norm_errors(found: list[Gradient]) -> list[float]:
-        errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+    def norm_errors(actual: list[Gradient]) -> list[float]:
+        errors = relative_errors(whole([rank.shards for rank in actual], sharded), expected)
         return [error for name, error in errors.items() if "norm" in name]
 
-    found = norm_errors(gradients(either, sharded))
-    assert len(found) == 5
-    assert max(found) < 2e-6
+    actual = norm_errors(gradients(either, sharded))
+    assert len(actual) == 5
+    assert max(actual) < 2e-6
     assert min(norm_errors(either.run(2, gradient_without_norm_sum, sharded, weights_of(sharded)))) > 0.1

@@ -57,21 +57,21 @@ def beginning(name: str, steps: int) -> Course:
 @pytest.mark.parametrize("name", EXACT)
 def test_we_meet_nxd_where_it_is_exact(ranks: RankPool, tmp_path: Path, name: str) -> None:
     steps = LONG.get(name, FEW)
-    found = Distance.between(ours(ranks, CASES[name], tmp_path, steps), beginning(name, steps))
-    assert found.within(bound(CASES[name], recorded())), found
+    result = Distance.between(ours(ranks, CASES[name], tmp_path, steps), beginning(name, steps))
+    assert result.within(bound(CASES[name], recorded())), result
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_we_leave_nxd_where_it_is_wrong(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     # Copies of K/V heads are ours too where tp exceeds their number.
-    found = ours(ranks, case, tmp_path, FEW, tp=4 if case.kv_size_multiplier > 1 else 0)
+    result = ours(ranks, case, tmp_path, FEW, tp=4 if case.kv_size_multiplier > 1 else 0)
     right, wrong = beginning(case.right, FEW), beginning(name, FEW)
     allowed, astray = bound(case, recorded()), Distance.between(wrong, right)
-    assert Distance.between(found, right).within(allowed)
+    assert Distance.between(result, right).within(allowed)
     # What NeuronX Distributed has wrong is the norm; the losses follow from wrong updates, some steps later.
     assert astray.norm > 10 * allowed.norm
-    assert Distance.between(found, wrong).norm > astray.norm / 2
+    assert Distance.between(result, wrong).norm > astray.norm / 2
 
 
 def test_clipping_is_active_in_a_part_of_the_steps() -> None:

@@ -112,10 +112,10 @@ class Last(nn.Module):
         return (x @ self.weight,) if self.wrapped else x @ self.weight
 
 
-def per_row(found: Tensor, labels: Tensor) -> Tensor:
+def per_row(result: Tensor, labels: Tensor) -> Tensor:
     """Mean over the rows that are not ignored."""
     valid = (labels[:, 0] >= 0).float()
-    return ((found - labels).square().mean(1) * valid).sum() / valid.sum()
+    return ((result - labels).square().mean(1) * valid).sum() / valid.sum()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -157,17 +157,17 @@ def alone(labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor], tied: bool =
     first, last = First(), Last()
     if tied:
         last.weight = first.weight
-    found = loss(last(first([batch()[0]]))[0], labels)
-    found.backward()
-    return found.item(), [p.grad for p in dict.fromkeys([first.weight, last.weight]) if p.grad is not None]
+    result = loss(last(first([batch()[0]]))[0], labels)
+    result.backward()
+    return result.item(), [p.grad for p in dict.fromkeys([first.weight, last.weight]) if p.grad is not None]
 
 
 def test_an_untied_pipeline_has_the_loss_the_gradients_and_the_norm_of_the_whole(nxd_ranks: RankPool) -> None:
     labels = batch()[1]
     loss, grads = alone(labels, per_row)
     norm = torch.stack([grad.norm() for grad in grads]).norm().item()
-    for (found, mine, found_norm), grad in zip(nxd_ranks.run(2, piped, labels), grads, strict=True):
-        assert found == pytest.approx(loss, rel=1e-6)
+    for (result, mine, found_norm), grad in zip(nxd_ranks.run(2, piped, labels), grads, strict=True):
+        assert result == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(mine["weight"], grad)
         assert found_norm == pytest.approx(norm, rel=1e-6)
 
@@ -177,8 +177,8 @@ def test_nxd_4_14_the_manual_partition_sums_a_tied_gradient_but_counts_it_twice_
 ) -> None:
     labels = batch()[1]
     loss, (grad,) = alone(labels, per_row, tied=True)
-    for found, mine, norm in nxd_ranks.run(2, piped, labels, True):
-        assert found == pytest.approx(loss, rel=1e-6)
+    for result, mine, norm in nxd_ranks.run(2, piped, labels, True):
+        assert result == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(mine["weight"], grad)
         assert norm == pytest.approx(grad.norm().item() * 2**0.5, rel=1e-6)  # right: without the root of two
 
@@ -189,8 +189,8 @@ def test_nxd_4_15_micro_batches_with_fewer_tokens_count_as_much_as_full_ones(nxd
     loss, grads = alone(labels, per_row)
     wrong, wrong_grads = alone(labels, lambda a, b: (per_row(a[:2], b[:2]) + per_row(a[2:], b[2:])) / 2)
     assert wrong != pytest.approx(loss, rel=1e-2)
-    for (found, mine, _), grad, wrong_grad in zip(nxd_ranks.run(2, piped, labels), grads, wrong_grads, strict=True):
-        assert found == pytest.approx(wrong, rel=1e-6)
+    for (result, mine, _), grad, wrong_grad in zip(nxd_ranks.run(2, piped, labels), grads, wrong_grads, strict=True):
+        assert result == pytest.approx(wrong, rel=1e-6)
         torch.testing.assert_close(mine["weight"], wrong_grad)
         assert (mine["weight"] - grad).norm() > 0.01 * grad.norm()
 
@@ -199,12 +199,12 @@ def test_nxd_4_16_a_last_layer_that_returns_a_tensor_is_trained_on_its_first_row
     labels = batch()[1]
     _, grads = alone(labels, per_row)
 
-    def first_rows(found: Tensor, labels: Tensor) -> Tensor:
-        return (per_row(found[:1], labels[:2]) + per_row(found[2:3], labels[2:])) / 2
+    def first_rows(result: Tensor, labels: Tensor) -> Tensor:
+        return (per_row(result[:1], labels[:2]) + per_row(result[2:3], labels[2:])) / 2
 
     wrong, wrong_grads = alone(labels, first_rows)
     both = nxd_ranks.run(2, piped, labels, False, False)
-    for (found, mine, _), grad, wrong_grad in zip(both, grads, wrong_grads, strict=True):
-        assert found == pytest.approx(wrong, rel=1e-6)
+    for (result, mine, _), grad, wrong_grad in zip(both, grads, wrong_grads, strict=True):
+        assert result == pytest.approx(wrong, rel=1e-6)
         torch.testing.assert_close(mine["weight"], wrong_grad)
         assert (mine["weight"] - grad).norm() > 0.1 * grad.norm()

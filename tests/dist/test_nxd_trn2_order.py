@@ -55,17 +55,17 @@ def run(
 @pytest.mark.parametrize("shape", ["gqa2", "mqa"])  # mqa: each K/V head on ranks 0 and 3, and on 1 and 2
 def test_gradients_are_averaged_over_the_ranks_that_hold_the_same_shard(nxd_ranks: RankPool, shape: str) -> None:
     resolved = layout(shape, tp=2, dp=2, sp=True, micro=2)
-    found = nxd_ranks.run(4, run, resolved, weights_of(resolved))
-    assert {order for order, _, _ in found} == {ORDER}
-    check_course([found[rank][2] for rank in ORDER], reference(resolved, STEPS), resolved)
+    result = nxd_ranks.run(4, run, resolved, weights_of(resolved))
+    assert {order for order, _, _ in result} == {ORDER}
+    check_course([result[rank][2] for rank in ORDER], reference(resolved, STEPS), resolved)
 
 
 def test_nxd_itself_would_sum_those_of_different_shards(nxd_ranks: RankPool) -> None:
     resolved = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
-    found = nxd_ranks.run(4, run, resolved, weights_of(resolved), True)
-    assert all({tuple(sorted(group)) for group in groups} == {(0, 2), (1, 3)} for _, groups, _ in found)
+    result = nxd_ranks.run(4, run, resolved, weights_of(resolved), True)
+    assert all({tuple(sorted(group)) for group in groups} == {(0, 2), (1, 3)} for _, groups, _ in result)
     with pytest.raises(AssertionError):
-        check_course([found[rank][2] for rank in ORDER], reference(resolved, STEPS), resolved)
+        check_course([result[rank][2] for rank in ORDER], reference(resolved, STEPS), resolved)
 
 
 def refusal(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> str:

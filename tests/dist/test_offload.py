@@ -83,10 +83,10 @@ def places(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) 
 
 def _tensors_of_the_update(state: TrainState) -> dict[str, Tensor]:
     optimizer, gradients = state.optimizer, state.gradients
-    found = {f"{kind} {name}": x for kind, each in optimizer.state.items() for name, x in each.items()}
+    result = {f"{kind} {name}": x for kind, item in optimizer.state.items() for name, x in item.items()}
     for kind, keys in optimizer._keys.items():
-        found |= {f"{kind} key {name}": key.rows for name, key in keys.items()}
-    return found | {"num_updates": optimizer.num_updates, "weights of norms": gradients.square_sum._weights}
+        result |= {f"{kind} key {name}": key.rows for name, key in keys.items()}
+    return result | {"num_updates": optimizer.num_updates, "weights of norms": gradients.square_sum._weights}
 
 
 STATE = ("params", "optimizer")
@@ -111,11 +111,11 @@ def test_what_an_update_needs_is_on_the_host_where_that_is_asked_for_and_on_the_
     if shard == "hybrid":
         resolved = changed(resolved, precision={"reduce": "fp32", "accumulate": "fp32"})
     update, shards = "optimizer" in offload, "params" in offload
-    for found in ranks.run(dp, places, resolved, weights_of(resolved)):
-        assert set(found.offloads) == (set() if shard == "zero1" else {shards})
+    for result in ranks.run(dp, places, resolved, weights_of(resolved)):
+        assert set(result.offloads) == (set() if shard == "zero1" else {shards})
         norms = {"weights of norms"}
-        assert norms <= (found.kept if shards else found.put)
-        everything = found.kept | found.put
-        assert everything - norms <= (found.kept if update else found.put)
-        assert (found.host_updates > 0, found.device_updates > 0) == (update, not update)
-        assert found.copied == (shards != update)
+        assert norms <= (result.kept if shards else result.put)
+        everything = result.kept | result.put
+        assert everything - norms <= (result.kept if update else result.put)
+        assert (result.host_updates > 0, result.device_updates > 0) == (update, not update)
+        assert result.copied == (shards != update)

@@ -59,17 +59,17 @@ def beside_an_absent_peer(backend: CpuBackend, *job: Any) -> tuple[int, int]:
     if backend.rank:
         store.wait(["computed"], timedelta(seconds=LIMIT_S))
     backward(state, job[1])
-    found = len(parallel._started), len(parallel.buckets)
+    result = len(parallel._started), len(parallel.buckets)
     if not backend.rank:
         store.set("computed", "")
     parallel.reduce()
-    return found
+    return result
 
 
 def inside_a_backward_pass(backend: CpuBackend, *job: Any) -> tuple[bool, bool]:
     """True if the first sum is done inside the backward pass; and true if other buckets have not begun by then."""
     state, parallel = small_buckets(backend, "gloo", *job)
-    found: list[tuple[bool, bool]] = []
+    results: list[tuple[bool, bool]] = []
 
     def look(_: Tensor) -> None:
         limit = time.monotonic() + LIMIT_S
@@ -78,13 +78,13 @@ def inside_a_backward_pass(backend: CpuBackend, *job: Any) -> tuple[bool, bool]:
         while work is not None and not work.is_completed() and time.monotonic() < limit:
             time.sleep(0.001)
         is_done = work is not None and work.is_completed()
-        found.append((is_done, len(parallel._started) < len(parallel.buckets)))
+        results.append((is_done, len(parallel._started) < len(parallel.buckets)))
 
     early = next(p for name, p in state.model.named_parameters() if "layers.0." in name)
     early.register_post_accumulate_grad_hook(look)
     backward(state, job[0])
     parallel.reduce()
-    return found[0]
+    return results[0]
 
 
 def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
@@ -101,8 +101,8 @@ def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
 
     def waiting(self: Replicated, *grads: Any) -> Any:
         pending = start_sum(self, *grads)
-        found = pending.wait()
-        return mock.Mock(wait=lambda: found)
+        result = pending.wait()
+        return mock.Mock(wait=lambda: result)
 
     with mock.patch.object(Replicated, "_start", waiting) if awaited else nullcontext():
         for step in (1, 2):

@@ -41,8 +41,8 @@ def test_twenty_steps_equal_transformers(ranks: RankPool) -> None:
 def evaluated(backend: Backend, resolved: Resolved, weights: dict[str, object]) -> list[float]:
     state = start(backend, resolved, weights)  # type: ignore[arg-type]
     (batch,) = batches(resolved, 1)
-    found = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
-    read = backend.fetch({f"{i}{j}": value for i, pair in enumerate(found) for j, value in enumerate(pair)})
+    result = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
+    read = backend.fetch({f"{i}{j}": value for i, pair in enumerate(result) for j, value in enumerate(pair)})
     return list(read.values())
 
 
@@ -52,5 +52,5 @@ def test_evaluation_gives_every_rank_the_loss_of_each_micro_batch(ranks: RankPoo
     alone = layout("gqa2", tp=1, batch=6, micro=2, config=config)
     (want,) = ranks.run(1, evaluated, alone, weights_of(alone))
     resolved = layout("gqa2", tp=2, pp=2, virtual_pp=virtual_pp, batch=6, micro=2, config=config)
-    for found in ranks.run(4, evaluated, resolved, weights_of(resolved)):
-        assert found == pytest.approx(want, rel=1e-6)
+    for actual in ranks.run(4, evaluated, resolved, weights_of(resolved)):
+        assert actual == pytest.approx(want, rel=1e-6)

@@ -271,14 +271,14 @@ def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
 
 @pytest.fixture(scope="module")
 def measured(ranks: RankPool) -> dict[str, Measured]:
-    found = {}
+    results = {}
     for name, tables in RUNS.items():
         resolved = resolved_of(tables)
         parallel = resolved.config.parallel
         world = parallel.ranks_per_replica * parallel.dp
         of_ranks = ranks.run(world, memory_of_rank, resolved)
-        found[name] = Measured(name, resolved, tuple(of_ranks[:: world // parallel.pp]))
-    return found
+        results[name] = Measured(name, resolved, tuple(of_ranks[:: world // parallel.pp]))
+    return results
 
 
 @pytest.mark.parametrize("name", RUNS)

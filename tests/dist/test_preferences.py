@@ -111,9 +111,9 @@ def _reference_that_learns() -> AbstractContextManager[Any]:
     """The gradient of the reference is not stopped."""
     sound = Preferences._dpo
 
-    def dpo(self: Preferences, found: Tensor, pairs: Pairs) -> Any:
+    def dpo(self: Preferences, result: Tensor, pairs: Pairs) -> Any:
         assert pairs.reference is not None
-        return sound(self, found, replace(pairs, reference=pairs.reference + found - found.detach()))
+        return sound(self, result, replace(pairs, reference=pairs.reference + result - result.detach()))
 
     return patch.object(Preferences, "_dpo", dpo)
 
@@ -207,8 +207,8 @@ def sums_of_a_step(backend: Backend, run: DrawnPairs) -> tuple[list[float], list
     rows, given = run.rows()[0], next(iter(references(run)))
     batch = share_of(state, rows, given, train.micro_batch, run.objective.pairs_per_row)
     sums = [float(sum(values)) for values in zip(*eval_step(state, batch), strict=True)]
-    found = train_step(state, batch, 1e-3)
-    trained = [float(found.loss * found.num_tokens), float(found.num_tokens), *map(float, found.others.values())]
+    result = train_step(state, batch, 1e-3)
+    trained = [float(result.loss * result.num_tokens), float(result.num_tokens), *map(float, result.others.values())]
     return sums, trained
 
 
@@ -255,7 +255,7 @@ def test_ranks_compute_the_reference_that_one_computes(ranks: RankPool, name: st
     (tmp_path / "pairs.jsonl").write_text("".join(lines), encoding="utf-8")
     request = PreparationRequest([tmp_path / "pairs.jsonl"], tmp_path / "out.arrow", tokenizer=tokenizer, pairs=True)
     prepare_corpus(request, Watcher())
-    found = []
+    results = []
     alone_and_shared: list[dict[str, Any]] = [{}, STORED[name]]
     for degrees in alone_and_shared:
         sizes: dict[str, Any] = {"tp": 1, "micro": 1, "batch": 6, "seq_len": 60, **degrees}
@@ -263,9 +263,9 @@ def test_ranks_compute_the_reference_that_one_computes(ranks: RankPool, name: st
         plan = changed(plan, finetune={"objective": "dpo", "pairs_per_row": 2}, data={"doc_mask": True})
         world = plan.config.parallel.ranks_per_replica * plan.config.parallel.dp
         weights = weights_of(plan)
-        found.append(ranks.run(max(1, world), stored_reference, plan, weights, tmp_path / "out.arrow"))
-    (alone,), of_ranks = found
+        results.append(ranks.run(max(1, world), stored_reference, plan, weights, tmp_path / "out.arrow"))
+    (alone,), of_ranks = results
     is_there = np.isfinite(alone)
     assert 10 < is_there.sum() < len(alone) == 22
-    for each in of_ranks:
-        np.testing.assert_allclose(each, alone, rtol=5e-7)  # some ulp of a sum of twenty numbers
+    for rank in of_ranks:
+        np.testing.assert_allclose(rank, alone, rtol=5e-7)  # some ulp of a sum of twenty numbers

@@ -50,12 +50,12 @@ def run_strided(backend: Backend, resolved: Resolved, weights: Mapping[str, Tens
 )
 def test_they_train_as_transformers_does(ranks: RankPool, shape: str, how: dict[str, Any]) -> None:
     resolved = layout(shape, **how, micro=4 // how["dp"])
-    found = ranks.run(4, run_strided, resolved, weights_of(resolved))
-    for rank, (mesh, _) in enumerate(found):
+    result = ranks.run(4, run_strided, resolved, weights_of(resolved))
+    for rank, (mesh, _) in enumerate(result):
         axis = mesh.tp if mesh.tp_size > 1 else mesh.shard
         assert axis.groups == ((0, 2), (1, 3))
         assert (axis.rank, mesh.rank) == (rank // 2, rank)
-    check_course([found[rank][1] for rank in ORDER], reference(resolved, STEPS), resolved)
+    check_course([result[rank][1] for rank in ORDER], reference(resolved, STEPS), resolved)
 
 
 def gathered(backend: CpuBackend) -> list[str]:
@@ -111,6 +111,6 @@ def test_a_run_goes_on_in_another_order_bit_for_bit(ranks: RankPool, tmp_path: P
     ranks.run(4, train_strided, part("back", 4))
     exact, norms = without_norms(tmp_path / "plain")
     for folder in ("strided", "back"):
-        found, others = without_norms(tmp_path / folder)
-        assert found == exact
+        result, others = without_norms(tmp_path / folder)
+        assert result == exact
         assert others == pytest.approx(norms, rel=1e-6)

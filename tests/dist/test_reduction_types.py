@@ -81,10 +81,10 @@ def formula(rows: Sequence[Whole], resolved: Resolved) -> dict[str, Tensor]:
     """The reduced gradient of `own_gradients`, each sum rounded to the type that the configuration gives it."""
     precision, parallel = resolved.config.precision, resolved.config.parallel
     reduce, accumulate = DTYPES[precision.reduce], DTYPES[precision.accumulate]
-    each = len(rows) // parallel.dp
+    item = len(rows) // parallel.dp
 
     def reduced(name: str) -> Tensor:
-        ranks = [[row[name] for row in rows[rank * each : (rank + 1) * each]] for rank in range(parallel.dp)]
+        ranks = [[row[name] for row in rows[rank * item : (rank + 1) * item]] for rank in range(parallel.dp)]
         if parallel.shard in ("none", "zero1"):
             return _mean([_sum(micro, accumulate) for micro in ranks], reduce)
         if parallel.shard == "hybrid":
@@ -96,7 +96,7 @@ def formula(rows: Sequence[Whole], resolved: Resolved) -> dict[str, Tensor]:
 
 
 def shard_pairs(
-    found: Whole, expected: Whole, resolved: Resolved, world: int, rank: int
+    actual: Whole, expected: Whole, resolved: Resolved, world: int, rank: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """A rank's entries beside the same ones of the expected whole tensors, in float32, by global name."""
     mesh = build_mesh(resolved, world, rank, world)
@@ -108,7 +108,7 @@ def shard_pairs(
             part = expected[key]
             for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
-            pairs[key] = block.of(found[name]).float(), part.float()
+            pairs[key] = block.of(actual[name]).float(), part.float()
     return pairs
 
 
@@ -166,8 +166,8 @@ def gradient_and_types(
     backend.choose_transport("gloo")  # torch dispatches what goes through it
     recording = _Types()
     with recording:
-        found = reduced_gradient(backend, resolved, weights)
-    return found, recording.seen
+        result = reduced_gradient(backend, resolved, weights)
+    return result, recording.seen
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -176,19 +176,19 @@ def test_collectives_carry_the_type_of_the_reduction_and_give_the_gradients_of_i
     ranks: RankPool, shard: str, dp: int, params: str, accumulation: int
 ) -> None:
     """Bit for bit: at most two numbers meet in each sum, and means of 2 and 4 are exact."""
-    found = {}
+    results = {}
     for reduce in ("fp32", "bf16"):
         resolved = reducing(shard, reduce, params=params, dp=dp, accumulation=accumulation)
         weights = weights_of(resolved)
         (own,) = ranks.run(1, own_gradients, resolved, weights)
         expected = formula(own, resolved)
-        found[reduce], seen = zip(*ranks.run(dp, gradient_and_types, resolved, weights), strict=True)
+        results[reduce], seen = zip(*ranks.run(dp, gradient_and_types, resolved, weights), strict=True)
         assert all(set(types) == {(op, DTYPES[reduce]) for op in REDUCING[shard]} for types in seen)
-        for rank, gradient in enumerate(found[reduce]):
+        for rank, gradient in enumerate(results[reduce]):
             pairs = shard_pairs(gradient, expected, resolved, dp, rank)
             for name, (ours, want) in pairs.items():
                 assert torch.equal(ours, want), name
-    for wide, narrow in zip(found["fp32"], found["bf16"], strict=True):
+    for wide, narrow in zip(results["fp32"], results["bf16"], strict=True):
         for name, shard_ in wide.items():
             if (
                 name != "model.embed_tokens.weight"

@@ -27,12 +27,12 @@ STEPS = 2
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 @pytest.mark.parametrize("sp", [False, True])
 def test_recomputed_gradients_over_tp_are_equal_bit_for_bit(either: RankPool, sp: bool, params: str) -> None:
-    found = {}
+    results = {}
     for remat in POLICIES:
         resolved = layout("gqa2", tp=2, sp=sp, micro=2, params=params, remat=remat)
-        found[remat] = either.run(2, rank_gradient, resolved, weights_of(resolved))
+        results[remat] = either.run(2, rank_gradient, resolved, weights_of(resolved))
     for remat in POLICIES[1:]:
-        for rank, want in zip(found[remat], found["none"], strict=True):
+        for rank, want in zip(results[remat], results["none"], strict=True):
             assert (rank.loss, rank.norm) == (want.loss, want.norm)
             assert_equal_bits(rank.shards, want.shards)
 
@@ -43,12 +43,12 @@ def test_recomputed_gradients_over_tp_are_equal_bit_for_bit(either: RankPool, sp
 )
 def test_recomputed_runs_over_dp_are_equal_bit_for_bit(ranks: RankPool, shard: str, tp: int, dp: int) -> None:
     size = 2 if shard == "hybrid" else 0
-    found = {}
+    results = {}
     for remat in POLICIES:
         resolved = layout("gqa2", tp=tp, dp=dp, sp=tp > 1, micro=1, shard=shard, shard_size=size, remat=remat)
-        found[remat] = ranks.run(tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
+        results[remat] = ranks.run(tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
     for remat in POLICIES[1:]:
-        for rank, want in zip(found[remat], found["none"], strict=True):
+        for rank, want in zip(results[remat], results["none"], strict=True):
             assert (rank.losses, rank.norms) == (want.losses, want.norms)
             assert_equal_bits(rank.weights, want.weights)
 
@@ -95,6 +95,6 @@ def test_a_block_communicates_again_all_but_its_last_sum(ranks: RankPool, sp: bo
     assert more["full"] == more["none"] + Counter({kind: blocks * number for kind, number in again.items()})
 
 
-def assert_equal_bits(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
-    assert found.keys() == want.keys()
-    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+def assert_equal_bits(actual: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    assert actual.keys() == want.keys()
+    assert [name for name in want if not torch.equal(actual[name], want[name])] == []

@@ -126,16 +126,16 @@ SCALARS = 1
 )
 def test_collectives_of_a_step_are_what_each_cut_needs(ranks: RankPool, shard: str, expected: Any, micro: int) -> None:
     resolved = layout("gqa2", tp=1, dp=2, micro=micro, shard=shard)
-    for found in ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved)):
-        assert found == expected(2 // micro)
+    for actual in ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved)):
+        assert actual == expected(2 // micro)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_hybrid_sums_across_nodes_once_per_step(ranks: RankPool, accumulation: int) -> None:
     resolved = layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2)
     resolved = changed(resolved, train={"global_batch": 4 * accumulation})
-    (found, *_) = ranks.run(4, collectives_of_a_step, resolved, weights_of(resolved))
-    assert found == {
+    (result, *_) = ranks.run(4, collectives_of_a_step, resolved, weights_of(resolved))
+    assert result == {
         "allreduce": SCALARS + 1 + UNITS,
         "reduce_scatter_base": UNITS * accumulation,
         "allgather_base": (UNITS + LAYERS) * accumulation,
@@ -150,8 +150,8 @@ def in_three_buckets(shard: str, micro: int) -> Resolved:
 
 def test_buckets_have_the_size_that_is_configured(ranks: RankPool) -> None:
     resolved = in_three_buckets("zero1", micro=1)
-    (found, _) = ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved))
-    assert found == {"allreduce": SCALARS + 1, "reduce_scatter_base": 3, "allgather_base": 3}
+    (result, _) = ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved))
+    assert result == {"allreduce": SCALARS + 1, "reduce_scatter_base": 3, "allgather_base": 3}
 
 
 class Recording(C10dCollectives):

@@ -33,14 +33,14 @@ def mutant_libraries(
     source: Path, mutants: Mapping[str, tuple[str, str]], flags: Sequence[str], folder: Path
 ) -> dict[str, str]:
     """Compile a source once for each defect."""
-    text, found = source.read_text(), {}
+    text, result = source.read_text(), {}
     for number, (name, (right, wrong)) in enumerate(mutants.items()):
         assert right in text, f"{name}: {source.name} has no {right!r}"
         path = folder / f"{number}.cpp"
         path.write_text(text.replace(right, wrong))
         build.compile_library(path, path.with_suffix(".so"), flags)
-        found[name] = str(path.with_suffix(".so"))
-    return found
+        result[name] = str(path.with_suffix(".so"))
+    return result
 
 
 SLOT_BYTES = 1 << 20
@@ -140,9 +140,11 @@ def play(backend: CpuBackend, seed: int, library: str = "") -> list[list[Tensor]
             time.sleep(0.02)
         pending = start(backend.collectives, call, given(call, index, backend.rank, axis.size), axis)
         under_way.append((index, pending) if call.lazy else (index, pending.wait()))
-    found: dict[int, Any] = {index: result.wait() if hasattr(result, "wait") else result for index, result in under_way}
+    actual: dict[int, Any] = {
+        index: result.wait() if hasattr(result, "wait") else result for index, result in under_way
+    }
     backend.collectives.barrier()
-    return [[*result] if isinstance(result, list) else [result] for _, result in sorted(found.items())]
+    return [[*result] if isinstance(result, list) else [result] for _, result in sorted(actual.items())]
 
 
 def rows_for(call: Call, inputs: Tensor, axis: Axis) -> Tensor:
@@ -189,8 +191,8 @@ def differences(courses: list[list[list[Tensor]]], seed: int) -> list[tuple[int,
     world = len(courses)
     return [
         (rank, index)
-        for rank, found in enumerate(courses)
-        for index, (ours, right) in enumerate(zip(found, wanted(seed, world, rank), strict=True))
+        for rank, actual in enumerate(courses)
+        for index, (ours, right) in enumerate(zip(actual, wanted(seed, world, rank), strict=True))
         if not all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, right, strict=True))
     ]
 
@@ -242,9 +244,9 @@ def sums(backend: CpuBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_has_the_same_bits_on_all_ranks_and_is_rounded_once(ranks: RankPool, dtype: torch.dtype) -> None:
-    found = ranks.run(4, sums, dtype)
+    result = ranks.run(4, sums, dtype)
     inputs = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype).float() for rank in range(4)]
-    for total, bad in found:
+    for total, bad in result:
         assert torch.equal(total, (((inputs[0] + inputs[1]) + inputs[2]) + inputs[3]).to(dtype))
         assert bad[0].isnan() and bad[1].isinf() and bad[2] == 0
 

@@ -52,14 +52,14 @@ def moved(backend: CpuBackend, layout: Mesh, transport: str, dtype: torch.dtype)
     on, back = (pp.rank + 1) % pp.size, (pp.rank - 1) % pp.size
     sends = [comm.start_send(tensor, pp, on) for tensor in (x, y)]
     comes = [comm.start_receive(torch.empty_like(tensor), pp, back) for tensor in (x, y)]
-    found = {"x": comes[0].wait(), "y": comes[1].wait()}
+    result = {"x": comes[0].wait(), "y": comes[1].wait()}
     for send in sends:
         assert send.wait() is None
     lower = pp.rank - pp.rank % 2
     if lower + 1 < pp.size:
-        found["swapped"] = comm.exchange(x, pp, 2 * lower + 1 - pp.rank)
+        result["swapped"] = comm.exchange(x, pp, 2 * lower + 1 - pp.rank)
     comm.barrier()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -69,16 +69,16 @@ def test_what_one_stage_sends_its_neighbour_receives(
     ranks: RankPool, name: str, dtype: torch.dtype, transport: str
 ) -> None:
     layout = LAYOUTS[name]
-    for rank, found in enumerate(ranks.run(layout.world, moved, layout, transport, dtype)):
+    for rank, actual in enumerate(ranks.run(layout.world, moved, layout, transport, dtype)):
         pp = seen_by(layout, rank).pp
         (group,) = (group for group in pp.groups if rank in group)
         before, across = group[pp.rank - 1], group[min(pp.rank ^ 1, pp.size - 1)]
         expected = {"x": held_by(before, 3, 2, dtype=dtype), "y": held_by(before, 5, dtype=dtype)}
         if across != rank:
             expected["swapped"] = held_by(across, 3, 2, dtype=dtype)
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for what, tensor in expected.items():
-            assert torch.equal(found[what], tensor) and found[what].dtype == dtype, (rank, what)
+            assert torch.equal(actual[what], tensor) and actual[what].dtype == dtype, (rank, what)
 
 
 def waited(backend: CpuBackend, dies: bool, transport: str) -> tuple[str, str, float]:

@@ -67,7 +67,7 @@ def test_equal_gradients_give_equal_bits_in_every_layout(ranks: RankPool, update
     alone, resolved = bf16(update, tp=1, shape=cuts.get("shape", "odd")), bf16(update, **cuts)
     (expected,) = ranks.run(1, updated_by_given_gradients, alone, weights_of(alone))
     world = cuts["tp"] * cuts.get("pp", 1) * cuts.get("dp", 1)
-    for rank, found in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights_of(alone))):
+    for rank, actual in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights_of(alone))):
         mesh = build_mesh(resolved, world, rank, world)
         if cuts.get("shard") == "zero1":
             mesh = Mesh.build(world, rank, tp=cuts["tp"])
@@ -76,7 +76,7 @@ def test_equal_gradients_give_equal_bits_in_every_layout(ranks: RankPool, update
         for name, blocks in held.items():
             for block in blocks:
                 wanted = part(whole[held.table[name].global_name(name, block.segment)], block)
-                assert torch.equal(block.of(found[name]), wanted), (rank, name)
+                assert torch.equal(block.of(actual[name]), wanted), (rank, name)
 
 
 def whole_of(weights: Weights, resolved: Resolved) -> Weights:
@@ -103,12 +103,12 @@ def test_every_rule_trains_alike_however_state_is_cut(ranks: RankPool, update: s
 
 def assert_alike(courses: Sequence[Course], expected: Sequence[Course], resolved: Resolved, tp: int) -> None:
     """Hold shards against the whole parameters that replicas have."""
-    for rank, (found, want) in enumerate(zip(courses, expected, strict=True)):
-        assert found.losses == want.losses
-        assert found.norms == pytest.approx(want.norms, rel=1e-6)
+    for rank, (actual, want) in enumerate(zip(courses, expected, strict=True)):
+        assert actual.losses == want.losses
+        assert actual.norms == pytest.approx(want.norms, rel=1e-6)
         mesh = build_mesh(resolved, 2 * tp, rank, 2 * tp)
         for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
-            rows = [block.of(found.weights[name]).to(torch.bfloat16) for block in blocks]
+            rows = [block.of(actual.weights[name]).to(torch.bfloat16) for block in blocks]
             first = Layout(table_of(resolved, mesh), Mesh.build(2 * tp, rank, tp=tp))[name]
             for block, row in zip(blocks, rows, strict=True):
                 (home,) = [b for b in first if b.segment == block.segment]
@@ -131,14 +131,14 @@ def hashes(
         state = start(backend, resolved, weights)
     finally:
         adamw.rounding_keys = plain  # type: ignore[attr-defined]
-    found = []
+    results = []
     for batch in batches(resolved, 4) * (steps // 4):
         train_step(state, local_batch(state, batch, 2), 1e-3)
         digest = hashlib.sha256()
         for parameter in state.model.parameters():
             digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
-        found.append(digest.hexdigest())
-    return found
+        results.append(digest.hexdigest())
+    return results
 
 
 def test_replicas_stay_bitwise_equal_for_200_steps(ranks: RankPool) -> None:
@@ -179,8 +179,8 @@ def test_a_tied_embedding_and_its_copy_keep_the_same_bits(ranks: RankPool, updat
     )
     world = 2 * cuts["tp"] * cuts.get("dp", 1)
     weights = weights_of(resolved)
-    found = ranks.run(world, ends_of_a_pipeline, resolved, weights)
-    for first, last in zip(found[: world // 2], found[world // 2 :], strict=True):
+    result = ranks.run(world, ends_of_a_pipeline, resolved, weights)
+    for first, last in zip(result[: world // 2], result[world // 2 :], strict=True):
         assert first.keys() == last.keys()
         assert len(first) >= 3  # the weights and two running means
         for kind, tensor in first.items():

@@ -37,8 +37,8 @@ class Rank:
 
     def met(self) -> str:
         assert self._pipe.poll(60), "met nobody"
-        found: str = self._pipe.recv()
-        return found
+        result: str = self._pipe.recv()
+        return result
 
     def end(self) -> None:
         self._process.kill()

@@ -65,8 +65,8 @@ def test_the_reported_terms_are_means_over_the_global_batch(ranks: RankPool, nam
             logits = model(input_ids=batch[:, :-1]).logits
         wanted.append(Z_LOSS * float(logits.logsumexp(-1).square().mean()))
     parallel = resolved.config.parallel
-    for found in ranks.run(parallel.tp * parallel.pp * parallel.dp, added, resolved, weights_of(resolved)):
-        assert found == pytest.approx(wanted, rel=1e-5)
+    for actual in ranks.run(parallel.tp * parallel.pp * parallel.dp, added, resolved, weights_of(resolved)):
+        assert actual == pytest.approx(wanted, rel=1e-5)
 
 
 def without_gradient(backend: Backend, resolved: Resolved, weights: dict[str, Any]) -> Course:

@@ -42,8 +42,8 @@ def check(ranks: RankPool, shape: str, num_micro: int, **how: Any) -> None:
     plain = of("1f1b", shape, num_micro, **how)
     weights = weights_of(plain)
     want = ranks.run(world, run_ours, plain, STEPS, weights)
-    found = ranks.run(world, run_ours, of("zero_bubble", shape, num_micro, **how), STEPS, weights)
-    for one, other in zip(found, want, strict=True):
+    actual = ranks.run(world, run_ours, of("zero_bubble", shape, num_micro, **how), STEPS, weights)
+    for one, other in zip(actual, want, strict=True):
         assert (one.losses, one.norms) == (other.losses, other.norms)
         assert one.weights.keys() == other.weights.keys()
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in other.weights)
@@ -94,7 +94,7 @@ def test_what_is_postponed_waits_for_its_turn_and_takes_the_memory_of_the_formul
     ranks: RankPool, pp: int, num_micro: int
 ) -> None:
     resolved = of("zero_bubble", "gqa2", num_micro, tp=1, pp=pp)
-    found = ranks.run(pp, held, resolved, weights_of(resolved))
+    result = ranks.run(pp, held, resolved, weights_of(resolved))
     model, train = resolved.model, resolved.config.train
     width, kv = model.hidden_size, model.num_kv_heads * model.head_size  # type: ignore[attr-defined]
     inner = model.intermediate_size  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_what_is_postponed_waits_for_its_turn_and_takes_the_memory_of_the_formul
     per_token = (3 * width + inner) + (width + 2 * kv + width + 2 * inner + width)
     actions = schedule(pp, 1, num_micro, "zero_bubble")
     num_blocks = 0
-    for rank, (done, of_micro, most) in enumerate(found):
+    for rank, (done, of_micro, most) in enumerate(result):
         assert done == " ".join(str(action) for action in actions[rank] if not action.is_transfer)
         blocks, rest = divmod(of_micro, 4 * train.seq_len * train.micro_batch * per_token)
         assert rest == 0

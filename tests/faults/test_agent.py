@@ -100,14 +100,14 @@ class Launched:
 @contextmanager
 def launched(folder: Path, *overrides: str, **how: Any) -> Iterator[Launched]:
     """Start the command, and leave nothing of it behind; `how` is for `Launched`."""
-    found = Launched(folder, *overrides, **how)
+    result = Launched(folder, *overrides, **how)
     ranks: dict[int, int] = {}
     try:
-        yield found
-        ranks = found.ranks() if found.code() is None else {}
+        yield result
+        ranks = result.ranks() if result.code() is None else {}
     finally:
-        found.agent.kill()
-        found.code(10.0)
+        result.agent.kill()
+        result.code(10.0)
         for pid in filter(is_alive, ranks.values()):
             os.kill(pid, signal.SIGKILL)
 

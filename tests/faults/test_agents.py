@@ -54,12 +54,12 @@ A busy machine stops an agent for a few seconds. A machine that is taken for los
 
 def leave_late() -> None:
     """Be an agent whose rank outlasts the one with the store."""
-    leave = os._exit
+    exit_now = os._exit
 
     def late(status: int) -> NoReturn:
         if "RANK" in os.environ:
             time.sleep(1.5)
-        leave(status)
+        exit_now(status)
 
     os._exit = late
     forked_python.agent()
@@ -126,11 +126,11 @@ class Agents:
 @contextmanager
 def agents(folder: Path, *overrides: str, nodes: str = "2", patience_s: int = 60) -> Iterator[Agents]:
     """Start both, and leave nothing of them behind."""
-    found = Agents(folder, *overrides, nodes=nodes, patience_s=patience_s)
+    result = Agents(folder, *overrides, nodes=nodes, patience_s=patience_s)
     try:
-        yield found
+        yield result
     finally:
-        found.kill()
+        result.kill()
 
 
 def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_agent_is_told_to_stop(

@@ -88,9 +88,9 @@ def test_ranges_that_break_off_are_requested_again_and_a_store_that_is_down_ends
 
     def fault() -> Fault:
         fails = random.random() < 0.3 and "" in given[-2:]
-        found: Fault = random.choice(("torn", "error")) if fails or (is_down and done(tmp_path) >= 5) else ""
-        given.append(found)
-        return found
+        result: Fault = random.choice(("torn", "error")) if fails or (is_down and done(tmp_path) >= 5) else ""
+        given.append(result)
+        return result
 
     with failing_s3(s3_variables, fault) as variables:
         code, output = train(tmp_path, corpus, ADDRESS, variables)

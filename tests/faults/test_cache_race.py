@@ -97,14 +97,14 @@ def test_nothing_is_torn_or_lost_when_processes_race_and_are_killed(tmp_path: Pa
     try:
         for kill in range(NUM_KILLS):
             time.sleep(KILL_EVERY_S)
-            place = draw.randrange(NUM_PROCESSES)
-            victim = processes[place]
+            number = draw.randrange(NUM_PROCESSES)
+            victim = processes[number]
             if draw.random() < 0.5:
                 victim.kill()  # its compiler goes on without it
             else:
                 with suppress(ProcessLookupError):  # it has not yet made its group
                     os.killpg(victim.pid or 0, signal.SIGKILL)
-            processes[place] = start(NUM_PROCESSES + kill)
+            processes[number] = start(NUM_PROCESSES + kill)
             victim.kill()
             victim.join()
         (tmp_path / "stop").touch()

@@ -75,25 +75,25 @@ def faults(env: dict[str, str], *kinds: str) -> None:
 def test_what_a_run_shows_is_compiled_sealed_and_named(
     env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found, cache = compiled(env, A, "step 1:", B, "log 1:", C)
-    assert found.names == dict(zip(keys(env, A, B, C), ("start #1", "step 1 #1", "log 1 #1"), strict=True))
-    assert cache.done() == set(found.names)
+    result, cache = compiled(env, A, "step 1:", B, "log 1:", C)
+    assert result.names == dict(zip(keys(env, A, B, C), ("start #1", "step 1 #1", "log 1 #1"), strict=True))
+    assert cache.done() == set(result.names)
     assert all(cache.layout(of.compiler).read_seal(of) for of in cache.done())
-    assert sorted(found.seconds) == sorted(found.names)
-    assert all(seconds is not None and 0 < seconds < 20 for seconds in found.seconds.values())
+    assert sorted(result.seconds) == sorted(result.names)
+    assert all(seconds is not None and 0 < seconds < 20 for seconds in result.seconds.values())
     printed = capfd.readouterr()
     assert "||NEURON_PARALLEL_COMPILE||: New graph list from script 3" in printed.out
     assert "nxtrain compile: 3 of 3 graphs done, " in printed.err
     again, _ = compiled(env, A, "step 1:", B, "log 1:", C)
-    assert (again.names, again.seconds) == (found.names, {})  # the tool compiles nothing and says 0
+    assert (again.names, again.seconds) == (result.names, {})  # the tool compiles nothing and says 0
 
 
 def test_a_graph_that_fails_is_tried_again_and_then_named(
     env: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults(env, "error")
-    found, cache = compiled(env, A, B, workers=1, retries=1)
-    assert cache.done() == set(found.names) == set(keys(env, A, B))
+    result, cache = compiled(env, A, B, workers=1, retries=1)
+    assert cache.done() == set(result.names) == set(keys(env, A, B))
     said = capfd.readouterr().err
     assert "1 of 2 graphs failed; once more, up to 1 at a time\n" in said
     assert f"put {keys(env, A)[0]} aside, which failed before" in said
@@ -138,8 +138,8 @@ def test_compilers_that_were_killed_are_fewer_next_time(
 ) -> None:
     faults(env, kind)
     # A worker that is killed leaves its lock, and the tool ends with 0.
-    found, cache = compiled(env, A, B, workers=4, retries=1, grace_s=0.5)
-    assert cache.done() == set(found.names) == set(keys(env, A, B))
+    result, cache = compiled(env, A, B, workers=4, retries=1, grace_s=0.5)
+    assert cache.done() == set(result.names) == set(keys(env, A, B))
     said = capfd.readouterr().err
     assert "graphs failed; once more, up to 2 at a time, since compilers were killed" in said
 

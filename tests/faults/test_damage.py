@@ -32,9 +32,9 @@ def killed(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFacto
     """A run with checkpoints of steps 3, 6 and 9."""
     folder = tmp_path_factory.mktemp("killed")
     configure(folder)
-    found = start(started_by, folder, ["kill@1:11:fwd"], overrides=["checkpoint.async=false"])
-    assert found.saved == (3, 6, 9)
-    return folder, found
+    result = start(started_by, folder, ["kill@1:11:fwd"], overrides=["checkpoint.async=false"])
+    assert result.saved == (3, 6, 9)
+    return folder, result
 
 
 def copied(folder: Path, to: Path) -> list[Path]:
@@ -122,9 +122,9 @@ def test_the_one_before_is_taken(
     file = damage(copied(folder, tmp_path)[0])
     again = supervise(started_by, tmp_path)
     assert_recovered(History(tmp_path, [before, *again.starts], again.wall_s), golden)
-    (found,) = again.starts
-    assert found.began_after == 6
-    (line,) = [line for line in found.said[0].splitlines() if "damaged" in line]
+    (result,) = again.starts
+    assert result.began_after == 6
+    (line,) = [line for line in result.said[0].splitlines() if "damaged" in line]
     assert line.startswith(f"{file} is damaged: "), line
     assert "put aside as step-00000009.corrupt, and the one before it is tried" in line
     assert directory.quarantined(again.checkpoints) == [again.checkpoints / "step-00000009.corrupt"]
@@ -139,12 +139,12 @@ def test_without_any_that_is_whole_nothing_starts(
         DAMAGES[damage](checkpoint)
     record = (tmp_path / "run/metrics.jsonl").read_bytes()
     for _ in range(2):
-        found = start(started_by, tmp_path)
-        assert set(found.codes.values()) == {CheckpointError.exit_code}, found.said
-        assert found.began_after is None
-        assert "error: rank 0: every checkpoint of" in found.said[0], found.said
-        assert "checkpoint.resume=never" in found.said[0]
-        assert "Traceback" not in found.said[0] + found.said[1]
+        result = start(started_by, tmp_path)
+        assert set(result.codes.values()) == {CheckpointError.exit_code}, result.said
+        assert result.began_after is None
+        assert "error: rank 0: every checkpoint of" in result.said[0], result.said
+        assert "checkpoint.resume=never" in result.said[0]
+        assert "Traceback" not in result.said[0] + result.said[1]
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == record
     assert last_step(tmp_path) == killed[1].reached
     aside = directory.quarantined(tmp_path / "run" / CHECKPOINTS_DIR)

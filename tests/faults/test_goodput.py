@@ -32,27 +32,27 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     elapsed_s = time.monotonic() - began
     assert code == 0, output
 
-    found = account(read(tmp_path / "run" / LOGS_DIR))
-    spent_s = (found.productive_s, found.start_s, found.lost_s, found.detect_s, found.restart_s)
-    rest_s = (found.checkpoint_stall_s, found.eval_s, found.other_s)
-    assert found.wall_s == pytest.approx(sum((*spent_s, *rest_s)), abs=1e-3)
-    assert found.starts == 2
+    result = account(read(tmp_path / "run" / LOGS_DIR))
+    spent_s = (result.productive_s, result.start_s, result.lost_s, result.detect_s, result.restart_s)
+    rest_s = (result.checkpoint_stall_s, result.eval_s, result.other_s)
+    assert result.wall_s == pytest.approx(sum((*spent_s, *rest_s)), abs=1e-3)
+    assert result.starts == 2
     # The clock outside also sees the interpreter leave.
-    assert elapsed_s - 3.0 < found.wall_s < elapsed_s
+    assert elapsed_s - 3.0 < result.wall_s < elapsed_s
     # All but the first step of each start stand: 2 to 20, and 22 to 36.
-    assert found.productive_s > 34 * STEP_S
+    assert result.productive_s > 34 * STEP_S
     if log_every == 1:
         steps_s = [line["step_time_s"] for line in records(tmp_path / "run")]
-        assert found.productive_s == pytest.approx(sum(steps_s) - steps_s[0] - steps_s[20], rel=0.1)
-    assert found.restart_s > 1.0
-    assert found.checkpoint_stall_s > 0.0
+        assert result.productive_s == pytest.approx(sum(steps_s) - steps_s[0] - steps_s[20], rel=0.1)
+    assert result.restart_s > 1.0
+    assert result.checkpoint_stall_s > 0.0
     if log_every == 1:
-        assert found.lost_steps == 5  # those after the checkpoint of step 20, of which each is told
-        assert found.lost_s >= 5 * STEP_S
+        assert result.lost_steps == 5  # those after the checkpoint of step 20, of which each is told
+        assert result.lost_s >= 5 * STEP_S
     else:
-        assert 0 <= found.lost_steps <= 5  # what was finished when the state was last written
-    assert found.detect_s < 1.5
-    assert [line["goodput"] for line in records(tmp_path / "run")][-1] == pytest.approx(found.goodput, rel=0.2)
+        assert 0 <= result.lost_steps <= 5  # what was finished when the state was last written
+    assert result.detect_s < 1.5
+    assert [line["goodput"] for line in records(tmp_path / "run")][-1] == pytest.approx(result.goodput, rel=0.2)
     lines = [line for line in output.splitlines() if line.startswith("goodput ")]
-    assert lines[-1] == str(found)
+    assert lines[-1] == str(result)
     assert len(lines) == 1, "a run that ends soon after its restart has one line"

@@ -43,8 +43,8 @@ def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         faults._replace = replace
-        for each in reversed(undo):
-            each()
+        for revert in reversed(undo):
+            revert()
 
 
 def train_broken(backend: Backend, resolved: Resolved, text: str) -> str:

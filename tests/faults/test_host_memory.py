@@ -120,8 +120,8 @@ def test_memory_threads_and_files_stay_what_they_are(started_by: ForkServerConte
         pids = [process.pid for process in ranks.processes]
         for step in steps:
             readings = []
-            for each in range(step, step + 20, 4):
-                ranks.await_steps(each)
+            for number in range(step, step + 20, 4):
+                ranks.await_steps(number)
                 readings.append([anonymous_mib(pid) for pid in pids])
             # A checkpoint under way holds a copy of the state, and the least reading has none.
             mib.append([min(of_rank) for of_rank in zip(*readings, strict=True)])

@@ -147,12 +147,12 @@ def test_fewer_ranks_and_then_as_many_as_before(started_by: ForkServerContext, t
     for world, fault in ((2, "kill@0:5:fwd"), (1, "term@0:8:fwd"), (2, "kill@1:12:opt"), (2, "kill@1:12:opt")):
         degree = f"parallel.dp={world}"
         history.starts.append(start(started_by, folder, [PACE, fault], overrides=(*overrides, degree), world=world))
-    assert [found.code not in {0, 75} for found in history.starts] == [True, False, True, False], history.said
-    found, expected = course(history.run), golden.course
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    assert [actual.code not in {0, 75} for actual in history.starts] == [True, False, True, False], history.said
+    actual, expected = course(history.run), golden.course
+    assert [record["step"] for record in actual] == [record["step"] for record in expected]
     alike = len(expected) if batch == WORLD else history.starts[1].began_after
-    assert found[:alike] == expected[:alike]
-    for a, b in zip(found, expected, strict=True):
+    assert actual[:alike] == expected[:alike]
+    for a, b in zip(actual, expected, strict=True):
         assert abs(a["loss"] - b["loss"]) <= 1e-6 * b["loss"], (a, b)
 
 
@@ -173,10 +173,10 @@ def test_experts_divided_otherwise_at_each_start(started_by: ForkServerContext, 
     for ep, shard, fault in ways:
         how = (*overrides, f"parallel.ep={ep}", f"parallel.shard={shard}")
         history.starts.append(start(started_by, history.folder, [PACE, fault], overrides=how, world=4))
-    assert [found.code != 0 for found in history.starts] == [True, True, True, False], history.said
+    assert [actual.code != 0 for actual in history.starts] == [True, True, True, False], history.said
     assert history.resumed == [3, 6, 9], "each start goes on from a checkpoint of another division"
-    found, expected = course(history.run), Golden.of(whole).course
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
-    for a, b in zip(found, expected, strict=True):
+    actual, expected = course(history.run), Golden.of(whole).course
+    assert [record["step"] for record in actual] == [record["step"] for record in expected]
+    for a, b in zip(actual, expected, strict=True):
         assert abs(a["loss"] - b["loss"]) <= 1e-6 * b["loss"], (a, b)
         assert abs(a["grad_norm"] - b["grad_norm"]) <= 1e-5 * b["grad_norm"], (a, b)

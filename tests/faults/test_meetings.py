@@ -142,7 +142,7 @@ def test_another_collective_of_a_rank_is_named_with_both_ranks_and_what_each_iss
         codes, said = ranks.ended(), ranks.said()
     assert set(codes.values()) == {1}, said
     for rank in range(WORLD):
-        issued = {int(found[1]): (found[2], found[3]) for found in FINGERPRINT.finditer(said[rank])}
+        issued = {int(result[1]): (result[2], result[3]) for result in FINGERPRINT.finditer(said[rank])}
         assert set(issued) == {0, 1}, said[rank]
         assert (issued[0][0], issued[1][0]) == ("ALLREDUCE", op)
         assert issued[0] != issued[1]

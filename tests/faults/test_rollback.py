@@ -103,8 +103,8 @@ def test_a_second_rollback_leaves_out_what_was_seen_since_the_first(diverging: D
     for _ in range(2):
         assert {text.partition(":")[0] for text in diverging.run(plan, GROWS)} == {"RestartError"}
     assert diverging.run(plan) == [""]
-    found = [line for line in lines(plan, "rollbacks.jsonl") if line["verdict"] == "rewound"]
-    first, second = ((line["step"], line["resumed"], line["batches"]) for line in found)
+    result = [line for line in lines(plan, "rollbacks.jsonl") if line["verdict"] == "rewound"]
+    first, second = ((line["step"], line["resumed"], line["batches"]) for line in result)
     assert first[:2] == second[:2]
     assert second[2] == 2 * first[2], "those of both attempts"
     assert [*mirror.glob("step-*")], "whose checkpoints from the growth a start would take"

@@ -249,8 +249,8 @@ ONE_RANK = ("--nproc=1", "parallel.dp=1")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes, one of which is there for another that dies."""
-    with Cluster(tmp_path_factory.mktemp("slurm"), ("n1", "n2", "n3")) as found:
-        yield found
+    with Cluster(tmp_path_factory.mktemp("slurm"), ("n1", "n2", "n3")) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -265,12 +265,12 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Submits a run of this test, of which nothing is left on the cluster when that is over."""
     jobs: list[Job] = []
 
-    def found(*argv: str, nodes: int = 1) -> Job:
+    def result(*argv: str, nodes: int = 1) -> Job:
         configure(tmp_path, patience_s=30.0)
         jobs.append(Job.submitted(cluster, tmp_path, *argv, nodes=nodes))
         return jobs[-1]
 
-    yield found
+    yield result
     for job in jobs:
         job.remove()
 

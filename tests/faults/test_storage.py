@@ -62,17 +62,17 @@ def test_a_disk_that_is_full_and_gets_room(
         seen.extend(sorted(path.name for path in disk.glob("step-*") if not path.name.startswith("step-00000008.tmp-")))
         remount(disk, "size=32m")
 
-    found = start(
+    result = start(
         started_by,
         tmp_path,
         ["sleep@*:1:fwd:0.1"],
         overrides=OFTEN,
         meanwhile=once(LEFT_OUT.format(6), make_room),
     )
-    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
-    assert "No space left on device" in found.said[0]
+    assert_recovered(History(tmp_path, [result]), golden, restarts=0)
+    assert "No space left on device" in result.said[0]
     assert seen == ["step-00000002", "step-00000004"], "older ones stay, and of what failed nothing does"
-    assert found.said[0].count("WARNING") <= 2, "the next one after there is room is written"
+    assert result.said[0].count("WARNING") <= 2, "the next one after there is room is written"
 
 
 def test_a_disk_that_becomes_read_only_for_a_while(
@@ -89,10 +89,10 @@ def test_a_disk_that_becomes_read_only_for_a_while(
         unlock(ranks)
 
     unlock = once("Read-only file system", lambda ranks: remount(disk, "rw"))
-    found = start(started_by, tmp_path, ["sleep@*:1:fwd:0.1"], overrides=["checkpoint.every=2"], meanwhile=look)
-    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
+    result = start(started_by, tmp_path, ["sleep@*:1:fwd:0.1"], overrides=["checkpoint.every=2"], meanwhile=look)
+    assert_recovered(History(tmp_path, [result]), golden, restarts=0)
     assert locked
-    assert "training goes on" in found.said[0]
+    assert "training goes on" in result.said[0]
 
 
 def test_files_that_may_not_grow_for_a_while(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
@@ -111,9 +111,9 @@ def test_files_that_may_not_grow_for_a_while(started_by: ForkServerContext, tmp_
         lift(ranks)
 
     lift = once(LEFT_OUT.format(3), lambda ranks: limit(ranks, resource.RLIM_INFINITY))
-    found = start(started_by, tmp_path, ["sleep@*:1:fwd:0.05"], meanwhile=look)
-    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
-    assert "File too large; training goes on" in found.said[0]
+    result = start(started_by, tmp_path, ["sleep@*:1:fwd:0.05"], meanwhile=look)
+    assert_recovered(History(tmp_path, [result]), golden, restarts=0)
+    assert "File too large; training goes on" in result.said[0]
 
 
 def test_errors_of_the_disk(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
@@ -154,8 +154,8 @@ def test_an_error_of_the_disk_is_told_before_the_next_checkpoint_is_due(
     told_at: list[int] = []
     look = once(LEFT_OUT.format(5), lambda ranks: told_at.append(last_step(tmp_path)))
     faults = ["sleep@*:1:fwd:0.1", "oserror@1:5:ckpt_write"]
-    found = start(started_by, tmp_path, faults, overrides=["checkpoint.every=5"], meanwhile=look)
-    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
+    result = start(started_by, tmp_path, faults, overrides=["checkpoint.every=5"], meanwhile=look)
+    assert_recovered(History(tmp_path, [result]), golden, restarts=0)
     assert told_at[0] < 10
 
 
@@ -176,14 +176,14 @@ def test_a_slow_disk_slows_no_step(started_by: ForkServerContext, tmp_path: Path
     configure(tmp_path)
     slow_s = 2.0
     passed: dict[int, float] = {}
-    found = start(
+    result = start(
         started_by,
         tmp_path,
         [PACE, f"sleep@*:3:ckpt_write:{slow_s}"],
         meanwhile=lambda ranks: passed.setdefault(last_step(tmp_path), time.monotonic()),
     )
-    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
+    assert_recovered(History(tmp_path, [result]), golden, restarts=0)
     first, last = min(step for step in passed if step >= 3), max(step for step in passed if step < 12)
     assert last - first >= 5, passed
     assert passed[last] - passed[first] < slow_s / 2, "eight steps while one checkpoint is written"
-    assert LEFT_OUT.format(6) + "the one before it is still being written" in found.said[0]
+    assert LEFT_OUT.format(6) + "the one before it is still being written" in result.said[0]

@@ -23,7 +23,7 @@ def configured(folder: Path, *overrides: str) -> tuple[str, ...]:
     prepare(write_corpus(folder / "src", "a.jsonl", documents(40)), out=folder / "o.arrow")
     tokenizer = write_tokenizer(folder / "tokenizer", VOCABULARY)
     data = ("source=arrow", f"path={folder}/o.arrow", f"tokenizer={tokenizer}", "packing=best_fit")
-    return (f"model.config.vocab_size={VOCABULARY}", *(f"data.{each}" for each in data), *overrides)
+    return (f"model.config.vocab_size={VOCABULARY}", *(f"data.{override}" for override in data), *overrides)
 
 
 @pytest.fixture(scope="module")

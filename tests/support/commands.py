@@ -105,15 +105,15 @@ def in_process(*argv: object) -> tuple[int, str, str]:
 
 def output_of(*argv: object, code: int = 0) -> str:
     """Standard output of a command in this process, which ends with an exit code."""
-    found, printed, errors = in_process(*argv)
-    assert found == code, errors
+    result, printed, errors = in_process(*argv)
+    assert result == code, errors
     return printed
 
 
 def errors_of(*argv: object, code: int = 2) -> str:
     """Standard error of a command in this process, which ends with an exit code."""
-    found, _, errors = in_process(*argv)
-    assert found == code, errors
+    result, _, errors = in_process(*argv)
+    assert result == code, errors
     return errors
 
 
@@ -144,8 +144,8 @@ def trained(
     folder: Path, *overrides: str, code: int = 0, armed: str = "", first: Callable[[], object] | None = None
 ) -> str:
     """Output of `nxtrain train` on the run of a folder, which ends with an exit code."""
-    found, output = train(folder, *overrides, armed=armed, first=first)
-    assert found == code, output
+    result, output = train(folder, *overrides, armed=armed, first=first)
+    assert result == code, output
     return output
 
 

@@ -139,8 +139,8 @@ class Watch:
 
     def check(self, after: str) -> None:
         """Fail if anything was changed."""
-        found = list(self.changes())
-        assert not found, f"after {after}: {'; '.join(found)}"
+        result = list(self.changes())
+        assert not result, f"after {after}: {'; '.join(result)}"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -254,24 +254,24 @@ def _hold_work(work: Work, setting: Setting) -> None:
     grad = setting.place("gradient", Operand(tuple(out.shape), dtype=out.dtype))
     watch.add("the incoming gradient", grad)
     sources = {name: x for (name, _), x in zip(given.items(), inputs, strict=True) if name in chosen}
-    found = _gradients(out, sources, grad.x, leaves_only=work.leaves_only)
+    actual = _gradients(out, sources, grad.x, leaves_only=work.leaves_only)
     watch.check("the backward pass")
-    _check_owned(found, given)
+    _check_owned(actual, given)
     if work.later is not None:
         with torch.no_grad():  # as in a backward pass
             late = {name: x for name, x in work.later().items() if name in chosen}
         watch.check("what was postponed")
-        found = {**found, **late}
-    found = {name: x.clone() for name, x in found.items()}
+        actual = {**actual, **late}
+    actual = {name: x.clone() for name, x in actual.items()}
     wanted_grads = _gradients(wanted, {name: exact[name] for name in sources}, _exact(grad.x, False))
     for name in sources:
-        compare(f"the gradient of {name}", found[name], wanted_grads[name], dtype, grad.x)
+        compare(f"the gradient of {name}", actual[name], wanted_grads[name], dtype, grad.x)
     if work.later is None:
-        _repeat(work, out, sources, grad.x, found)
+        _repeat(work, out, sources, grad.x, actual)
         watch.check("a second backward pass")
 
 
-def _repeat(work: Work, out: Tensor, sources: Mapping[str, Tensor], grad: Tensor, found: Mapping[str, Tensor]) -> None:
+def _repeat(work: Work, out: Tensor, sources: Mapping[str, Tensor], grad: Tensor, result: Mapping[str, Tensor]) -> None:
     """A second backward pass finds what the first one kept as it was, or is refused."""
     if work.once:
         try:
@@ -280,25 +280,25 @@ def _repeat(work: Work, out: Tensor, sources: Mapping[str, Tensor], grad: Tensor
             return
         raise AssertionError("a second backward pass was not refused")
     for name, again in _gradients(out, sources, grad, leaves_only=work.leaves_only).items():
-        same = same_bits(again.detach().cpu(), found[name].detach().cpu())
+        same = same_bits(again.detach().cpu(), result[name].detach().cpu())
         assert same, f"a second backward pass gives {name} another gradient"
 
 
 def _gradients(
     out: Tensor, sources: Mapping[str, Tensor], grad: Tensor, *, leaves_only: bool = False
 ) -> dict[str, Tensor]:
-    found: Sequence[Tensor | None]
+    result: Sequence[Tensor | None]
     if leaves_only:
         for x in sources.values():
             x.retain_grad()
             x.grad = None
         out.backward(grad, retain_graph=True)
-        found = [x.grad for x in sources.values()]
+        result = [x.grad for x in sources.values()]
     else:
-        found = torch.autograd.grad(out, list(sources.values()), grad, retain_graph=True, allow_unused=True)
+        result = torch.autograd.grad(out, list(sources.values()), grad, retain_graph=True, allow_unused=True)
     return {
         name: torch.zeros_like(source) if x is None else x
-        for (name, source), x in zip(sources.items(), found, strict=True)
+        for (name, source), x in zip(sources.items(), result, strict=True)
     }
 
 
@@ -318,9 +318,9 @@ def _check_aliases(out: Tensor, given: list[Placed]) -> None:
     )
 
 
-def _check_owned(found: Mapping[str, Tensor], given: Mapping[str, Placed]) -> None:
+def _check_owned(result: Mapping[str, Tensor], given: Mapping[str, Placed]) -> None:
     """Gradients share no memory with operands, since autograd adds to them in place."""
-    for name, x in found.items():
+    for name, x in result.items():
         for operand, placed in given.items():
             if x.device.type == "cpu" and x.numel():
                 own = x.untyped_storage().data_ptr() != placed.base.untyped_storage().data_ptr()
@@ -339,10 +339,10 @@ def _hold_update(update: Update, setting: Setting) -> None:
     update.check(before, {name: placed.x.detach().cpu() for name, placed in given.items()})
 
 
-def compare(what: str, found: Tensor, wanted: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> None:
+def compare(what: str, actual: Tensor, wanted: Tensor, dtype: torch.dtype, source: Tensor | None = None) -> None:
     """Hold a tensor against its formula in float64; `source` is what it was made from, of which much may cancel."""
-    assert found.shape == wanted.shape, f"{what} has shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
-    error = (found.detach().cpu().double() - wanted.detach()).norm().item()
+    assert actual.shape == wanted.shape, f"{what} has shape {tuple(actual.shape)}, not {tuple(wanted.shape)}"
+    error = (actual.detach().cpu().double() - wanted.detach()).norm().item()
     scales = [x.detach().double().norm().item() for x in (wanted, source) if x is not None]
     bound = BOUNDS[dtype] * max(1.0, *scales)
     assert error <= bound, f"{what} is off by {error:.1e}, more than {bound:.1e}"

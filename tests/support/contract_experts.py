@@ -45,17 +45,17 @@ def grouped_matmul(kernels: Kernels, rng: Random) -> Update:
     """Products of groups of rows, of which some may be empty, each with its matrix."""
     counts, k, n = [rng.choice((0, 8, 16)) for _ in range(rng.randint(1, 4))], rng.choice((8, 24)), rng.choice((8, 16))
     forms = CONTIGUOUS if isinstance(kernels, CudaKernels) else FORMS
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def call(rows: Tensor, matrices: Tensor) -> None:
-        found.append(kernels.grouped_matmul(rows, matrices, _groups(kernels, counts, rows.dtype)))
+        results.append(kernels.grouped_matmul(rows, matrices, _groups(kernels, counts, rows.dtype)))
 
     def check(before: Values, after: Values) -> None:
         rows, matrices = before["rows"].double(), before["matrices"].double()
         parts = zip(rows.split(counts), matrices, strict=True)
         wanted = torch.cat([own @ matrix for own, matrix in parts])
-        assert found[-1].dtype == before["rows"].dtype
-        assert (found[-1].double() - wanted).norm() <= BOUNDS[found[-1].dtype] * rows.norm() * matrices.norm()
+        assert results[-1].dtype == before["rows"].dtype
+        assert (results[-1].double() - wanted).norm() <= BOUNDS[results[-1].dtype] * rows.norm() * matrices.norm()
 
     operands = {"rows": Operand((sum(counts), k), forms=forms), "matrices": Operand((len(counts), k, n), forms=forms)}
     return Update(f"grouped_matmul of {type(kernels).__name__} on {counts} rows, {(k, n)}", operands, call, check)
@@ -226,8 +226,8 @@ def all_to_all(ranks: Ranks, rng: Random) -> Work:
     """Blocks for every rank, of which each rank gets its own from all."""
     size, me = ranks.axis.size, ranks.axis.rank
     shape = ranks.draw_shape(rng, rng.choice((1, 3)))
-    each = (shape[0] // size,) * size
-    rows = rng.choice((None, RowCounts(each, each)))
+    item = (shape[0] // size,) * size
+    rows = rng.choice((None, RowCounts(item, item)))
 
     def exact(x: Tensor) -> Tensor:
         blocks = x.chunk(size)

@@ -305,7 +305,7 @@ class _Given(torch.autograd.Function):
         return ctx.value.clone(), None
 
 
-def leave(ranks: Ranks, rng: Random) -> Work:
+def leave_stage(ranks: Ranks, rng: Random) -> Work:
     """The end of a stage's graph, whose gradient comes from another stage."""
     shape = ranks.draw_shape(rng, 4)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -425,7 +425,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     GroupedProduct: grouped_product,
     _WithGradientOf: with_gradient_of,
     _AllToAll: all_to_all,
-    _Leave: leave,
+    _Leave: leave_stage,
     _Sleep: sleep,
     _Backward: record_backward,
     _GatherSequence: gather_sequence,

@@ -42,17 +42,17 @@ def linear(kernels: Kernels, rng: Random) -> Work:
 def matmul(kernels: Kernels, rng: Random) -> Update:
     """A product of matrices, without a gradient."""
     (m, k, n), lead = (rng.choice((1, 3, 40)) for _ in range(3)), rng.choice(((), (2,)))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def check(before: Values, after: Values) -> None:
         a, b = before["a"], before["b"]
-        error = (found[-1].double() - a.double() @ b.double()).norm()
-        assert found[-1].dtype == a.dtype
+        error = (results[-1].double() - a.double() @ b.double()).norm()
+        assert results[-1].dtype == a.dtype
         assert error <= BOUNDS[a.dtype] * a.double().norm() * b.double().norm()
 
     label = f"matmul of {type(kernels).__name__} on {(*lead, m, k)} and {(k, n)}"
     operands = {"a": Operand((*lead, m, k)), "b": Operand((k, n))}
-    return Update(label, operands, lambda a, b: found.append(kernels.matmul(a, b).cpu()), check)
+    return Update(label, operands, lambda a, b: results.append(kernels.matmul(a, b).cpu()), check)
 
 
 def add_product(kernels: Kernels, rng: Random) -> Update:
@@ -165,7 +165,7 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
     padded, z_loss = rng.choice((0, 0, 1, vocab - 1)), rng.choice((0.0, 0.0, 0.1))
     axis = Mesh.build(1, 0).tp
-    found: list[tuple[Tensor, Tensor | None]] = []
+    results: list[tuple[Tensor, Tensor | None]] = []
 
     def targets(generator: torch.Generator, shape: Shape) -> Tensor:
         drawn = torch.randint(vocab - padded, shape, generator=generator)
@@ -180,14 +180,14 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             axis,
         )
         losses, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad, z_loss=z_loss)
-        found.append((losses.cpu(), None if grad is None else grad.cpu()))
+        results.append((losses.cpu(), None if grad is None else grad.cpu()))
 
     def check(before: Values, after: Values) -> None:
         logits = before["logits"].double()
         exact = logits.clone().requires_grad_()
         kept = exact[:, : vocab - padded]
         wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="none")
-        losses, grad = found[-1]
+        losses, grad = results[-1]
         if z_loss:
             added = z_loss * (kept.logsumexp(dim=1) * (before["target"] != IGNORE_INDEX)).square()
             compare("the z-loss", losses[1], added, torch.float32)
@@ -213,28 +213,30 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
 def row_square_sums(kernels: Kernels, rng: Random) -> Update:
     """Sums of squares of rows."""
     shape = (rng.choice((1, 3)), rng.choice((1, 8, 700)))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def check(before: Values, after: Values) -> None:
         wanted = before["x"].double().square().sum(dim=1)
-        torch.testing.assert_close(found[-1].double(), wanted, rtol=2e-6, atol=0)
+        torch.testing.assert_close(results[-1].double(), wanted, rtol=2e-6, atol=0)
 
     label = f"row_square_sums of {type(kernels).__name__} on {shape}"
-    return Update(label, {"x": Operand(shape)}, lambda x: found.append(kernels.row_square_sums(x).cpu()), check)
+    return Update(label, {"x": Operand(shape)}, lambda x: results.append(kernels.row_square_sums(x).cpu()), check)
 
 
 def square_sums(kernels: Kernels, rng: Random) -> Update:
     """Sums of squares of whole tensors."""
     shapes = {"a": (rng.choice((1, 3)), 8), "b": (rng.choice((1, 70)),)}
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def check(before: Values, after: Values) -> None:
         wanted = torch.stack([before[name].double().square().sum() for name in shapes])
-        torch.testing.assert_close(found[-1].double(), wanted, rtol=2e-6, atol=0)
+        torch.testing.assert_close(results[-1].double(), wanted, rtol=2e-6, atol=0)
 
     label = f"square_sums of {type(kernels).__name__} on {shapes}"
     operands = {name: Operand(shape) for name, shape in shapes.items()}
-    return Update(label, operands, lambda a, b: found.append(torch.stack([*kernels.square_sums([a, b])]).cpu()), check)
+    return Update(
+        label, operands, lambda a, b: results.append(torch.stack([*kernels.square_sums([a, b])]).cpu()), check
+    )
 
 
 def recompute(kernels: Kernels, rng: Random) -> Work:
@@ -259,14 +261,14 @@ def recompute(kernels: Kernels, rng: Random) -> Work:
 def bits(kernels: Kernels, rng: Random) -> Update:
     """A view of another type, or a copy."""
     shape = (rng.choice((1, 3)), rng.choice((1, 8)))
-    found: list[Tensor] = []
+    results: list[Tensor] = []
 
     def check(before: Values, after: Values) -> None:
-        assert torch.equal(found[-1], before["x"].contiguous().view(torch.int32))
+        assert torch.equal(results[-1], before["x"].contiguous().view(torch.int32))
 
     label = f"bits of {type(kernels).__name__} on {shape}"
     operands = {"x": Operand(shape, dtype=torch.float32)}
-    return Update(label, operands, lambda x: found.append(kernels.bits(x).cpu().clone()), check)
+    return Update(label, operands, lambda x: results.append(kernels.bits(x).cpu().clone()), check)
 
 
 def replace(kernels: Kernels, rng: Random) -> Update:

@@ -82,19 +82,19 @@ def attend(kernels: Kernels, rng: Random) -> Update:
     """Attention of some queries to some keys, and the logarithms of the sums."""
     ranges = drawn_ranges(rng, rng.choice((1, 2, 3)), rng.choice(LENGTHS))
     q, kv = ranged_shapes(rng, ranges)
-    found: list[tuple[Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor]] = []
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> None:
         out, sums = kernels.attend(q, k, v, ranges_on(q.device, ranges))
-        found.append((out.cpu(), sums.cpu()))
+        results.append((out.cpu(), sums.cpu()))
 
     def check(before: Values, after: Values) -> None:
         q, k, v = (before[name].double() for name in "qkv")
         wanted, sums = exact_ranged(q, k, v, ranges)
-        assert {x.dtype for x in found[-1]} == {torch.float32}
-        compare("the output", found[-1][0], wanted, before["q"].dtype)
-        assert torch.equal(found[-1][1].isinf(), sums.isinf())
-        ours, theirs = (x.masked_fill(x.isinf(), 0.0) for x in (found[-1][1], sums))
+        assert {x.dtype for x in results[-1]} == {torch.float32}
+        compare("the output", results[-1][0], wanted, before["q"].dtype)
+        assert torch.equal(results[-1][1].isinf(), sums.isinf())
+        ours, theirs = (x.masked_fill(x.isinf(), 0.0) for x in (results[-1][1], sums))
         compare("the sums", ours, theirs, before["q"].dtype)
 
     label = f"attend of {type(kernels).__name__} on {q} queries and {kv} keys"
@@ -105,19 +105,19 @@ def attend_backward(kernels: Kernels, rng: Random) -> Update:
     """Gradients of an attention to some keys."""
     ranges = drawn_ranges(rng, rng.choice((1, 2, 3)), rng.choice(LENGTHS))
     q, kv = ranged_shapes(rng, ranges)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
 
     def call(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         out, sums = exact_ranged(q.cpu().double(), k.cpu().double(), v.cpu().double(), ranges)
         given = grad, q, k, v, out.to(q.device, q.dtype), sums.float().to(q.device)
-        found.append([x.cpu() for x in kernels.attend_backward(*given, ranges_on(q.device, ranges))])
+        results.append([x.cpu() for x in kernels.attend_backward(*given, ranges_on(q.device, ranges))])
 
     def check(before: Values, after: Values) -> None:
         q, k, v = (before[name].double().requires_grad_() for name in "qkv")
         with torch.enable_grad():
             out, _ = exact_ranged(q, k, v, ranges)
             wanted = torch.autograd.grad(out, (q, k, v), before["grad"].double())
-        for name, ours, theirs in zip("qkv", found[-1], wanted, strict=True):
+        for name, ours, theirs in zip("qkv", results[-1], wanted, strict=True):
             assert ours.dtype == torch.float32
             compare(f"the gradient of {name}", ours, theirs, before["q"].dtype, before["grad"])
 
@@ -162,7 +162,7 @@ def _context(ranks: Ranks, rng: Random, function: Any, method: ContextMethod) ->
     context = ContextParallel(ranks.axis, cut, method, ranks.comm, drawn_blocks(rng))
     starts, window = drawn_starts(rng, batch, cut.seq_len), rng.choice((None, 3))
     places = [context.positions_of(rank) for rank in range(size)]
-    of_ranks = [KeyRanges.of(starts[:, place], place, window) for place in places]
+    of_ranks = [KeyRanges.of(starts[:, positions], positions, window) for positions in places]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function.apply(q, k, v, ranges_on(q.device, of_ranks[own]), context)  # type: ignore[no-any-return]

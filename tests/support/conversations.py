@@ -140,10 +140,10 @@ def answers_of(tokenizer: PreTrainedTokenizerFast, family: Family, talk: Talk) -
     """
     eos = tokenizer.convert_tokens_to_ids(family.eos)
     if family.has_blocks:
-        found = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = list(found["input_ids"]), found["assistant_masks"]
-        begins = [place for place in range(len(ids)) if mask[place] and not (place and mask[place - 1])]
-        ends = [next(place for place in range(begin, len(ids)) if ids[place] == eos) + 1 for begin in begins]
+        result = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = list(result["input_ids"]), result["assistant_masks"]
+        begins = [offset for offset in range(len(ids)) if mask[offset] and not (offset and mask[offset - 1])]
+        ends = [next(offset for offset in range(begin, len(ids)) if ids[offset] == eos) + 1 for begin in begins]
         for begin, end in zip(begins, ends, strict=True):
             assert sum(mask[begin:end]) == end - begin - family.ends_outside
         assert sum(mask) == sum(end - begin - family.ends_outside for begin, end in zip(begins, ends, strict=True))
@@ -177,15 +177,15 @@ class Piece:
 
 def pieces_of_stream(documents: Sequence[Answered], seq_len: int, row: int) -> list[Piece]:
     """Pieces of a row of documents that stand end to end, over and over."""
-    found, place, begin = list[Piece](), 0, row * seq_len
+    result, offset, begin = list[Piece](), 0, row * seq_len
     end, endless = begin + seq_len + 1, cycle(documents)
-    while place < end:
+    while offset < end:
         document = next(endless)
-        first, last = max(begin - place, 0), min(end - place, len(document.ids))
+        first, last = max(begin - offset, 0), min(end - offset, len(document.ids))
         if first < last:
-            found.append(Piece(document, first, last))
-        place += len(document.ids)
-    return found
+            result.append(Piece(document, first, last))
+        offset += len(document.ids)
+    return result
 
 
 def pieces_of_whole(documents: Sequence[Answered], inputs: Sequence[int]) -> list[Piece]:
@@ -193,14 +193,14 @@ def pieces_of_whole(documents: Sequence[Answered], inputs: Sequence[int]) -> lis
 
     The inputs lack the last token of the row, so that a document that fills the row is found without its end.
     """
-    found, place = list[Piece](), 0
-    by_length = sorted(documents, key=lambda each: -len(each.ids))
-    while place < len(inputs):
-        rest = tuple(inputs[place:])
-        possible = (each for each in by_length if len(each.ids) <= len(rest) + 1)
-        fitting = [each for each in possible if rest[: len(each.ids)] == each.ids[: len(rest)]]
+    result, offset = list[Piece](), 0
+    by_length = sorted(documents, key=lambda item: -len(item.ids))
+    while offset < len(inputs):
+        rest = tuple(inputs[offset:])
+        possible = (document for document in by_length if len(document.ids) <= len(rest) + 1)
+        fitting = [document for document in possible if rest[: len(document.ids)] == document.ids[: len(rest)]]
         if not fitting:
             break  # the row ends with free positions
-        found.append(Piece(fitting[0], 0, len(fitting[0].ids)))
-        place += len(fitting[0].ids)
-    return found
+        result.append(Piece(fitting[0], 0, len(fitting[0].ids)))
+        offset += len(fitting[0].ids)
+    return result

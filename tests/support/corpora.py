@@ -26,7 +26,7 @@ from nxtrain.data.arrow.hub_files import HubAddress
 from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.data.stream_loader import Lane, LaneOrder, Place
+from nxtrain.data.stream_loader import Lane, LaneOrder, LanePosition
 from nxtrain.data.tokenization import train_bpe
 
 WIDTH = 5
@@ -35,11 +35,11 @@ WIDTH = 5
 class NumberedLane:
     """Rows of numbers that name the lane and the row."""
 
-    def __init__(self, lane: int, place: Place, mark: Callable[[str], None] | None, poison: int) -> None:
-        self._lane, self._row, self._mark, self._poison = lane, place[0], mark, poison
+    def __init__(self, lane: int, position: LanePosition, mark: Callable[[str], None] | None, poison: int) -> None:
+        self._lane, self._row, self._mark, self._poison = lane, position[0], mark, poison
 
     @property
-    def place(self) -> Place:
+    def position(self) -> LanePosition:
         return self._row, 0
 
     def row(self) -> NDArray[np.int32]:
@@ -56,8 +56,8 @@ class NumberedLane:
 class NumberedLanes:
     poison: int = -1
 
-    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
-        return lambda order, lane, place: NumberedLane(lane, place, mark, self.poison)
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
+        return lambda order, lane, position: NumberedLane(lane, position, mark, self.poison)
 
 
 SEQ_LEN, END = 64, 0
@@ -85,8 +85,8 @@ def spans(row: list[int]) -> list[tuple[int, int]]:
 
 
 def drawn_batch(rng: Random, vocab_size: int, rows: int) -> tuple[list[list[int]], Batch]:
-    found = [drawn_row(rng, vocab_size) for _ in range(rows)]
-    return found, batch_of(np.array(found), rows, end_id=END, doc_mask=True)
+    result = [drawn_row(rng, vocab_size) for _ in range(rows)]
+    return result, batch_of(np.array(result), rows, end_id=END, doc_mask=True)
 
 
 def rows_of_stream(stream: NDArray[Any], seq_len: int) -> NDArray[Any]:
@@ -115,7 +115,7 @@ FORMATS = (
 def documents(number: int) -> list[str]:
     """Different documents, with letters of several bytes and ends of lines."""
     snow = "snow \u2603 "
-    return [f"document {each}\n{snow * (each % 7)}and \U0001f600\n" for each in range(number)]
+    return [f"document {item}\n{snow * (item % 7)}and \U0001f600\n" for item in range(number)]
 
 
 def table(texts: Sequence[object], kind: Any = None) -> pa.Table:
@@ -161,9 +161,9 @@ def write_corpus(folder: Path, name: str, texts: Sequence[str], row_group_size: 
         path.mkdir()
         half = len(texts) // 2
         names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-        for each, part in zip(names, (texts[:half], texts[half:]), strict=True):
-            write_stream(path / each, table(part))
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": each} for each in names]}))
+        for item, part in zip(names, (texts[:half], texts[half:]), strict=True):
+            write_stream(path / item, table(part))
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": item} for item in names]}))
         (path / "dataset_info.json").write_text("{}")
     elif name == "stream.arrow":
         write_stream(path, table(texts, pa.large_string()))
@@ -191,11 +191,11 @@ def texts_of(path: Path) -> list[str]:
 def drop_checksums(path: Path) -> None:
     """Write a prepared file as an earlier release did, without checksums."""
     with pa.memory_map(str(path)) as mapped:
-        found = pa.ipc.open_file(mapped).read_all()
-    metadata = {key: value for key, value in found.schema.metadata.items() if key != CHECKSUMS_KEY}
-    schema = found.schema.with_metadata(metadata)
+        result = pa.ipc.open_file(mapped).read_all()
+    metadata = {key: value for key, value in result.schema.metadata.items() if key != CHECKSUMS_KEY}
+    schema = result.schema.with_metadata(metadata)
     content, blocks = ipc.begin(schema), list[ipc.Block]()
-    for batch in found.to_batches():
+    for batch in result.to_batches():
         message, block = ipc.message(pa.record_batch(batch.columns, schema=schema), len(content))
         content += bytes(message)
         blocks.append(block)

@@ -125,9 +125,9 @@ def why_not() -> str:
 
 
 def _torch_folder() -> Path:
-    found = find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    result = find_spec("torch")
+    assert result is not None and result.origin is not None
+    return Path(result.origin).parent
 
 
 def _include_folders() -> list[Path]:
@@ -145,10 +145,10 @@ def _include_folders() -> list[Path]:
 def build() -> Path:
     """Folder with the stubs for torch as installed, compiled once per state of their sources."""
     sources = sorted(SOURCES.iterdir())
-    known = hashlib.sha256(version("torch").encode())
+    digest = hashlib.sha256(version("torch").encode())
     for path in (Path(__file__), *sources):
-        known.update(path.read_bytes())
-    folder = ROOT / "build" / "cuda-sim" / known.hexdigest()[:16]
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / "cuda-sim" / digest.hexdigest()[:16]
     if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,12 +168,12 @@ def build() -> Path:
 
 def _undefined(folder: Path) -> set[str]:
     """Functions of the CUDA libraries that torch's libraries call."""
-    found = set[str]()
+    result = set[str]()
     for path in folder.glob("libtorch*.so"):
-        found |= _symbols(path, "--dynamic", "--undefined-only")
-    found |= _symbols(folder / "libc10_cuda.so", "--dynamic", "--undefined-only")
+        result |= _symbols(path, "--dynamic", "--undefined-only")
+    result |= _symbols(folder / "libc10_cuda.so", "--dynamic", "--undefined-only")
     kinds = ("cuda", "cublas", "cudnn", "nccl")
-    return {name for name in found if name.startswith(kinds)}
+    return {name for name in result if name.startswith(kinds)}
 
 
 def _symbols(path: Path, *options: str) -> set[str]:
@@ -229,9 +229,9 @@ class SimulatedGpu:
         """Call a function, importable by name, in the process, and return what it returns."""
         self._pipe.send((body, args))
         assert self._pipe.poll(LIMIT_S), f"{body.__name__}: not done in {LIMIT_S:g} s"
-        done, found = self._pipe.recv()
-        assert done, found
-        return found  # type: ignore[no-any-return]
+        done, result = self._pipe.recv()
+        assert done, result
+        return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the process."""
@@ -326,7 +326,7 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
 
 def play(world: int, body: Callable[..., T], *args: Any) -> list[T]:
     """Call `body(backend, *args)` as each rank of a world, one after the other; returns what each returned."""
-    return [found for found, _ in _played(world, body, *args)]
+    return [result for result, _ in _played(world, body, *args)]
 
 
 def play_recorded(world: int, body: Callable[..., object], *args: Any) -> list[Record]:
@@ -340,8 +340,8 @@ def _played(world: int, body: Callable[..., T], *args: Any, records: bool = Fals
     store = HashStore()
     for rank in range(world):
         with recorded() if records else nullcontext(Record()) as record, opened_gpu(rank, world, store) as backend:
-            found = body(backend, *args)
-        yield found, record
+            result = body(backend, *args)
+        yield result, record
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Drawn:
         resolved = self.resolved
         train, vocab_size = resolved.config.train, resolved.model.vocab_size
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.index)
-        found = []
+        results = []
         for _ in range(self.steps):
             rows = torch.randint(0, vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
             targets = rows[:, 1:].clone()
@@ -87,8 +87,8 @@ class Drawn:
                 masked[1:] |= torch.rand(train.global_batch - 1, 1, generator=generator) < self.mask
                 masked[0, 0] = False  # a step without any target has no mean
                 targets[masked] = IGNORE_INDEX
-            found.append((rows[:, :-1].contiguous(), targets))
-        return found
+            results.append((rows[:, :-1].contiguous(), targets))
+        return results
 
 
 @lru_cache(maxsize=1024)
@@ -252,10 +252,10 @@ def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
 
 def _of_state(rng: Random, degrees: Degrees, given: dict[str, Any]) -> dict[str, Any]:
     """Units of sharded parameters, those gathered ahead, and kinds of state in host memory, each apart."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if degrees.shard in FULLY_SHARDED:
         kinds = ("before", "none", "after") if given["parallel.prefetch"] else ("before", "none")
-        found = {
+        results = {
             "parallel.forward_prefetch": rng.random() < 0.7,
             "parallel.backward_prefetch": rng.choice(kinds),
             "parallel.unit_params": rng.choice((0, 1, rng.randint(2, 60_000), rng.randint(2, 60_000))),
@@ -263,7 +263,7 @@ def _of_state(rng: Random, degrees: Degrees, given: dict[str, Any]) -> dict[str,
     shares = "parallel.offload" in given  # of parameters that no other rank shares, none may go
     movable = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
     offloaded = [kind for kind in movable if rng.random() < (0.5 if kind == "params" else 0.3)]
-    return {**found, "parallel.offload": offloaded}
+    return {**results, "parallel.offload": offloaded}
 
 
 def _of_scaling(rng: Random, given: dict[str, Any]) -> dict[str, Any]:

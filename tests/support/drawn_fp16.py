@@ -44,7 +44,7 @@ def distances(backend: Backend, drawn: Drawn) -> tuple[Distance, Distance]:
     exact_grads = _gradient(drawn, weights, torch.float32)
 
     state = start(backend, resolved, weights)
-    found = gradient(state, local_pair(state, data[0], resolved.config.train.micro_batch))
+    actual = gradient(state, local_pair(state, data[0], resolved.config.train.micro_batch))
     course = run_ours(backend, resolved, drawn.steps, weights, data)
     theirs = _mixed_losses(drawn, weights)
     scales = [math.sqrt((targets != IGNORE_INDEX).sum().item()) for _, targets in data]
@@ -54,7 +54,7 @@ def distances(backend: Backend, drawn: Drawn) -> tuple[Distance, Distance]:
         return Distance(_relative(grads, exact_grads), tuple(differences))
 
     return (
-        of(course.losses, whole([found.shards], resolved)),
+        of(course.losses, whole([actual.shards], resolved)),
         of(theirs, _gradient(drawn, weights, torch.bfloat16)),
     )
 
@@ -64,9 +64,9 @@ def root_mean_square(numbers: Sequence[float]) -> float:
     return math.sqrt(sum(x * x for x in numbers) / len(numbers))
 
 
-def _relative(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    assert found.keys() == exact.keys()
-    wrong = sum((found[name].double() - grad.double()).square().sum().item() for name, grad in exact.items())
+def _relative(result: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    assert result.keys() == exact.keys()
+    wrong = sum((result[name].double() - grad.double()).square().sum().item() for name, grad in exact.items())
     return math.sqrt(wrong / sum(grad.double().square().sum().item() for grad in exact.values()))
 
 
@@ -153,7 +153,7 @@ class Reference:
         decaying = [p.dim() > 1 or config.optim.decay_norms for p in self._narrow]
         groups = [
             {
-                "params": [p for p, each in zip(self._wide, decaying, strict=True) if each == decays],
+                "params": [p for p, item in zip(self._wide, decaying, strict=True) if item == decays],
                 "weight_decay": config.optim.weight_decay * decays,
             }
             for decays in (True, False)

@@ -156,8 +156,8 @@ def error_of_command(drawn: Drawn, folder: Path) -> Error:
     lines = (folder / "run" / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     assert [record["step"] for record in records] == list(range(1, drawn.steps + 1))
-    found = Course([record["loss"] for record in records], [record["grad_norm"] for record in records], {})
+    actual = Course([record["loss"] for record in records], [record["grad_norm"] for record in records], {})
     want = wanted(unmasked(drawn))
-    loss = max(abs(a - b) for a, b in zip(found.losses, want.losses, strict=True))
-    norm = max(abs(a / b - 1) for a, b in zip(found.norms, want.norms, strict=True))
+    loss = max(abs(a - b) for a, b in zip(actual.losses, want.losses, strict=True))
+    norm = max(abs(a / b - 1) for a, b in zip(actual.norms, want.norms, strict=True))
     return Error(loss, norm, 0.0)

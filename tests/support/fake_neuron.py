@@ -154,11 +154,11 @@ class StandInDevice(TorchDispatchMode):
             self.counts.names["graph"] += 1
             self.begun = True
             with _disable_current_modes():
-                found = _unknown(graph) if self.compiles_only else graph.forward(*args)
-            for leaf in tree_leaves(found):
+                result = _unknown(graph) if self.compiles_only else graph.forward(*args)
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self._place(leaf, here=True)
-            return found
+            return result
 
         return make_boxed_func(run)  # type: ignore[no-any-return]
 
@@ -181,18 +181,18 @@ class StandInDevice(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, name, tensors, args, kwargs)
-        here = [place for x in tensors if (place := self._is_here(x)) is not None]
+        here = [position for x in tensors if (position := self._is_here(x)) is not None]
         on_device = any(here) or _asks_for(kwargs)
         if on_device:
             self._admit(func, name, tensors)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         given = zip(args, func._schema.arguments, strict=False)  # the others have their defaults, or are in kwargs
         written = [arg for arg, of in given if of.alias_info and of.alias_info.is_write]
-        for leaf in tree_leaves((found, written, kwargs.get("out"))):
+        for leaf in tree_leaves((result, written, kwargs.get("out"))):
             # Memory that holds nothing yet is of no place: collectives write into it.
             if isinstance(leaf, Tensor) and (on_device or here or not (tensors or name.startswith("empty"))):
                 self._place(leaf, here=on_device)
-        return found
+        return result
 
     def _admit(self, func: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """Count an operation of the device, and refuse one that the device lacks."""
@@ -226,11 +226,11 @@ class StandInDevice(TorchDispatchMode):
                 if x.dtype == torch.int64 and x.numel() and x.abs().max() >= 1 << 31:
                     raise OverflowError(f"{name} of int64 numbers that do not fit the int32 that they travel as")
         with self._quiet():
-            found = func(*args, **kwargs)
-        for leaf in tree_leaves(found):
+            result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._place(leaf, here=True)
-        return found
+        return result
 
     def _compile(self, key: object) -> None:
         if key not in self._compiled:
@@ -255,8 +255,8 @@ class StandInDevice(TorchDispatchMode):
         """True for a tensor of the device, False for one of the host, None if nobody knows."""
         if type(x) not in (Tensor, torch.nn.Parameter):
             return None
-        found = self._places.get(x.untyped_storage()._cdata)
-        return found[1] if found and not found[0].expired() else None
+        result = self._places.get(x.untyped_storage()._cdata)
+        return result[1] if result and not result[0].expired() else None
 
 
 def _unknown(graph: torch.fx.GraphModule) -> list[Any]:
@@ -306,13 +306,13 @@ def install() -> None:
 def _module() -> ModuleType:
     """`torch.neuron`, with what AWS's pages document of it."""
     module = ModuleType("torch.neuron")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "synchronize": lambda: None,
         "max_memory_allocated": lambda: 3 << 20,
         "get_fallback_ops": lambda: sorted(device.counts.fallbacks),
         "clear_op_tracking": device.forget_fallbacks,
     }
-    module.__dict__.update(found)
+    module.__dict__.update(result)
     return module
 
 
@@ -360,10 +360,10 @@ def _observe_meshes() -> None:
 
 def _observe_end() -> None:
     """A process whose backend has closed is as good as a new one."""
-    leave = NeuronNativeBackend.close
+    close_backend = NeuronNativeBackend.close
 
     def close(backend: C10dBackend) -> None:
-        leave(backend)
+        close_backend(backend)
         device.restart()
 
     NeuronNativeBackend.close = close  # type: ignore[method-assign, assignment]

@@ -116,9 +116,9 @@ def _forget() -> None:
 
 def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a program and return its exit code."""
-    found = _module_of(argv)
-    assert found is not None, argv
-    name, words = found
+    result = _module_of(argv)
+    assert result is not None, argv
+    name, words = result
     if argv[0] == "env":
         os.chdir(argv[1].removeprefix("--chdir="))
     _adopt(env)

@@ -46,7 +46,7 @@ def name(page: Path) -> str:
 
 def blocks(text: str) -> list[tuple[str, str]]:
     """Language and content of every fenced block; commands have no language."""
-    return [(found[1], found[2]) for found in FENCE.finditer(text)]
+    return [(result[1], result[2]) for result in FENCE.finditer(text)]
 
 
 def inline_code(text: str) -> list[str]:
@@ -152,9 +152,9 @@ def releases() -> str:
     """Table of the packages of each release of the Neuron SDK, with the command that installs them."""
     lines = ["", "| SDK | Python | torch | torch-neuronx | neuronx-cc | NxD |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {sdk} | {' to '.join(found.python)} | 2.9.0 | 2.9.0.{found.torch_neuronx} | {found.neuronx_cc} "
-        f"| {found.neuronx_distributed} |"
-        for sdk, found in RELEASES.items()
+        f"| {sdk} | {' to '.join(result.python)} | 2.9.0 | 2.9.0.{result.torch_neuronx} | {result.neuronx_cc} "
+        f"| {result.neuronx_distributed} |"
+        for sdk, result in RELEASES.items()
     ]
     lines += ["", "```text", install_command().partition(": ")[2], "```", ""]
     return "\n".join([*lines, "For TorchNeuron, on Ubuntu 26.04:", "", "```text", torchneuron.pip_command(), "```", ""])
@@ -176,14 +176,14 @@ def constants() -> str:
 def published() -> str:
     lines = ["", "| run | devices | layout | published | predicted | error | use | source |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] != "outlier"), ""])
+    return "\n".join([*lines, *(_published(result) for result in compared() if result.row["use"] != "outlier"), ""])
 
 
 def outliers() -> str:
     """Table of published rows that are not reproduced."""
     lines = ["", "| run | devices | layout | published | predicted | error | reason | source |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] == "outlier"), ""])
+    return "\n".join([*lines, *(_published(result) for result in compared() if result.row["use"] == "outlier"), ""])
 
 
 def not_used() -> str:
@@ -209,15 +209,15 @@ def experts() -> str:
     return "\n".join([*lines, *map(_published, with_experts()), ""])
 
 
-def _published(found: Compared) -> str:
-    row, parallel = found.row, found.job.config.parallel
+def _published(result: Compared) -> str:
+    row, parallel = result.row, result.job.config.parallel
     chunks = f"pp {parallel.pp}" + (f" x {parallel.virtual_pp}" if parallel.virtual_pp > 1 else "")
     context = f"cp {parallel.cp}, " if parallel.cp > 1 else ""
     experts = f"ep {parallel.ep}, " if parallel.ep > 1 else ""
     degrees = f"tp {parallel.tp}, {context}{chunks}, dp {parallel.dp}, {experts}{parallel.shard}"
     layout = f"{degrees}, {row['seq_len']} tokens"
-    devices = f"{found.job.nodes} x {row['instance']}"
-    rates = f"{found.published:,.0f} | {found.predicted:,.0f} | {found.error:+.1%}"
+    devices = f"{result.job.nodes} x {row['instance']}"
+    rates = f"{result.published:,.0f} | {result.predicted:,.0f} | {result.error:+.1%}"
     use = row.get("why") or row.get("use") or row.get("added", "before the constants")
     return f"| {row['name']} | {devices} | {layout} | {rates} | {use} | {row['source']} |"
 
@@ -229,12 +229,14 @@ def shapes() -> str:
         f"| `{name}` | {s.dimensions.num_params / 1e9:,.1f}e9 | {_cell(s.source)} |" for name, s in SHAPES.items()
     ]
     lines += ["", "| data set | tokens | bytes | bytes per token | source |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(_data_set(name, found) for name, found in DATASETS.items()), ""])
+    return "\n".join([*lines, *(_data_set(name, result) for name, result in DATASETS.items()), ""])
 
 
-def _data_set(name: str, found: Dataset) -> str:
-    size, per_token = (f"{found.bytes / 1e9:,.12g}e9", f"{found.bytes / found.tokens:.2f}") if found.bytes else ("", "")
-    return f"| `{name}` | {found.tokens / 1e9:,.12g}e9 | {size} | {per_token} | {_cell(found.source)} |"
+def _data_set(name: str, result: Dataset) -> str:
+    size, per_token = (
+        (f"{result.bytes / 1e9:,.12g}e9", f"{result.bytes / result.tokens:.2f}") if result.bytes else ("", "")
+    )
+    return f"| `{name}` | {result.tokens / 1e9:,.12g}e9 | {size} | {per_token} | {_cell(result.source)} |"
 
 
 def networks() -> str:
@@ -271,10 +273,10 @@ def sharded_step() -> str:
     from nxtrain.tools.trace.step_trace import trace_step  # torch, which no other part needs
 
     overrides = ["parallel.shard=full", "parallel.dp=4", "train.micro_batch=4", "model.config.num_hidden_layers=3"]
-    found = inspect(ROOT / "configs" / "tiny_cpu.toml", overrides)
+    result = inspect(ROOT / "configs" / "tiny_cpu.toml", overrides)
     rows = [
         f"| {number} | {event} | {MEANINGS[event.split()[0]]} |"
-        for number, event in enumerate(trace_step(found.resolved, found.job), 1)
+        for number, event in enumerate(trace_step(result.resolved, result.job), 1)
     ]
     return "\n".join(["", "| | event | meaning |", "|---|---|---|", *rows, ""])
 
@@ -323,7 +325,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
 def replaced(text: str, name: str, part: str) -> str:
     """A page with one generated part replaced."""
     pattern = rf"(<!-- begin: {name};[^\n]*-->\n).*?(<!-- end: {name} -->)"
-    new, number = re.subn(pattern, lambda found: found[1] + part + found[2], text, flags=re.DOTALL)
+    new, number = re.subn(pattern, lambda match: match[1] + part + match[2], text, flags=re.DOTALL)
     assert number == 1, f"the page has no place for {name}"
     return new
 

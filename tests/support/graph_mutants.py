@@ -25,11 +25,11 @@ STEPS = 2
 
 def traced(backend: Backend, world: int, cases: Sequence[tuple[Resolved, str, Sequence[int]]]) -> list[dict[str, Any]]:
     """The report of each case: a configuration, the name of a defect or none, and the ranks to trace."""
-    found = []
+    results = []
     for plan, mutant, ranks in cases:
         with (MUTANTS | PIPELINE_MUTANTS)[mutant]():
-            found.append(trace(plan, world, ranks, STEPS, None))
-    return found
+            results.append(trace(plan, world, ranks, STEPS, None))
+    return results
 
 
 def _norm(change: Callable[[Gradients, Tensor], Tensor]) -> Callable[[], AbstractContextManager[Any]]:

@@ -184,10 +184,10 @@ class _Answers(BaseHTTPRequestHandler):
         return repository, commit
 
     def _send_json(self, name: str, revision: str, what: str) -> None:
-        found = self._find(name, revision)
-        if found is None:
+        result = self._find(name, revision)
+        if result is None:
             return
-        repository, commit = found
+        repository, commit = result
         files = repository.commits[commit]
         sizes = {file: self.served.sizes.get(file, len(content)) for file, content in files.items()}
         if what == "tree":
@@ -200,10 +200,10 @@ class _Answers(BaseHTTPRequestHandler):
         self._send(json.dumps({**about, "private": False, "gated": repository.is_gated, "tags": []}).encode())
 
     def _send_file(self, name: str, revision: str, file: str) -> None:
-        found = self._find(name, revision)
-        if found is None:
+        result = self._find(name, revision)
+        if result is None:
             return
-        repository, commit = found
+        repository, commit = result
         if repository.is_gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._refuse(401, "GatedRepo")
         content = repository.commits[commit].get(file)
@@ -220,7 +220,9 @@ class _Answers(BaseHTTPRequestHandler):
     def _send_stored(self, commit: str, file: str) -> None:
         """Send a file, or the rest of one, or the begin of it."""
         hub = self.served
-        content = next(each.commits[commit][file] for each in hub.repositories.values() if commit in each.commits)
+        content = next(
+            repository.commits[commit][file] for repository in hub.repositories.values() if commit in repository.commits
+        )
         status, headers = 200, {"Accept-Ranges": "bytes"}
         begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if begin:

@@ -90,14 +90,14 @@ LANES = ("neuron", "neuron-native", "gpu", "xla", "cpu")
 
 def all_files() -> dict[Path, str]:
     """Every file that is kept, with its text."""
-    found = {GOLDEN / name / file: text for name, case in CASES.items() for file, text in case.files().items()}
-    found = {path: text for path, text in found.items() if path.name != "Dockerfile"}
+    result = {GOLDEN / name / file: text for name, case in CASES.items() for file, text in case.files().items()}
+    result = {path: text for path, text in result.items() if path.name != "Dockerfile"}
     script = GOLDEN / "sagemaker/sagemaker_job.py"
-    found[script.with_name(f"{script.name}.txt")] = found.pop(script)  # the tools of this tree would judge a program
-    found |= {GOLDEN / "docker" / f"Dockerfile.{lane}": docker.render(lane) for lane in LANES}
+    result[script.with_name(f"{script.name}.txt")] = result.pop(script)  # the tools of this tree would judge a program
+    result |= {GOLDEN / "docker" / f"Dockerfile.{lane}": docker.render(lane) for lane in LANES}
     for target, name in CLUSTERS.items():
-        found[ROOT / "configs/clusters" / name] = Case(target, _RECIPE).files()[f"{target}.yaml"]
-    return {**found, ROOT / "scripts/train.sbatch": render_generic()}
+        result[ROOT / "configs/clusters" / name] = Case(target, _RECIPE).files()[f"{target}.yaml"]
+    return {**result, ROOT / "scripts/train.sbatch": render_generic()}
 
 
 if __name__ == "__main__":

@@ -76,13 +76,13 @@ def covering_array(
     rng.shuffle(layouts)
     pairs = {degrees: frozenset(combinations(enumerate(degrees.factors), 2)) for degrees in layouts}
     missing = set().union(*pairs.values())
-    found = []
+    results = []
     while missing:
         best = max(layouts, key=lambda degrees: len(pairs[degrees] & missing) / (2 + degrees.world))
-        found.append(best)
+        results.append(best)
         missing -= pairs[best]
     small = [degrees for degrees in layouts if degrees.world <= 4]
-    return found + rng.choices(small, k=number - len(found))
+    return results + rng.choices(small, k=number - len(results))
 
 
 @cache

@@ -101,8 +101,8 @@ def restored_by_bitsandbytes(whole: Tensor) -> Tensor:
     from bitsandbytes import functional
 
     codes, state = functional.quantize_4bit(whole.reshape(-1, 64), compress_statistics=True, quant_type="nf4")
-    found: Tensor = functional.dequantize_4bit(codes, state)
-    return found.view(whole.shape)
+    result: Tensor = functional.dequantize_4bit(codes, state)
+    return result.view(whole.shape)
 
 
 def restored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,14 +149,14 @@ def our_name(name: str) -> str:
 def adapters_of(resolved: Resolved, base: Mapping[str, Tensor], seed: int = 7) -> dict[str, Tensor]:
     """Whole matrices of all adapters, none of them zero, by our names."""
     generator = torch.Generator().manual_seed(seed)
-    config, found = resolved.config.finetune, {}
+    config, result = resolved.config.finetune, {}
     for name, weight in base.items():
         layer = name.removesuffix(".weight")
         if layer.rpartition(".")[2] in targets_of(resolved):
             for leaf, shape in ((A, (config.r, weight.shape[1])), ("lora_B", (weight.shape[0], config.r))):
                 std = 1 / max(shape[1], 4) ** 0.5
-                found[f"{layer}.{leaf}"] = torch.randn(shape, generator=generator) * std * (1.0 if leaf == A else 0.3)
-    return found | expert_adapters(resolved, generator)
+                result[f"{layer}.{leaf}"] = torch.randn(shape, generator=generator) * std * (1.0 if leaf == A else 0.3)
+    return result | expert_adapters(resolved, generator)
 
 
 def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
@@ -172,18 +172,18 @@ def wanted_of_peft(drawn: DrawnAdapters) -> Course:
         weights = restored(weights)
 
     def wrap(model: nn.Module) -> nn.Module:
-        found = adapted(drawn.resolved, model).double()
+        result = adapted(drawn.resolved, model).double()
         with torch.no_grad():
-            for name, parameter in found.named_parameters():
+            for name, parameter in result.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(of_peft(our_name(name), weights, drawn.resolved))
-        return found
+        return result
 
     course = reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=weights, wrap=wrap)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, tensor in course.weights.items():
-        found |= of_ours(our_name(name), tensor, drawn.resolved)
-    return replace(course, weights=found)
+        results |= of_ours(our_name(name), tensor, drawn.resolved)
+    return replace(course, weights=results)
 
 
 def described(drawn: DrawnAdapters) -> str:

@@ -92,11 +92,11 @@ def draw_experts(family: str, rng: Random, given: Mapping[str, Any]) -> dict[str
             "decoder_sparse_step": rng.choice((1, 1, 2)),
             "mlp_only_layers": [layer for layer in layers if rng.random() < 0.2],
         }
-    found: dict[str, Any] = {f"model.config.{key}": value for key, value in shape.items()}
-    found["model.moe_z_loss"] = rng.choice((0.0, 0.001, 0.1))
+    result: dict[str, Any] = {f"model.config.{key}": value for key, value in shape.items()}
+    result["model.moe_z_loss"] = rng.choice((0.0, 0.001, 0.1))
     if rng.random() < 0.3:
-        found |= {"model.moe_dispatch": "capacity", "model.moe_capacity_factor": float(number)}
-    return found
+        result |= {"model.moe_dispatch": "capacity", "model.moe_capacity_factor": float(number)}
+    return result
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -228,22 +228,22 @@ def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) ->
 
     transformers 5 stacks the matrices of all experts into one tensor, and renames them, when it loads a checkpoint.
     """
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     mixture = dimensions.mixture
     for name, tensor in tensors:
         prefix, _, leaf = name.rpartition(".experts.")
         if mixture is None or "lora_" in name:
-            found[name] = tensor
+            results[name] = tensor
         elif prefix:
             prefix = prefix.removesuffix("mlp") + mixture.module
             for expert, matrix in enumerate(tensor):
                 parts = {mixture.down: matrix}
                 if leaf == "gate_up_proj":
                     parts = dict(zip((mixture.gate, mixture.up), matrix.chunk(2), strict=True))
-                found |= {f"{prefix}.experts.{expert}.{part}.weight": view for part, view in parts.items()}
+                results |= {f"{prefix}.experts.{expert}.{part}.weight": view for part, view in parts.items()}
         else:
-            found[name.replace(".mlp.gate.", f".{mixture.module}.gate.")] = tensor
-    return found
+            results[name.replace(".mlp.gate.", f".{mixture.module}.gate.")] = tensor
+    return results
 
 
 def weights_of(resolved: Resolved, std: float = 0.05) -> dict[str, Tensor]:
@@ -313,9 +313,9 @@ def _sizes(rng: Random) -> dict[str, Any]:
     }
 
 
-def continued(place: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
+def continued(folder: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
     """A prompt and its continuation by the model of a place."""
     from nxtrain.tools.eval.generate import GenerateRequest, generate
 
-    _, (text,) = generate(str(place), GenerateRequest((prompt,), count, seed), sampling)
+    _, (text,) = generate(str(folder), GenerateRequest((prompt,), count, seed), sampling)
     return text.prompt + text.text

@@ -149,11 +149,11 @@ def witnesses(folder: Path) -> list[dict[str, Any]]:
 
 def assert_real(folder: Path, processes: int, *, may_lack: int = 0) -> None:
     """Hold that so many processes had graphs, all of the classes that a Trainium gets."""
-    found = witnesses(folder)
-    assert processes - may_lack <= len(found) <= processes
-    for each in found:
-        assert each["is NeuronBackend"], each
-        assert each["has NeuronKernels"], each
+    result = witnesses(folder)
+    assert processes - may_lack <= len(result) <= processes
+    for item in result:
+        assert item["is NeuronBackend"], item
+        assert item["has NeuronKernels"], item
 
 
 def install(folder: Path, instance: str = INSTANCE) -> dict[str, str]:
@@ -218,12 +218,12 @@ def _start_forked_runtime() -> None:
 def rank_variables(rank: int, world: int, port: int, *, nodes: int = 1) -> dict[str, str]:
     """Variables that torchrun's agent gives a rank; the first machine holds the store at a port."""
     local = world // nodes
-    place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world}
-    place |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-    place |= {"GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RUN_ID": "none"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return {name: str(value) for name, value in place.items()}
+    placement: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world}
+    placement |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    placement |= {"GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RUN_ID": "none"}
+    placement |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    placement |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(value) for name, value in placement.items()}
 
 
 def stand_on(folder: Path) -> None:
@@ -262,13 +262,13 @@ def _start_runtime() -> None:
     from tests.support.neuron_runtime import Runtime, Witness
 
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
-    place, linked = Placement.read(), LINK in os.environ
-    if place.world > 1:
-        xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
-    if place.world > 1 and linked:
+    placement, linked = Placement.read(), LINK in os.environ
+    if placement.world > 1:
+        xr._WORLD_SIZE, xr._ORDINAL = placement.world, placement.rank
+    if placement.world > 1 and linked:
         from tests.support.xla_processes import carry
 
-        carry(place)
+        carry(placement)
     if NXD in os.environ:
         from tests.support import nki_kernels
 
@@ -283,7 +283,7 @@ def _start_runtime() -> None:
             witness.testify()
             plugin.meet(graph, text())
 
-    Runtime(meet, runs=(place.world == 1 or linked) and not extracting(os.environ)).start()
+    Runtime(meet, runs=(placement.world == 1 or linked) and not extracting(os.environ)).start()
 
 
 class _Afterwards(MetaPathFinder):

@@ -109,7 +109,7 @@ def _at_its_boundary() -> Backend | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "step_boundary" and isinstance(frame.f_locals.get("self"), Backend):
-            found: Backend = frame.f_locals["self"]
-            return found
+            result: Backend = frame.f_locals["self"]
+            return result
         frame = frame.f_back
     return None

@@ -87,21 +87,21 @@ class Entry:
 
     def signature(self, *, without_self: bool = False) -> Signature:
         """The parameters as `inspect` has them; a default is its source."""
-        found: list[Parameter] = []
+        results: list[Parameter] = []
         keyword_only = False
         for text in self.parameters[1:] if without_self else self.parameters:
             name, has_default, default = text.partition("=")
             if text == "/":
-                found = [parameter.replace(kind=Parameter.POSITIONAL_ONLY) for parameter in found]
+                results = [parameter.replace(kind=Parameter.POSITIONAL_ONLY) for parameter in results]
             elif text.startswith("**"):
-                found.append(Parameter(text[2:], Parameter.VAR_KEYWORD))
+                results.append(Parameter(text[2:], Parameter.VAR_KEYWORD))
             elif text.startswith("*"):
                 keyword_only = True
-                found += [Parameter(text[1:], Parameter.VAR_POSITIONAL)] if text != "*" else []
+                results += [Parameter(text[1:], Parameter.VAR_POSITIONAL)] if text != "*" else []
             else:
                 kind = Parameter.KEYWORD_ONLY if keyword_only else Parameter.POSITIONAL_OR_KEYWORD
-                found.append(Parameter(name, kind, default=_Source(default) if has_default else Parameter.empty))
-        return Signature(found)
+                results.append(Parameter(name, kind, default=_Source(default) if has_default else Parameter.empty))
+        return Signature(results)
 
 
 class _Source(str):
@@ -252,10 +252,10 @@ def prepare(cpu_mode: bool = True) -> None:
         sys.meta_path.append(_Finder())  # last: a true package wins
     if installed("neuronx-distributed"):
         return
-    found = find_spec("neuronx_distributed")
-    assert found is not None and found.origin is not None
+    result = find_spec("neuronx_distributed")
+    assert result is not None and result.origin is not None
     version: dict[str, str] = {}
-    exec((Path(found.origin).parent / "_version.py").read_text(encoding="utf-8"), version)
+    exec((Path(result.origin).parent / "_version.py").read_text(encoding="utf-8"), version)
     site = Path(tempfile.mkdtemp(prefix="nxd-metadata-"))
     atexit.register(shutil.rmtree, site, ignore_errors=True)
     leave_metadata(site, "neuronx-distributed", version["__version__"])

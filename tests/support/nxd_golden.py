@@ -220,8 +220,8 @@ def bound(case: Case, nxd: Mapping[str, Course]) -> Distance:
     if case.params == "fp32":
         return FP32_BOUND
     courses = [nxd[name] for name, other in CASES.items() if other.params == "bf16" and not other.defect]
-    found = [Distance.between(course, nxd["tp1"]) for course in courses]
-    return Distance(2 * max(one.loss for one in found), 2 * max(one.norm for one in found))
+    result = [Distance.between(course, nxd["tp1"]) for course in courses]
+    return Distance(2 * max(one.loss for one in result), 2 * max(one.norm for one in result))
 
 
 def _distance(a: Iterable[float], b: Iterable[float]) -> float:
@@ -325,10 +325,10 @@ def content(courses: Mapping[str, Course], packages: Mapping[str, str]) -> dict[
 @cache
 def recorded() -> dict[str, Course]:
     """The recorded courses, by the name of their case."""
-    found = json.loads(FILE.read_text(encoding="utf-8"))
+    result = json.loads(FILE.read_text(encoding="utf-8"))
     again = "; record the courses again (tests/golden/README.md says how)"
-    assert found["sha256"] == fingerprints(), "the golden recipe now makes other weights or tokens" + again
-    courses = {name: Course(case["losses"], case["grad_norms"]) for name, case in found["cases"].items()}
+    assert result["sha256"] == fingerprints(), "the golden recipe now makes other weights or tokens" + again
+    courses = {name: Course(case["losses"], case["grad_norms"]) for name, case in result["cases"].items()}
     assert courses.keys() == CASES.keys(), "other cases than those recorded" + again
-    assert found == content(courses, found["packages"]), "the recipe or the cases have changed" + again
+    assert result == content(courses, result["packages"]), "the recipe or the cases have changed" + again
     return courses

@@ -90,7 +90,7 @@ def write(nxd: Mapping[str, Course]) -> None:
     """Write the file, one line per list of numbers."""
     text = json.dumps(content(nxd, {name: version(name) for name in PACKAGES}), indent=2)
     text = re.sub(
-        r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text
+        r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text
     )
     FILE.write_text(text + "\n", encoding="utf-8")
 

@@ -115,18 +115,18 @@ def hashes_of_steps(
     import torch_xla.runtime as xr
 
     freeze_older_objects()
-    found: list[list[list[str]]] = []
+    results: list[list[list[str]]] = []
 
     def note() -> None:
         if recorded := pending(backend.device):
-            found[-1][-1].append(hash_of(recorded))
+            results[-1][-1].append(hash_of(recorded))
         torch_xla._XLAC._clear_pending_irs(str(backend.device))
         torch_xla._XLAC._set_all_reduce_token(str(backend.device), None)
 
     for plan in plans:
-        found.append([])
+        results.append([])
         for rank in ranks:
-            found[-1].append([])
+            results[-1].append([])
             xr._WORLD_SIZE, xr._ORDINAL = world, rank
             pretended = XlaBackend(sync=note)
             pretended.binding = bind(pretended)
@@ -140,15 +140,15 @@ def hashes_of_steps(
                 pretended.step_boundary()
                 del result
             pretended.binding.close()
-    return found
+    return results
 
 
 def orders(backend: Backend, cases: Sequence[tuple[str, int, int]]) -> list[tuple[int, ...]]:
     """NxD's order of ranks on pretended machines: instance, world and tp of each."""
     nxd_cpu.prepare(cpu_mode=False)
-    found = []
+    results = []
     for instance, world, tp in cases:
         binding = PretendedNxd(backend.device, world, 0, INSTANCES[instance])
-        found.append(binding.rank_order(tp=tp, pp=1))
+        results.append(binding.rank_order(tp=tp, pp=1))
         dist.destroy_process_group()
-    return found
+    return results

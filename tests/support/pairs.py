@@ -55,11 +55,11 @@ class DrawnPairs(DrawnAdapters):
         """Marked ids of each step's global batch: (global_batch, S + 1)."""
         train, rng = self.resolved.config.train, Random(f"pairs/{self.lane}/{self.seed}/{self.index}")
         shape = (train.seq_len, self.resolved.model.vocab_size, self.objective.pairs_per_row)
-        found = []
+        results = []
         for _ in range(self.steps):
             rows = [drawn_row(rng, *shape, may_be_empty=number > 0) for number in range(train.global_batch)]
-            found.append(np.array(rows))
-        return found
+            results.append(np.array(rows))
+        return results
 
     def weights(self) -> dict[str, Tensor]:
         """Whole weights at step 0; adapters are not zero."""
@@ -139,16 +139,16 @@ def log_probs_of(model: nn.Module, answers: Answered) -> Tensor:
 
 def objective_of(config: FinetuneConfig, model: nn.Module, answers: Answered, given: Tensor | None) -> Tensor:
     """Mean of the objective over the pairs, by the formulas of the papers."""
-    found = log_probs_of(model, answers)
+    result = log_probs_of(model, answers)
     if config.objective == "orpo":
-        means = found / answers.lengths
+        means = result / answers.lengths
         chosen, rejected = means[::2], means[1::2]
         odds = torch.log(chosen.exp() / (1 - chosen.exp())) - torch.log(rejected.exp() / (1 - rejected.exp()))
         return (-chosen - config.orpo_lambda * torch.log(torch.sigmoid(odds))).mean()
     if given is None:
         with torch.no_grad(), model.disable_adapter():  # type: ignore[operator]
             given = log_probs_of(model, answers)
-    ratios = found - given
+    ratios = result - given
     margin = config.beta * (ratios[::2] - ratios[1::2])
     smoothing = config.label_smoothing
     losses = -(1 - smoothing) * torch.log(torch.sigmoid(margin)) - smoothing * torch.log(torch.sigmoid(-margin))
@@ -162,12 +162,12 @@ def wanted_of_pairs(drawn: DrawnPairs) -> Course:
     def wrap(model: nn.Module) -> nn.Module:
         if not config.adapts:
             return model
-        found = adapted(drawn.resolved, model).double()
+        result = adapted(drawn.resolved, model).double()
         with torch.no_grad():
-            for name, parameter in found.named_parameters():
+            for name, parameter in result.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(weights[our_name(name)])
-        return found
+        return result
 
     data = [(answers_alone(rows), given) for rows, given in zip(drawn.rows(), references(drawn), strict=True)]
 

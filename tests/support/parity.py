@@ -123,12 +123,12 @@ def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Ten
     assert mixture is not None
     for micro in rows.unbind(1):
         own = micro.flatten()
-        found = model(input_ids=inputs[own], output_router_logits=True)
+        result = model(input_ids=inputs[own], output_router_logits=True)
         loss = torch.nn.functional.cross_entropy(
-            found.logits.double().flatten(0, 1), targets[own].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            result.logits.double().flatten(0, 1), targets[own].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-        squares = torch.cat(found.router_logits).double().logsumexp(-1).square().mean()
-        others = mixture.aux_loss_coef * found.aux_loss + config.model.moe_z_loss * squares
+        squares = torch.cat(result.router_logits).double().logsumexp(-1).square().mean()
+        others = mixture.aux_loss_coef * result.aux_loss + config.model.moe_z_loss * squares
         ((loss + others * (targets[own] != IGNORE_INDEX).sum()) / count).backward()
         total += loss.detach()
     return total / count
@@ -286,8 +286,8 @@ class Gradient:
 def gradient(state: TrainState, batch: DeviceBatch) -> Gradient:
     """Take one step that updates nothing."""
     keeper = _Keeper()
-    found = train_step(replace(state, optimizer=keeper), batch, LR)
-    scalars = {"loss": found.loss, "norm": found.grad_norm, "num_tokens": found.num_tokens, "scale": keeper.scale}
+    result = train_step(replace(state, optimizer=keeper), batch, LR)
+    scalars = {"loss": result.loss, "norm": result.grad_norm, "num_tokens": result.num_tokens, "scale": keeper.scale}
     read = state.backend.fetch(scalars)
     per_token = state.mesh.dp_cp.size / read["num_tokens"]
     read["scale"] /= per_token
@@ -331,10 +331,10 @@ def whole(shards: Sequence[Mapping[str, Tensor]], resolved: Resolved) -> dict[st
     return tensors
 
 
-def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """|found - expected| / |expected| of each tensor, in the L2 norm."""
-    assert found.keys() == expected.keys()
-    pairs = {name: (found[name].double(), expected[name].double()) for name in expected}
+    assert actual.keys() == expected.keys()
+    pairs = {name: (actual[name].double(), expected[name].double()) for name in expected}
     return {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
 
 

@@ -184,13 +184,13 @@ def compare(row: dict[str, Any], *, fused_context: bool = True) -> Compared:
 def summary(rows: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
     """Distribution of errors: of all rows, of those added after the constants, and by chip."""
     yield _distribution("all", rows)
-    yield _distribution("added after the constants", [found for found in rows if "added" in found.row])
-    for kind in dict.fromkeys(found.job.machine.kind for found in rows):
-        yield _distribution(kind, [found for found in rows if found.job.machine.kind == kind])
+    yield _distribution("added after the constants", [result for result in rows if "added" in result.row])
+    for kind in dict.fromkeys(result.job.machine.kind for result in rows):
+        yield _distribution(kind, [result for result in rows if result.job.machine.kind == kind])
 
 
 def _distribution(name: str, rows: Sequence[Compared]) -> tuple[str, ...]:
-    errors = [found.error for found in rows]
+    errors = [result.error for result in rows]
     within = sum(abs(error) <= 0.25 for error in errors)
     middle = median(map(abs, errors))
     return name, str(len(errors)), f"{middle:.1%}", str(within), f"{min(errors):+.1%}", f"{max(errors):+.1%}"

@@ -83,8 +83,8 @@ class Start:
 
     @property
     def code(self) -> int:
-        known = [code for code in self.codes.values() if code is not None]
-        return blame([code for code in known if code] or [0])
+        codes = [code for code in self.codes.values() if code is not None]
+        return blame([code for code in codes if code] or [0])
 
 
 @dataclass
@@ -134,8 +134,8 @@ class Golden:
     @staticmethod
     def of(history: History) -> Golden:
         assert [start.code for start in history.starts] == [0], history.said
-        found = course(history.run)
-        return Golden(found, tensors(directory.step_path(history.checkpoints, found[-1]["step"])))
+        result = course(history.run)
+        return Golden(result, tensors(directory.step_path(history.checkpoints, result[-1]["step"])))
 
 
 def configure(folder: Path, *, steps: int = STEPS, every: int = EVERY, patience_s: float = PATIENCE_S) -> None:
@@ -192,11 +192,11 @@ def supervise(
     history = History(folder)
     begin = time.monotonic()
     for _ in range(most_restarts + 1):
-        found = start(
+        result = start(
             started_by, folder, (PACE, *faults), overrides=overrides, world=world, within_s=within_s, first=first
         )
-        history.starts.append(found)
-        if found.code == 0 or found.code in FINAL:
+        history.starts.append(result)
+        if result.code == 0 or result.code in FINAL:
             break
     history.wall_s = time.monotonic() - begin
     return history
@@ -252,12 +252,12 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     """The bytes of every part of every tensor of a checkpoint, by its name and offsets."""
     manifest = read_manifest(checkpoint)
     files = {name: (checkpoint / name).read_bytes() for name in manifest.files}
-    found = {}
+    results = {}
     for key, entry in manifest.tensors.items():
         for (offsets, sizes), file, begin in entry.parts():
             size = math.prod(sizes) * DTYPES[entry.dtype].itemsize
-            found[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
-    return found
+            results[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
+    return results
 
 
 def last_step(folder: Path) -> int:
@@ -272,13 +272,13 @@ def last_step(folder: Path) -> int:
 
 def members(sessions: set[int]) -> list[int]:
     """Living processes of some sessions; empty where there is no /proc."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
             if int(session) in sessions and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+                results.append(int(path.parent.name))
+    return results
 
 
 def _began_after(said: str) -> int | None:

@@ -75,12 +75,12 @@ def put(path: Path, kind: str) -> None:
 
 def in_time(action: Callable[[], T], within_s: float = 30.0) -> T:
     """Result of an action that must not hang; a thread that does is left behind."""
-    found: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def act() -> None:
         try:
-            found.append(action())
+            results.append(action())
         except BaseException as error:
             failed.append(error)
 
@@ -90,7 +90,7 @@ def in_time(action: Callable[[], T], within_s: float = 30.0) -> T:
     assert not thread.is_alive(), "it hangs"
     if failed:
         raise failed[0]
-    return found[0]
+    return results[0]
 
 
 @contextmanager
@@ -227,22 +227,22 @@ def write_run(
     (folder / CONFIG_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     if records is None:
         records = [record(step, **_extras(step)) for step in range(1, steps + 1)]
-    text = "".join(f"{json.dumps(each)}\n" for each in records)
+    text = "".join(f"{json.dumps(item)}\n" for item in records)
     (folder / METRICS_FILE).write_text(text, encoding="utf-8")
     (folder / LOGS_DIR / STARTS_FILE).unlink(missing_ok=True)
     log = StartLog(folder / LOGS_DIR)
-    for each in restarted(steps) if starts is None else starts:
-        log.add("start", replace(each, outcome="", why="", spent=TimeSpent(each.resumed), seen=each.began, course=()))
-        log.add("end", each)
+    for item in restarted(steps) if starts is None else starts:
+        log.add("start", replace(item, outcome="", why="", spent=TimeSpent(item.resumed), seen=item.began, course=()))
+        log.add("end", item)
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment or {"torch": "2.9.0"}), encoding="utf-8")
     (folder / SUMMARY_FILE).write_text(json.dumps({"bits_per_byte": 1.5}), encoding="utf-8")
     return folder
 
 
 def _extras(step: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if step % 20 == 0:
-        found |= {"val_loss": 3.2 + 5 / math.sqrt(step), "evaluation_s": 0.2, "checkpoint_s": 0.1}
+        results |= {"val_loss": 3.2 + 5 / math.sqrt(step), "evaluation_s": 0.2, "checkpoint_s": 0.1}
     if step == 31:
-        found |= {"grad_norm": 4.0, "spikes": [[31, 1]], "alarm": "spike: grad_norm 4 is 8 times the median"}
-    return found
+        results |= {"grad_norm": 4.0, "spikes": [[31, 1]], "alarm": "spike: grad_norm 4 is 8 times the median"}
+    return results

@@ -120,13 +120,13 @@ def write_toml(folder: Path, *, num_rows: int = 18, **sections: Mapping[str, Any
 
 
 def _lines(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    found = []
+    results = []
     for name, table in tables.items():
-        found.append(f"[{name}]")
+        results.append(f"[{name}]")
         for key, value in table.items():
             inner = value.items() if isinstance(value, Mapping) else [("", value)]
-            found += [f"{key}.{own} = {_text(one)}" if own else f"{key} = {_text(one)}" for own, one in inner]
-    return found
+            results += [f"{key}.{own} = {_text(one)}" if own else f"{key} = {_text(one)}" for own, one in inner]
+    return results
 
 
 def _text(value: object) -> str:

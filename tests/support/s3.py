@@ -128,9 +128,9 @@ def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int 
                 return
             request.wfile.write(content[start : start + size])
 
-    with _between(variables, deliver) as found:
+    with _between(variables, deliver) as result:
         try:
-            yield found
+            yield result
         finally:
             ended.set()
 
@@ -145,19 +145,19 @@ def failing_s3(variables: dict[str, str], fault: Callable[[], Fault]) -> Iterato
     lock = threading.Lock()
 
     def deliver(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, content: bytes) -> None:
-        found: Fault = ""
+        result: Fault = ""
         if request.command == "GET" and request.headers.get("Range"):
             with lock:
-                found = fault()
-        if found == "error":
+                result = fault()
+        if result == "error":
             request.send_response_only(503)
             request.send_header("Content-Length", "0")
             request.end_headers()
             return
         _send_head(request, answer)
         if request.command != "HEAD":
-            request.wfile.write(content[: len(content) // 2] if found else content)
-        request.close_connection = request.close_connection or bool(found)
+            request.wfile.write(content[: len(content) // 2] if result else content)
+        request.close_connection = request.close_connection or bool(result)
 
-    with _between(variables, deliver) as found:
-        yield found
+    with _between(variables, deliver) as result:
+        yield result

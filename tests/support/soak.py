@@ -67,11 +67,11 @@ class Report:
 def drawn(seed: int, steps: int, mean_steps: float) -> list[str]:
     """Faults of all kinds at all points of a run."""
     random = Random(seed)
-    found = [f"{random.choice(DEADLY)}@{random.randrange(WORLD)}:0:load"]
+    result = [f"{random.choice(DEADLY)}@{random.randrange(WORLD)}:0:load"]
     at = 0
     while (at := at + 1 + round(random.expovariate(1 / mean_steps))) <= steps:
-        found.append(_drawn_at(random, at, steps))
-    return list(dict.fromkeys(found))
+        result.append(_drawn_at(random, at, steps))
+    return list(dict.fromkeys(result))
 
 
 def _drawn_at(random: Random, step: int, steps: int) -> str:
@@ -99,7 +99,7 @@ def soak(
     steps: int,
     mean_steps: float,
     pace_s: float,
-    say: Callable[[str], object] = lambda line: None,
+    print_line: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Break a run again and again, start it again each time, and hold it against the uninterrupted one."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,10 +115,10 @@ def soak(
         assert len(history.starts) <= len(faults) + damaged, history.said
         if damages.random() < DAMAGED_SHARE:
             damaged += _damage(history.checkpoints, damages)
-        found = start(started_by, history.folder, armed, within_s=600.0)
-        history.starts.append(found)
-        fires = [line for text in found.said.values() for line in text.splitlines() if " fires in step " in line]
-        say(f"after step {found.began_after} to {found.reached}, exit code {found.code}; {'; '.join(fires)}")
+        actual = start(started_by, history.folder, armed, within_s=600.0)
+        history.starts.append(actual)
+        fires = [line for text in actual.said.values() for line in text.splitlines() if " fires in step " in line]
+        print_line(f"after step {actual.began_after} to {actual.reached}, exit code {actual.code}; {'; '.join(fires)}")
     history.wall_s = time.monotonic() - begin
     assert_recovered(history, golden, restarts=None, within_s=600.0)
     costs, expected = modelled(history)
@@ -166,10 +166,10 @@ def modelled(history: History) -> tuple[Failures, float]:
 
 def _damage(checkpoints: Path, random: Random) -> bool:
     """Turn over a bit of a file of the newest checkpoint, if there is another one."""
-    found = directory.list_checkpoints(checkpoints)
-    if len(found) == 1 or not found:
+    result = directory.list_checkpoints(checkpoints)
+    if len(result) == 1 or not result:
         return False
-    file = random.choice(sorted(path for path in found[-1].iterdir() if path.name != directory.VERIFIED))
+    file = random.choice(sorted(path for path in result[-1].iterdir() if path.name != directory.VERIFIED))
     content = bytearray(file.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     file.write_bytes(content)

@@ -44,15 +44,15 @@ class Counts:
         """Read the counters."""
         import torch_xla.debug.metrics as met
 
-        compiled, known = (met.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile"))
-        return Counts(compiled, compiled + known, tuple(n for n in met.counter_names() if n.startswith("aten::")))
+        compiled, cached = (met.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile"))
+        return Counts(compiled, compiled + cached, tuple(n for n in met.counter_names() if n.startswith("aten::")))
 
 
 def courses(
     backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]], steps: int
 ) -> list[tuple[Course, int]]:
     """Train each case from its weights; what it went through, and how many graphs it took on all devices together."""
-    found = []
+    results = []
     for resolved, weights in cases:
         # The counter is that of all devices: none compiles while another reads it.
         backend.collectives.barrier()
@@ -60,8 +60,8 @@ def courses(
         backend.collectives.barrier()
         course = run_ours(backend, resolved, steps, weights)
         backend.collectives.barrier()
-        found.append((course, Counts.now().compiled - before))
-    return found
+        results.append((course, Counts.now().compiled - before))
+    return results
 
 
 def drawn_courses(backend: Backend, cases: Sequence[tuple[Drawn, dict[str, Tensor]]]) -> list[Course]:
@@ -164,7 +164,7 @@ def mutated_courses(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, mutants: Sequence[str]
 ) -> dict[str, Course]:
     """Train with each defect: `world` averages gradients over all ranks, `norm` keeps the norms' partial sums."""
-    found = {}
+    results = {}
     for mutant in mutants:
         comm: Any = XlaCollectives(backend.step_boundary)
         comm.start_all_reduce_bucket = _mutated(comm.start_all_reduce_bucket, mutant, backend.world)
@@ -174,8 +174,8 @@ def mutated_courses(
                 x, axis, scale if scale == 1.0 else 1.0 / backend.world
             )
         backend.collectives = comm
-        found[mutant] = run_ours(backend, resolved, steps, weights)
-    return found
+        results[mutant] = run_ours(backend, resolved, steps, weights)
+    return results
 
 
 def _mutated(start: Callable[..., Any], mutant: str, world: int) -> Any:
@@ -184,10 +184,10 @@ def _mutated(start: Callable[..., Any], mutant: str, world: int) -> Any:
     ) -> Pending[list[Tensor]]:
         if mutant == "norm" and axis.name.startswith("tp"):
             return Done(list(tensors))
-        found: Pending[list[Tensor]] = start(
+        result: Pending[list[Tensor]] = start(
             tensors, axis, dtype, 1.0 / world if mutant == "world" and axis.name == "dp" else scale
         )
-        return found
+        return result
 
     return start_all_reduce_bucket
 
@@ -199,30 +199,30 @@ def rounded(backend: Backend, numbers: Mapping[str, Tensor], steps: int) -> tupl
     exact = {name: backend.put(x) for name, x in numbers.items()}
     out = {name: backend.put(torch.zeros(x.shape, dtype=torch.bfloat16)) for name, x in numbers.items()}
     backend.step_boundary()
-    before, found = Counts.now().compiled, []
+    before, result = Counts.now().compiled, []
     for step in range(1, steps + 1):
         (number,) = backend.scalars(float(step))
         for name, x in exact.items():
             backend.kernels.stochastic_round(x, out[name], keys[name], step_hash(number))
         backend.step_boundary()
-        found.append({name: x.cpu() for name, x in out.items()})
-    return found, Counts.now().compiled - before
+        result.append({name: x.cpu() for name, x in out.items()})
+    return result, Counts.now().compiled - before
 
 
 def document_logits(
     backend: Backend, jobs: Sequence[tuple[Resolved, Mapping[str, Tensor], Tensor, Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Logits of packed rows with masks between documents and without, and of each document alone."""
-    found = []
+    results = []
     for resolved, weights, inputs, starts, alone in jobs:
         model: Any = our_model(resolved, backend, Mesh(1, 0), weights)
         with torch.no_grad():
             on_device = [backend.put(x) for x in (inputs, starts, alone)]
             logits = [model.logits(on_device[0], on_device[1]), model.logits(on_device[0]), model.logits(on_device[2])]
             backend.step_boundary()
-        packed, unmasked, each = (x.cpu() for x in logits)
-        found.append((packed, unmasked, each))
-    return found
+        packed, unmasked, item = (x.cpu() for x in logits)
+        results.append((packed, unmasked, item))
+    return results
 
 
 def attention_graphs(backend: Backend, length: int, own: int) -> dict[str, str]:

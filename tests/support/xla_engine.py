@@ -45,7 +45,7 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
     environments = enumerate(_environments(world, store.port))
     ranks = [start(_play, job, env=env, log=folder / f"log-{rank}.txt") for rank, env in environments]
     ended = [rank.ended(RANKS_TIMEOUT_S) for rank in ranks]
-    assert [each.code for each in ended] == [0] * world, "\n\n".join(each.printed[-6000:] for each in ended)
+    assert [process.code for process in ended] == [0] * world, "\n\n".join(process.printed[-6000:] for process in ended)
     return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
@@ -76,8 +76,8 @@ def _play(job: Path) -> None:
     placement = Placement.read()
     pretend(placement)
     torch.set_num_threads(1)
-    found = json.dumps(body(placement, *args))
-    (job.parent / f"result-{placement.rank}.json").write_text(found, encoding="utf-8")
+    result = json.dumps(body(placement, *args))
+    (job.parent / f"result-{placement.rank}.json").write_text(result, encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join
 

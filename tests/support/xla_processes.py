@@ -133,13 +133,13 @@ class _Carrier:
 
         torch_xla.sync()
         own = x.detach().cpu().contiguous()
-        found = [torch.empty_like(own) for _ in range(self._place.world)]
+        result = [torch.empty_like(own) for _ in range(self._place.world)]
         try:
-            dist.all_gather([_bytes(each) for each in found], _bytes(own), self._group)
+            dist.all_gather([_bytes(item) for item in result], _bytes(own), self._group)
         except RuntimeError:
             while True:
                 time.sleep(1.0)
-        return [found[rank] for rank in self._members(groups)]
+        return [result[rank] for rank in self._members(groups)]
 
     def _members(self, groups: Groups) -> list[int]:
         return next(group for group in groups if self._place.rank in group)

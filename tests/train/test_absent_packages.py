@@ -20,7 +20,7 @@ def train_without(
     capture: pytest.CaptureFixture[str],
 ) -> str:
     """Output of a run that fails for want of packages."""
-    for name in [found for found in sys.modules if found.partition(".")[0] in names]:
+    for name in [result for result in sys.modules if result.partition(".")[0] in names]:
         patch.delitem(sys.modules, name)
     for name in names:
         patch.setitem(sys.modules, name, None)

@@ -107,7 +107,7 @@ def test_one_two_and_again_one_rank_train_on_the_rows_of_one(runs: Runs, packing
         folder = runs.run(runs.plan(name, packing, steps, dp))
     for ours, theirs in zip(records(folder), records(straight), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
-    metas = [read_meta(each / "checkpoints" / f"step-{STEPS:08d}") for each in (folder, straight)]
+    metas = [read_meta(item / "checkpoints" / f"step-{STEPS:08d}") for item in (folder, straight)]
     assert metas[0].data_cursor == metas[1].data_cursor
     assert len(metas[0].data_cursor["places"]) == GLOBAL_BATCH
 
@@ -143,7 +143,7 @@ def test_a_mixture_goes_on_from_any_step_at_any_ranks_and_records_its_corpora(ru
         assert [ours["tokens/corpus"], ours["tokens/more"]] == [rows * 3 // 4 * SEQ_LEN, rows // 4 * SEQ_LEN]
         assert ours["tokens/corpus"] + ours["tokens/more"] == ours["tokens"]
     assert records(straight)[-1]["epochs/more"] > records(straight)[0]["epochs/more"]
-    metas = [read_meta(each / "checkpoints" / f"step-{STEPS:08d}") for each in (broken, straight)]
+    metas = [read_meta(item / "checkpoints" / f"step-{STEPS:08d}") for item in (broken, straight)]
     assert metas[0].data_cursor == metas[1].data_cursor
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*the data's fingerprint is"):
         runs.run(changed(runs.plan("mixed", "concat", STEPS + 1), data={**data, "weights": (1.0, 1.0)}))

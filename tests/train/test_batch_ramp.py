@@ -72,9 +72,9 @@ def test_losses_are_those_of_the_reference(ranks: RankPool, tmp_path: Path, dp: 
 
 def test_every_count_is_that_of_the_sequences_seen(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, train_rank, planned(tmp_path / "run"))
-    found, ends = records(tmp_path / "run"), np.cumsum(BATCHES)
-    assert [record["tokens"] for record in found] == [int(end) * SEQ_LEN for end in ends]
-    assert [record["targets"] for record in found] == [size * SEQ_LEN for size in BATCHES]
+    result, ends = records(tmp_path / "run"), np.cumsum(BATCHES)
+    assert [record["tokens"] for record in result] == [int(end) * SEQ_LEN for end in ends]
+    assert [record["targets"] for record in result] == [size * SEQ_LEN for size in BATCHES]
     for step, end in enumerate(ends, 1):
         meta = read_meta(directory.step_path(tmp_path / "run" / CHECKPOINTS_DIR, step))
         assert (meta.samples, meta.tokens) == (end, end * SEQ_LEN)

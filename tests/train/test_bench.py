@@ -50,8 +50,8 @@ def command(*argv: str) -> dict[str, Any]:
     )
     of_others = [line for line in done.stderr.splitlines() if " so far" not in line]
     assert (done.returncode, of_others) == (0, []), "a library prints lines of its own"
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def flops(shape: dict[str, int], tokens: int, seq_len: int) -> tuple[int, int]:
@@ -94,13 +94,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def test_bench_train_measures_every_candidate_by_two_clocks_and_in_units_of_the_peak(tmp_path: Path) -> None:
     names = ["nxtrain", "transformers_default", "transformers"]
     chart = tmp_path / "ratios.svg"
-    found = command("train", *SIZE, "--candidates", ",".join(names), "--chart", str(chart))
+    result = command("train", *SIZE, "--candidates", ",".join(names), "--chart", str(chart))
     products, attention = flops({**TINY, **HEADS}, tokens=1, seq_len=64)
-    assert found["flops_per_token"] == products + attention
-    *rows, peak = found["rows"]
+    assert result["flops_per_token"] == products + attention
+    *rows, peak = result["rows"]
     assert [row["name"] for row in rows] == names
-    assert peak == {"name": "gemm", "value": found["peak_flops"], "unit": "FLOP/s", "rounds": peak["rounds"]}
-    assert found["clock"] == "cpu"
+    assert peak == {"name": "gemm", "value": result["peak_flops"], "unit": "FLOP/s", "rounds": peak["rounds"]}
+    assert result["clock"] == "cpu"
     for row in rows:
         assert row["rounds"] == row["by_clock"]["cpu"]["rounds"]
         assert row["value"] == pytest.approx(sum(row["rounds"]) / 2)
@@ -110,14 +110,14 @@ def test_bench_train_measures_every_candidate_by_two_clocks_and_in_units_of_the_
             / 2
         )
         assert row["loss"] == pytest.approx(math.log(TINY["vocab_size"]), abs=0.4)
-        assert found[row["name"]] == {"tokens_per_s": row["value"], "mfu": row["mfu"]}
-    assert set(found["ratios"]) == {"transformers_default", "transformers"}
-    assert found["ratio"] == found["ratios"]["transformers"]
-    assert found["ratios_of"]["nxtrain"]["transformers"]["rounds"] == pytest.approx(
+        assert result[row["name"]] == {"tokens_per_s": row["value"], "mfu": row["mfu"]}
+    assert set(result["ratios"]) == {"transformers_default", "transformers"}
+    assert result["ratio"] == result["ratios"]["transformers"]
+    assert result["ratios_of"]["nxtrain"]["transformers"]["rounds"] == pytest.approx(
         [ours / peer for ours, peer in zip(rows[0]["rounds"], rows[2]["rounds"], strict=True)]
     )
     assert len(ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}line")) == 3  # two ranges, and equality
-    parts = found["breakdown"]["nxtrain"]
+    parts = result["breakdown"]["nxtrain"]
     assert set(parts["kinds"]) == set(KINDS)
     assert parts["sum_s"] == pytest.approx(parts["step_s"], rel=0.05)
 
@@ -133,9 +133,9 @@ def test_the_parts_of_a_step_add_up_to_it_and_hide_nothing() -> None:
         time.sleep(slept_s)
         return step()
 
-    found = training.parts(slow_step, state, backend)()
-    kinds = found["kinds"]
-    assert sum(kind["s"] for kind in kinds.values()) == pytest.approx(found["step_s"], rel=0.05)
+    result = training.parts(slow_step, state, backend)()
+    kinds = result["kinds"]
+    assert sum(kind["s"] for kind in kinds.values()) == pytest.approx(result["step_s"], rel=0.05)
     assert kinds[OUTSIDE]["s"] > slept_s
     assert kinds["attention"]["calls"] > 0
     # Forward and both gradients of each projection and of the output, the latter in one piece.
@@ -222,9 +222,9 @@ def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) ->
     argv = ("bench", "optim", "--layers", "1", "--rounds", "1", "--json")
     code, output = forked_command(tmp_path, *argv, first=_of_small_models)
     assert code == 0, output
-    found = json.loads(output)  # a library prints no line of its own
-    assert found["num_params"] < 1_000_000
-    rules = found["rules"]
+    result = json.loads(output)  # a library prints no line of its own
+    assert result["num_params"] < 1_000_000
+    rules = result["rules"]
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
     assert {name: round(rule["bytes_per_param"]) for name, rule in rules.items()} == {
         "torch.optim.AdamW(fused=True)": 12,
@@ -239,9 +239,9 @@ def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) ->
 
 def test_bench_optim_measures_muon_with_one_running_mean(tmp_path: Path) -> None:
     argv = ("bench", "optim", "--name", "muon", "--layers", "1", "--rounds", "1", "--json")
-    code, told = forked_command(tmp_path, *argv, first=_of_small_models)
-    assert code == 0, told
-    rules = json.loads(told)["rules"]
+    code, printed = forked_command(tmp_path, *argv, first=_of_small_models)
+    assert code == 0, printed
+    rules = json.loads(printed)["rules"]
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
     assert set(rules) == {optim.MUON_PEER, *(case.name for case in optim.CASES), "fp32, bf16 products"}
     matrices = 3.0 - rules["fp32"]["bytes_per_param"] / 4.0  # share of the parameters without a second mean
@@ -255,60 +255,60 @@ def test_bench_optim_measures_muon_with_one_running_mean(tmp_path: Path) -> None
 
 
 def test_collectives_are_measured_at_every_size() -> None:
-    found = command("collectives", "--sizes-kib", "4,256", "--rounds", "1")
-    rows = {row["name"]: row for row in found["rows"]}
+    result = command("collectives", "--sizes-kib", "4,256", "--rounds", "1")
+    rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [f"{op}/{kib}" for op in OPERATIONS for kib in (4, 256)]
     for row in rows.values():
         assert row["value"] == pytest.approx(row["kib"] * KIB / GIB / row["wall_s"])
         assert row["cpu_s"] > 0
-    assert set(found["latency_s"]) == set(OPERATIONS)
+    assert set(result["latency_s"]) == set(OPERATIONS)
     for op in set(OPERATIONS) - {"copy"}:
-        assert found["ratios"][f"{op}/4"] == pytest.approx(rows[f"{op}/4"]["value"] / rows["copy/4"]["value"])
+        assert result["ratios"][f"{op}/4"] == pytest.approx(rows[f"{op}/4"]["value"] / rows["copy/4"]["value"])
 
 
 def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None:
     chart = tmp_path / "efficiency.svg"
     size = ("--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32")
-    found = command("scaling", "--preset", "tiny", "--layouts", "pp2", *size, "--chart", str(chart))
-    rows = {row["name"]: row for row in found["rows"]}
+    result = command("scaling", "--preset", "tiny", "--layouts", "pp2", *size, "--chart", str(chart))
+    rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [ONE, TWO, "pp2"]
-    assert set(found["ratios"]) == set(found["cpu_ratios"]) == set(found["breakdown"]) == {"pp2"}
-    assert found["ratios"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[TWO]["value"])
-    assert found["over_one"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[ONE]["value"])
+    assert set(result["ratios"]) == set(result["cpu_ratios"]) == set(result["breakdown"]) == {"pp2"}
+    assert result["ratios"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[TWO]["value"])
+    assert result["over_one"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[ONE]["value"])
     cpu = (rows[one]["cpu_s_per_token"]["value"] for one in (TWO, "pp2"))
-    assert found["cpu_ratios"]["pp2"] == pytest.approx(next(cpu) / next(cpu))
+    assert result["cpu_ratios"]["pp2"] == pytest.approx(next(cpu) / next(cpu))
     assert 0 < rows["pp2"]["waited"] < 1
-    parts = found["breakdown"]["pp2"]
+    parts = result["breakdown"]["pp2"]
     assert parts["sum_s"] == pytest.approx(parts["step_s"], rel=0.05)
     assert parts["kinds"][COMMUNICATION]["calls"] > 0
     assert rows[TWO]["waited"] == 0
     texts = [text.text for text in ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}text")]
-    assert texts[2:] == ["pp2", f"{found['ratios']['pp2']:.2f}"]
+    assert texts[2:] == ["pp2", f"{result['ratios']['pp2']:.2f}"]
 
 
 def test_the_loader_is_measured_beside_numpy() -> None:
     """The memory of a start is that of a Python that has imported nothing else."""
-    found = command("data", "--rounds", "1", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256")
-    ids = {row["name"]: row["value"] for row in found["rows"]}
+    result = command("data", "--rounds", "1", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256")
+    ids = {row["name"]: row["value"] for row in result["rows"]}
     loader = ids.pop("loader")
     assert list(ids) == ["numpy"]
     assert min(loader, *ids.values()) > 0
-    assert found["ratios"] == {name: pytest.approx(loader / value) for name, value in ids.items()}
-    text = {row["name"]: row for row in found["text"]["rows"]}
+    assert result["ratios"] == {name: pytest.approx(loader / value) for name, value in ids.items()}
+    text = {row["name"]: row for row in result["text"]["rows"]}
     assert list(text) == ["concat", "best_fit", "best_fit in a worker"]
-    assert found["text"]["ratios"].keys() == found["text"]["inside"].keys() == text.keys()
-    assert all(0 < inside < 1 for inside in found["text"]["inside"].values())
+    assert result["text"]["ratios"].keys() == result["text"]["inside"].keys() == text.keys()
+    assert all(0 < inside < 1 for inside in result["text"]["inside"].values())
     for name, row in text.items():  # sums of times follow the machine's speed, and are near
-        assert 0.5 < found["text"]["ratios"][name] / (row["value"] / row["bare"][0]) < 2
-    wait = found["wait"]
+        assert 0.5 < result["text"]["ratios"][name] / (row["value"] / row["bare"][0]) < 2
+    wait = result["wait"]
     assert (wait["tokens_per_s"], set(wait["shares"])) == (1_000_000, {"text", "ids"})
     # Cores that tokenize half a million tokens a second each keep 1 million waiting; ids are packed much faster.
     assert 0 <= wait["shares"]["ids"] < wait["shares"]["text"] < 1
     rates = {0.0, *(part * wait["tokens_per_s"] for part in LADDER)}  # which of them depends on the load
     assert all(set(kept.values()) <= rates and "1" in kept for kept in wait["kept"].values())
     # A start that reads the documents would take their memory: the file is larger than the limit.
-    assert found["start"]["mib"] >= 256
-    assert found["start"]["rss_mib"] < 200
+    assert result["start"]["mib"] >= 256
+    assert result["start"]["rss_mib"] < 200
 
 
 def test_a_checkpoint_is_measured_beside_the_disk_and_leaves_nothing(
@@ -325,10 +325,10 @@ def test_a_checkpoint_is_measured_beside_the_disk_and_leaves_nothing(
     monkeypatch.setattr(FilledState, "save", saved)
     code, out, err = outcome("bench", "checkpoint", "--mib", 31, "--folder", tmp_path, "--rounds", 1, "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["mib"] == 24, "two tensors of each kind"
+    result = json.loads(out)
+    assert result["mib"] == 24, "two tensors of each kind"
     assert [size >> 20 for size in written] == [24, 24]
-    results = found["results"]
+    results = result["results"]
     assert set(results) == {COPY, STALL, DISK_WRITE, DISK_READ, *FLOORS}
     for name, row in results.items():
         floor = results[FLOORS.get(name, name)]["gib_per_s"]
@@ -378,15 +378,15 @@ def test_a_shard_of_tp_32_and_pp_8_is_made_in_bounded_memory(
     argv = [sys.executable, "-m", "nxtrain", "bench", "materialize", "--preset", preset, "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=patient_s(280), check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["tp"], found["pp"], found["stage"]) == (32, 8, 4)
-    assert (found["num_params"], found["blocks"]) == (num_params, blocks)
-    assert found["shard_params"] == shard_params
-    assert found["shard_bytes"] == 2 * shard_params
-    assert found["peak_bytes"] <= found["bound_bytes"] == int(1.3 * found["shard_bytes"]) + (1 << 30)
-    assert found["within"] is True
-    added = found["peak_bytes"] - found["before_bytes"]
-    assert 0.95 * found["shard_bytes"] < added < found["shard_bytes"] + 64 * MIB
+    result = json.loads(done.stdout)
+    assert (result["tp"], result["pp"], result["stage"]) == (32, 8, 4)
+    assert (result["num_params"], result["blocks"]) == (num_params, blocks)
+    assert result["shard_params"] == shard_params
+    assert result["shard_bytes"] == 2 * shard_params
+    assert result["peak_bytes"] <= result["bound_bytes"] == int(1.3 * result["shard_bytes"]) + (1 << 30)
+    assert result["within"] is True
+    added = result["peak_bytes"] - result["before_bytes"]
+    assert 0.95 * result["shard_bytes"] < added < result["shard_bytes"] + 64 * MIB
 
 
 @on_linux

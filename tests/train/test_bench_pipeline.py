@@ -17,23 +17,23 @@ HIDDEN_BYTES = 16 * 512 * 4
 def bench(folder: Path, *options: str) -> dict[str, Any]:
     code, out, errors = forked(folder, "bench", "pipeline", "--seq-len", "16", "--json", *options)
     assert code == 0, errors
-    found: dict[str, Any] = json.loads(out)
-    return found
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def assert_bubble_of_the_formula(
-    found: dict[str, Any], pp: int, virtual_pp: int, micro: int, forward_ms: int, in_flight: list[int]
+    result: dict[str, Any], pp: int, virtual_pp: int, micro: int, forward_ms: int, in_flight: list[int]
 ) -> None:
     """Hold measured 1F1B against its formulas; the smaller the bubble, the more a transfer adds to it."""
-    measured = found["measured"]
+    measured = result["measured"]
     ideal = (pp - 1) / (micro * virtual_pp + pp - 1)
-    assert found["ideal_bubble"] == ideal
+    assert result["ideal_bubble"] == ideal
     assert measured["bubble"] == pytest.approx(ideal, rel=0.1)
     # Beside the bubble: each rank was busy as long as its chunks sleep, and no longer than a busy machine oversleeps.
     slept_s = 3e-3 * forward_ms * micro * virtual_pp
     assert all(slept_s <= busy_s < 1.1 * slept_s for busy_s in measured["busy_s"])
     assert measured["forwards_in_flight"] == measured["forwards_in_flight_formula"] == in_flight
-    assert measured["held_bytes"] == found["expected"]["held_bytes"]
+    assert measured["held_bytes"] == result["expected"]["held_bytes"]
     ends = [2 * virtual_pp - (rank == 0) - (rank == pp - 1) for rank in range(pp)]
     assert measured["sent_bytes"] == [micro * number * HIDDEN_BYTES for number in ends]
 
@@ -41,8 +41,8 @@ def assert_bubble_of_the_formula(
 @pytest.mark.alone
 @pytest.mark.slow
 def test_chunks_leave_the_bubble_of_the_formula(tmp_path: Path) -> None:
-    found = bench(tmp_path, "--pp", "2", "--virtual-pp", "2", "--micro", "4", "--forward-ms", "80", "--rounds", "4")
-    assert_bubble_of_the_formula(found, 2, 2, 4, 80, [5, 3])
+    result = bench(tmp_path, "--pp", "2", "--virtual-pp", "2", "--micro", "4", "--forward-ms", "80", "--rounds", "4")
+    assert_bubble_of_the_formula(result, 2, 2, 4, 80, [5, 3])
 
 
 @pytest.mark.alone
@@ -51,11 +51,11 @@ def test_equal_stages_leave_the_bubbles_of_their_formulas_and_split_backwards_ar
     """Of F=B=W the bubble is a third of that of 1F1B, which runs in turn with it."""
     pp, micro, forward_ms = 4, 6, 60
     degrees = ("--pp", str(pp), "--micro", str(micro), "--schedule", "zero_bubble")
-    found = bench(tmp_path, *degrees, "--forward-ms", str(forward_ms), "--rounds", "4")
-    assert_bubble_of_the_formula(found["1f1b"], pp, 1, micro, forward_ms, [4, 3, 2, 1])
-    measured, plain = found["measured"], found["1f1b"]["measured"]
+    result = bench(tmp_path, *degrees, "--forward-ms", str(forward_ms), "--rounds", "4")
+    assert_bubble_of_the_formula(result["1f1b"], pp, 1, micro, forward_ms, [4, 3, 2, 1])
+    measured, plain = result["measured"], result["1f1b"]["measured"]
     ideal = (pp - 1) / (3 * micro + pp - 1)
-    assert found["ideal_bubble"] == pytest.approx(ideal, rel=1e-9)
+    assert result["ideal_bubble"] == pytest.approx(ideal, rel=1e-9)
     assert measured["bubble"] == pytest.approx(ideal, rel=0.1)
     slept_s = 3e-3 * forward_ms * micro
     assert all(slept_s <= busy_s < 1.1 * slept_s for busy_s in measured["busy_s"])
@@ -63,7 +63,7 @@ def test_equal_stages_leave_the_bubbles_of_their_formulas_and_split_backwards_ar
         (3 * micro + pp - 1) / (3 * (micro + pp - 1)), rel=0.03
     )
     assert measured["forwards_in_flight"] == measured["forwards_in_flight_formula"] == [pp] * pp
-    assert measured["held_bytes"] == found["expected"]["held_bytes"]
+    assert measured["held_bytes"] == result["expected"]["held_bytes"]
     assert measured["sent_bytes"] == plain["sent_bytes"]
 
 

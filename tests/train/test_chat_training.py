@@ -65,7 +65,7 @@ def summed_loss(model: nn.Module, document: Answered) -> Tensor:
 def test_losses_and_norms_are_those_of_whole_conversations(tmp_path: Path, family: str) -> None:
     template, talks = FAMILIES[family], drawn_talks(Random(7), 9)
     tokenizer = write_family(tmp_path / "base", template)
-    documents = [each for talk in talks for each in answers_of(tokenizer, template, talk)]
+    documents = [answer for talk in talks for answer in answers_of(tokenizer, template, talk)]
     talks_file = write_talks(tmp_path / "talks.jsonl", talks)
     corpus = tmp_path / "talks.arrow"
     output = in_process(
@@ -88,9 +88,9 @@ def test_losses_and_norms_are_those_of_whole_conversations(tmp_path: Path, famil
     lines = (tmp_path / "run" / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for line, answers in zip(map(json.loads, lines), answers_of_steps(tmp_path, documents), strict=False):
-        num_targets = sum(len(each.ids) - each.begin for each in answers)
+        num_targets = sum(len(answer.ids) - answer.begin for answer in answers)
         optimizer.zero_grad()
-        loss = sum((summed_loss(model, each) for each in answers), torch.zeros(())) / num_targets
+        loss = sum((summed_loss(model, answer) for answer in answers), torch.zeros(())) / num_targets
         loss.backward()
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
@@ -106,5 +106,5 @@ def test_a_run_on_token_files_says_which_id_ends_documents(tmp_path: Path) -> No
     given = (f"data.tokenizer={tokenizer}", "model.config.vocab_size=300")
     code, output = command(tmp_path, "train", file, "data.doc_mask=true", *given)
     assert code == 0, output
-    known = load_tokenizer(tokenizer, 300)
-    assert f"token files mark no documents, so that each id {known.end_id} ends one" in output
+    loaded = load_tokenizer(tokenizer, 300)
+    assert f"token files mark no documents, so that each id {loaded.end_id} ends one" in output

@@ -30,9 +30,9 @@ def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
     assert (again.returncode, "nothing to do" in again.stderr) == (0, True)
     other = run(tmp_path, "prepare", source, "--out", out)
     assert (other.returncode, "--restart" in other.stderr, "Traceback" in other.stderr) == (3, True, False)
-    found = run(tmp_path, "inspect", out, "--json", "--seq-len", 32)
-    assert (found.returncode, found.stderr) == (0, "")
-    content = json.loads(found.stdout)
+    result = run(tmp_path, "inspect", out, "--json", "--seq-len", 32)
+    assert (result.returncode, result.stderr) == (0, "")
+    content = json.loads(result.stdout)
     assert content.keys() >= {"documents", "tokens", "bytes", "lengths", "waste"}
     assert content["lengths"].keys() >= {"min", "median", "p99", "max"}
     assert content["waste"].keys() == {"concat", "best_fit"}

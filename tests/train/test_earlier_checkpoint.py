@@ -45,9 +45,9 @@ def test_its_tensors_are_read_bit_for_bit(precision: str) -> None:
         shards.append(replace(TensorShard.whole(name, tuple(entry.shape), DTYPES[entry.dtype]), kind=kind))
     tensors = {shard: torch.empty(shard.shape, dtype=shard.dtype) for shard in shards}
     read_shards(checkpoint, manifest, tensors)
-    found = {shard.key: hashlib.sha256(bytes_of(tensor)).hexdigest() for shard, tensor in tensors.items()}
-    assert {key.partition("/")[0] for key in found} == KINDS[precision]
-    assert found == expected(precision)["sha256"]
+    actual = {shard.key: hashlib.sha256(bytes_of(tensor)).hexdigest() for shard, tensor in tensors.items()}
+    assert {key.partition("/")[0] for key in actual} == KINDS[precision]
+    assert actual == expected(precision)["sha256"]
 
 
 def test_its_run_goes_on_over_one_rank(tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, m
     for _ in range(12):
         ids = tuple(drawn.randrange(300) for _ in range(drawn.randint(2, LENGTH + 1)))
         groups.append([Row(ids, drawn.randint(1, len(ids) - 1))])
-    for (row,), found in zip(groups, ours._totals(groups, lambda *_: None), strict=True):
+    for (row,), actual in zip(groups, ours._totals(groups, lambda *_: None), strict=True):
         with torch.no_grad():
             scores = theirs(torch.tensor([row.ids[:-1]])).logits[0, -row.num_scored :].double()
         targets = torch.tensor(row.ids[-row.num_scored :])
         expected = scores.log_softmax(-1).gather(1, targets[:, None]).sum()
-        assert found.nats == pytest.approx(float(expected), abs=1e-3)
-        assert found.is_greedy is bool((scores.argmax(-1) == targets).all())
+        assert actual.nats == pytest.approx(float(expected), abs=1e-3)
+        assert actual.is_greedy is bool((scores.argmax(-1) == targets).all())
 
 
 def test_windows_of_an_extended_model_have_its_original_length(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_greedy_continuation_is_known_as_such(hf: Path) -> None:
     for _ in extend(ours._decoder, [text], Sampling(0.0)):
         pass
     ids = (*text.ids, *text.added)
-    assert [each.is_greedy for each in ours._score([Row(ids, 6), Row((*ids[:-1], 1 + ids[-1] % 99), 6)])] == [
+    assert [item.is_greedy for item in ours._score([Row(ids, 6), Row((*ids[:-1], 1 + ids[-1] % 99), 6)])] == [
         True,
         False,
     ]
@@ -111,8 +111,8 @@ def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf:
     for context, continuation in PAIRS:
         rows = ours.rows(context, continuation)
         scored = [token for row in rows for token in row.ids[-row.num_scored :]]
-        known = encode(context.rstrip()).ids
-        assert scored == encode(context + continuation).ids[len(known) :]
+        context_ids = encode(context.rstrip()).ids
+        assert scored == encode(context + continuation).ids[len(context_ids) :]
         assert all(len(row.ids) <= LENGTH + 1 for row in rows)
 
 
@@ -128,29 +128,29 @@ def scored_by_rank(backend: Backend, model_folder: Path, tp: int = 1) -> tuple[l
 
     ours._score = counted  # type: ignore[method-assign]
     scored = dict[int, Likelihood]()
-    found = ours.likelihoods(PAIRS, scored.__setitem__)
-    assert [scored[number] for number in range(len(PAIRS))] == found
+    result = ours.likelihoods(PAIRS, scored.__setitem__)
+    assert [scored[number] for number in range(len(PAIRS))] == result
     requests = [(context, 6, ("x",)) for context, _ in PAIRS if context]
     texts = ours.continuations(requests, Sampling(0.0), reported.__setitem__)
     assert [reported[number] for number in range(len(requests))] == texts
-    return found, texts, batches
+    return result, texts, batches
 
 
 def test_ranks_share_the_work_and_get_the_same_bits(hf: Path, ranks: RankPool) -> None:
     alone = scored_by_rank(CpuBackend(), hf)
     of_ranks = ranks.run(2, scored_by_rank, hf)
-    assert [found[:2] for found in of_ranks] == [alone[:2]] * 2
-    assert sum(found[2] for found in of_ranks) == alone[2] > max(found[2] for found in of_ranks)
+    assert [result[:2] for result in of_ranks] == [alone[:2]] * 2
+    assert sum(result[2] for result in of_ranks) == alone[2] > max(result[2] for result in of_ranks)
 
 
 def test_ranks_that_share_a_model_score_as_one_does(hf: Path, ranks: RankPool) -> None:
     alone = scored_by_rank(CpuBackend(), hf)
     of_ranks = ranks.run(4, scored_by_rank, hf, 2)
     for scores, texts, _ in of_ranks:
-        assert [each.nats for each in scores] == pytest.approx([each.nats for each in alone[0]], abs=1e-4)
-        assert ([each.is_greedy for each in scores], texts) == ([each.is_greedy for each in alone[0]], alone[1])
-    assert [found[2] for found in of_ranks[::2]] == [found[2] for found in of_ranks[1::2]]
-    assert sum(found[2] for found in of_ranks[::2]) == alone[2]
+        assert [score.nats for score in scores] == pytest.approx([score.nats for score in alone[0]], abs=1e-4)
+        assert ([score.is_greedy for score in scores], texts) == ([score.is_greedy for score in alone[0]], alone[1])
+    assert [result[2] for result in of_ranks[::2]] == [result[2] for result in of_ranks[1::2]]
+    assert sum(result[2] for result in of_ranks[::2]) == alone[2]
 
 
 def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_pat
     sections: dict[str, Any] = {"model": {"config": {"vocab_size": 300}}, "parallel": {"tp": 1, "pp": 2}}
     ranks.run(2, train_rank, run_plan(tmp_path / "run", data, steps=1, **sections))
     out = output_of("eval", tmp_path / "run", "--tasks", "held_out", "--json")
-    found = json.loads(out)
-    assert (found["step"], found["texts"]) == (1, "held-out text of the run")
+    result = json.loads(out)
+    assert (result["step"], result["texts"]) == (1, "held-out text of the run")
     pairs = [("the quick", " fox"), ("brown fox ", "jumps")]
     alone = open_scorer(tmp_path / "run").likelihoods(pairs)
     for shared in ranks.run(2, likelihoods_by_rank, tmp_path / "run", pairs):
-        assert [each.nats for each in shared] == pytest.approx([each.nats for each in alone], abs=1e-4)
+        assert [score.nats for score in shared] == pytest.approx([score.nats for score in alone], abs=1e-4)
 
 
 def likelihoods_by_rank(backend: Backend, model_folder: Path, pairs: list[tuple[str, str]]) -> list[Likelihood]:
@@ -187,21 +187,21 @@ def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:
 
 def test_results_are_a_table_or_json(run: Path) -> None:
     code, out, _ = in_process("eval", run, "--json", "--limit", 4)
-    found = json.loads(out)
-    assert (code, found["step"], list(found["tasks"])) == (0, 0, list(OFFLINE))
-    assert found["checkpoint"] == str(run / "checkpoints" / "step-00000000")
-    for name, metrics in found["tasks"].items():
+    result = json.loads(out)
+    assert (code, result["step"], list(result["tasks"])) == (0, 0, list(OFFLINE))
+    assert result["checkpoint"] == str(run / "checkpoints" / "step-00000000")
+    for name, metrics in result["tasks"].items():
         assert set(metrics) >= {"bits_per_byte" if name == "held_out" else "accuracy", "stderr", "n"}
         assert metrics["n"] == 4
     # Nothing trained the model: it knows as little as a guess among its 300 tokens, or less.
-    assert found["tasks"]["held_out"]["bits_per_byte"] > 0.5 * math.log2(300)
+    assert result["tasks"]["held_out"]["bits_per_byte"] > 0.5 * math.log2(300)
     code, out, err = in_process("eval", run, "--limit", 4, "--tasks", "cloze,induction")
     assert (code, len(out.splitlines())) == (0, 3)
-    metrics = found["tasks"]["cloze"]
+    metrics = result["tasks"]["cloze"]
     assert f"accuracy          {metrics['accuracy']:.4f} +- {metrics['stderr']:.4f}" in out
     assert err == "", "the results are in the record"
     code, out, _ = in_process("eval", run, "--all", "--json", "--limit", 4)
-    assert (code, json.loads(out)) == (0, [found])
+    assert (code, json.loads(out)) == (0, [result])
 
 
 def die_in_the_third_task() -> None:
@@ -256,8 +256,8 @@ def test_mistakes_are_told_without_a_traceback(
     hf: Path, argv: tuple[str, ...], code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nxtrain.tools.eval.suites.is_installed", lambda: False)
-    found, _, err = in_process("eval", hf, *argv)
-    assert (found, words in " ".join(err.split())) == (code, True), err
+    result, _, err = in_process("eval", hf, *argv)
+    assert (result, words in " ".join(err.split())) == (code, True), err
 
 
 def test_places_without_a_model_or_a_tokenizer_are_refused(hf: Path, run: Path, tmp_path: Path) -> None:

@@ -98,15 +98,15 @@ def test_an_output_that_cannot_be_written_has_the_code_of_its_cause(
     writer: Writer, inputs: Inputs, tmp_path: Path
 ) -> None:
     output_of(*writer(inputs, tmp_path / "out"))
-    found = {}
+    results = {}
     with as_nobody() as home:  # who may import nothing: all that the command needs is imported by now
         for obstacle in OBSTACLES:
             code, _, said = in_process(*writer(inputs, obstacle(home / obstacle.__name__)))
-            found[obstacle] = code
+            results[obstacle] = code
             assert said.count("error: ") == 1, said
             assert "[Errno" not in said
             assert str(home) in said
-    assert found == OBSTACLES
+    assert results == OBSTACLES
 
 
 def generate(model: Path) -> tuple[object, ...]:

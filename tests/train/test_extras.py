@@ -83,8 +83,8 @@ def documented() -> dict[str, tuple[list[str], str]]:
     """Pythons and index of each extra, as the table of docs/quickstart.md has them; "" is the plain package."""
     rows = dict[str, tuple[list[str], str]]()
     for line in (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").splitlines():
-        if found := re.fullmatch(r"\| (none|`([\w-]+)`) \| .* \| 3\.(\d+) to 3\.(\d+) \| (\w+) \|", line):
-            rows[found[2] or ""] = ([f"3.{minor}" for minor in range(int(found[3]), int(found[4]) + 1)], found[5])
+        if result := re.fullmatch(r"\| (none|`([\w-]+)`) \| .* \| 3\.(\d+) to 3\.(\d+) \| (\w+) \|", line):
+            rows[result[2] or ""] = ([f"3.{minor}" for minor in range(int(result[3]), int(result[4]) + 1)], result[5])
     return rows
 
 
@@ -104,7 +104,7 @@ def test_documents_and_metadata_name_the_same_extras_and_pythons() -> None:
     assert TABLE.keys() == EXTRAS.keys() | {""}
     assert {extra for extra, (_, index) in TABLE.items() if index == "AWS"} == {"neuron", "neuron-native"}
     assert PROJECT["requires-python"] == f">={PYTHONS[0]},<3.{minor(PYTHONS[-1])[1] + 1}"
-    named = [found[1] for text in PROJECT["classifiers"] if (found := re.search(r"Python :: (3\.\d+)", text))]
+    named = [result[1] for text in PROJECT["classifiers"] if (result := re.search(r"Python :: (3\.\d+)", text))]
     assert named == PYTHONS == TABLE[""][0]
 
 
@@ -141,10 +141,10 @@ def test_extras_of_pypi_resolve_together_on_a_python(python: str) -> None:
     """Each of them alone resolves, too: it asks for less."""
     extras = of_pypi(python)
     assert {"cuda", "s3", "dev"} <= set(extras)
-    found = resolve_or_skip(extras, python)
-    assert {"triton", "boto3", "pytest"} <= found.keys()
-    assert (found["torch"], found.get("torch-xla")) == ("2.9.0", "2.9.0") or "xla" not in extras
-    assert found["transformers"].startswith("4.51.") or "nxd" not in extras
+    result = resolve_or_skip(extras, python)
+    assert {"triton", "boto3", "pytest"} <= result.keys()
+    assert (result["torch"], result.get("torch-xla")) == ("2.9.0", "2.9.0") or "xla" not in extras
+    assert result["transformers"].startswith("4.51.") or "nxd" not in extras
 
 
 @needs_uv
@@ -154,11 +154,11 @@ def test_extras_of_pypi_resolve_together_on_a_python(python: str) -> None:
 def test_extras_of_aws_refuse_the_placeholders_of_pypi(extra: str, python: str) -> None:
     """This machine cannot resolve them further: torch-neuronx, neuronx-cc and nki are on AWS's index alone."""
     try:
-        found = resolve_or_skip([extra], python)
+        result = resolve_or_skip([extra], python)
     except UnresolvedError as error:
         words = str(error)
     else:  # AWS's index is configured
-        assert minor(found["torch-neuronx"]) >= (2, 9)
+        assert minor(result["torch-neuronx"]) >= (2, 9)
         return
     assert re.search(r"only (torch-neuronx|neuronx-cc|neuronx-distributed|libneuronxla|nki)==[01]\.", words)
     assert "unsatisfiable" in words

@@ -44,11 +44,11 @@ class Folder:
         lines = [{"prompt": f"{a} plus {b} is ", "text": str(a + b)} for a in range(12) for b in range(12)]
         train_bpe([f"{x['prompt']}{x['text']}" for x in lines], VOCAB, path / "base" / directory.TOKENIZER)
         (path / "sums.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-        told = in_process(
+        printed = in_process(
             "data", "prepare", path / "sums.jsonl", "--prompt", "prompt", "--tokenizer", path / "base",
             "--out", path / "sums.arrow",
         )  # fmt: skip
-        assert told[0] == 0, told
+        assert printed[0] == 0, printed
         (path / "run.toml").write_text("", encoding="utf-8")
 
     def beside(self, path: Path) -> Folder:
@@ -67,9 +67,9 @@ class Folder:
             "optim.lr=1e-2", "optim.min_lr=1e-2", "checkpoint.every=4", "metrics.log_every=1",
             "metrics.tensorboard=false", "metrics.progress=false",
         )  # fmt: skip
-        found = in_process("train", self.base.parent / "run.toml", *given, *overrides)
-        assert found[0] == code, found
-        return " ".join(found[2].split())
+        result = in_process("train", self.base.parent / "run.toml", *given, *overrides)
+        assert result[0] == code, result
+        return " ".join(result[2].split())
 
     def losses(self, name: str) -> list[float]:
         lines = (self.path / name / METRICS_FILE).read_text(encoding="utf-8").splitlines()
@@ -104,11 +104,11 @@ def peft_logits(
     model = loaded_in_nf4(base) if quantized else loaded(base)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        found = PeftModel.from_pretrained(model, str(adapter))
-    for module in found.modules():  # in evaluation, bitsandbytes computes in bf16 on some CPUs, of some shapes
+        result = PeftModel.from_pretrained(model, str(adapter))
+    for module in result.modules():  # in evaluation, bitsandbytes computes in bf16 on some CPUs, of some shapes
         module.training = type(module).__module__.startswith("bitsandbytes")
     with torch.no_grad():
-        whole = cast(Any, found).merge_and_unload() if merged else found if quantized else found.to(dtype)
+        whole = cast(Any, result).merge_and_unload() if merged else result if quantized else result.to(dtype)
         return cast(Tensor, whole(input_ids=tokens()).logits)
 
 
@@ -145,13 +145,13 @@ def newest(run: Path) -> Path:
     return directory.step_path(run / CHECKPOINTS_DIR, STEPS)
 
 
-def assert_rounded(found: Tensor, expected: Tensor) -> None:
+def assert_rounded(actual: Tensor, expected: Tensor) -> None:
     """Hold logits in float32 against others.
 
     Either computation is up to 2.2e-6 of the largest logit from the same weights in float64, with NF4 and without. For
     logits of 7, that is 1.4e-5.
     """
-    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=4e-6 * float(expected.abs().max()))
 
 
 def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
@@ -276,8 +276,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_pat
     assert written < 0.6 * (folder.base / "model.safetensors").stat().st_size
     for step, name in ((STEPS, "last"), (4, "early")):
         location = directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, step)
-        code, told, _ = in_process("convert", "nxtrain-to-peft", location, tmp_path / name)
-        assert (code, told) == (0, f"{tmp_path / name} holds the adapter of {location}, in PEFT's format\n")
+        code, printed, _ = in_process("convert", "nxtrain-to-peft", location, tmp_path / name)
+        assert (code, printed) == (0, f"{tmp_path / name} holds the adapter of {location}, in PEFT's format\n")
     assert_equal(load_file(tmp_path / "last" / "adapter_model.safetensors"), folder.adapter("whole"))
     if method == "qlora":
         early = our_logits(directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, 4))

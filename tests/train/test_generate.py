@@ -139,8 +139,8 @@ def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> N
     ],
 )
 def test_options_that_mean_nothing_are_refused(hf: Path, options: tuple[str, ...], code: int, words: str) -> None:
-    found, _, err = in_process("generate", hf, *options)
-    assert (found, words in err) == (code, True), err
+    result, _, err = in_process("generate", hf, *options)
+    assert (result, words in err) == (code, True), err
 
 
 def run_of(checkpoint: Path, folder: Path) -> Path:
@@ -277,11 +277,11 @@ def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     argv = ("generate", hf, *prompts, "--temperature", 0, "--max-new-tokens", 9)
     code, out, err = in_process(*argv, "--json")
-    found = json.loads(out)
-    assert (code, err, found["checkpoint"], found["step"]) == (0, "", str(hf), 0)
-    assert [each["prompt"] for each in found["texts"]] == [*PROMPTS]
-    assert {each["ending"] for each in found["texts"]} <= {"tokens", "end"}
-    assert [each["prompt"] + each["text"] for each in found["texts"]] == [whole(hf, p, 9) for p in PROMPTS]
+    result = json.loads(out)
+    assert (code, err, result["checkpoint"], result["step"]) == (0, "", str(hf), 0)
+    assert [text["prompt"] for text in result["texts"]] == [*PROMPTS]
+    assert {text["ending"] for text in result["texts"]} <= {"tokens", "end"}
+    assert [text["prompt"] + text["text"] for text in result["texts"]] == [whole(hf, p, 9) for p in PROMPTS]
     code, out, err = in_process(*argv)
     shown = [f"--- {n} of {len(PROMPTS)}\n{whole(hf, p, 9)}\n" for n, p in enumerate(PROMPTS, 1)]
     assert (code, out, err) == (0, "".join(shown), "")
@@ -306,7 +306,7 @@ def test_each_rank_is_started_again_with_its_core(
     monkeypatch.setattr("nxtrain.launch.neuron.support", lambda: Support(True, "a device"))
     monkeypatch.setattr("os.execve", lambda path, argv, environ: started.append(environ))
     reexec_on_cores("3,8-10", {"OTHER": "1"}, local_rank, world)
-    assert [(each["NEURON_RT_VISIBLE_CORES"], each["OTHER"]) for each in started] == [(core, "1")]
+    assert [(start["NEURON_RT_VISIBLE_CORES"], start["OTHER"]) for start in started] == [(core, "1")]
     reexec_on_cores("3,8-10", started[0], local_rank, world)
     assert len(started) == 1, "the process has its core"
     for wrong in ("a-b", "0-x", "7" if world > 1 else "-"):
@@ -329,9 +329,9 @@ def test_an_exported_folder_works_in_the_pipeline_of_transformers(hf: Path, chec
     out = tmp_path / "out"
     assert in_process("convert", "nxtrain-to-hf", checkpoint, out)[0] == 0
     writer = pipeline("text-generation", model=str(out), tokenizer=str(out), device="cpu")
-    (found,) = writer("the quick", max_new_tokens=12, do_sample=False, return_full_text=True)
-    assert found["generated_text"].startswith("the quick")
-    assert found["generated_text"] == whole(checkpoint, "the quick", 12)
+    (result,) = writer("the quick", max_new_tokens=12, do_sample=False, return_full_text=True)
+    assert result["generated_text"].startswith("the quick")
+    assert result["generated_text"] == whole(checkpoint, "the quick", 12)
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,12 @@ def test_whole_texts_are_cut_into_the_windows_of_the_harness(hf: Path) -> None:
         ours = [
             (row.ids[: -row.num_scored], row.ids[-row.num_scored :]) for row in windows([7, *ids], len(ids), length)
         ]
-        assert ours == [(tuple(known), tuple(scored)) for known, scored in theirs]
+        assert ours == [(tuple(context_ids), tuple(scored)) for context_ids, scored in theirs]
     scorer, text = open_scorer(hf), TEXT * 8
     ids = Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode(text).ids
     expected = sum(
-        likelihood(hf, [*known, *scored], len(scored))
-        for known, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1))
+        likelihood(hf, [*context_ids, *scored], len(scored))
+        for context_ids, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1))
     )
     assert len(ids) > LENGTH
     assert scorer.rolling([text, "fox"])[0].nats == pytest.approx(expected, abs=1e-3)
@@ -142,18 +142,18 @@ def test_own_tasks_run_by_the_command_and_go_on_after_a_kill(hf: Path, tasks: Pa
 def test_a_task_that_has_changed_is_another_question(tmp_path: Path, tasks: Path) -> None:
     folder = tmp_path / "tasks"
     shutil.copytree(tasks, folder)
-    found = [harness.definition_of("own_choice", folder)]
+    result = [harness.definition_of("own_choice", folder)]
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "own.pyc").touch()
-    assert harness.definition_of("own_choice", folder) == found[0] != ""
+    assert harness.definition_of("own_choice", folder) == result[0] != ""
     (folder / "choice.yaml").write_text((folder / "choice.yaml").read_text() + "# another\n")
-    found.append(harness.definition_of("own_choice", folder))
+    result.append(harness.definition_of("own_choice", folder))
     (folder / "data.jsonl").write_text("{}\n")
-    found.append(harness.definition_of("own_choice", folder))
+    result.append(harness.definition_of("own_choice", folder))
     (folder / "own.py").write_text("X = 1\n")
-    found.append(harness.definition_of("own_choice", folder))
-    assert len(set(found)) == 4
-    identities = {harness.HarnessTask("own_choice", 0, 0, 0, Any, each).identity for each in found}
+    result.append(harness.definition_of("own_choice", folder))
+    assert len(set(result)) == 4
+    identities = {harness.HarnessTask("own_choice", 0, 0, 0, Any, item).identity for item in result}
     assert len(identities) == 4
     assert harness.definition_of("quac", None) and not harness.definition_of("hellaswag", folder)
 
@@ -184,9 +184,9 @@ def test_a_name_that_no_file_has_is_refused_without_the_registry(tasks: Path, mo
 
 @pytest.mark.filterwarnings("ignore")
 def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = [f"zz{number}" for number in range(5000)]
-    monkeypatch.setattr(harness, "_registry", lambda folder, own_only: mock.Mock(all_tasks=known))
-    monkeypatch.setattr(suites, "possible_names", lambda folder: frozenset(known))
+    context_ids = [f"zz{number}" for number in range(5000)]
+    monkeypatch.setattr(harness, "_registry", lambda folder, own_only: mock.Mock(all_tasks=context_ids))
+    monkeypatch.setattr(suites, "possible_names", lambda folder: frozenset(context_ids))
     err = errors_of("eval", hf, "--tasks", "quite_another", code=2)
     assert "known: held_out, cloze" in err and "of the harness: lm_eval ls tasks" in " ".join(err.split())
     assert len(err) < 500
@@ -203,11 +203,11 @@ def test_groups_and_tags_without_a_mean_have_the_metrics_of_their_tasks(hf: Path
     (tmp_path / "group.yaml").write_text("group: own_group\ntask: [own_choice, own_writing]\n")
     names = "own_choice,own_writing,own_tag,own_group"
     out = output_of("eval", hf, "--tasks", names, "--task-dir", tmp_path, "--json")
-    found = json.loads(out)["tasks"]
-    choice, writing = found["own_choice"], found["own_writing"]
-    assert found["own_tag"]["own_tagged_acc"] == choice["acc"]
-    assert found["own_tag"]["stderr"] == choice["stderr"]
-    group = found["own_group"]
+    result = json.loads(out)["tasks"]
+    choice, writing = result["own_choice"], result["own_writing"]
+    assert result["own_tag"]["own_tagged_acc"] == choice["acc"]
+    assert result["own_tag"]["stderr"] == choice["stderr"]
+    group = result["own_group"]
     assert (group["own_choice_acc"], group["own_writing_exact_match"]) == (choice["acc"], writing["exact_match"])
     assert (next(iter(group)), group["n"], group["stderr"]) == ("own_choice_acc", 2 * len(QUESTIONS), choice["stderr"])
 
@@ -286,7 +286,7 @@ NAMES = {task for suite in RECIPE.values() for task in suite}
 def test_files_of_the_harness_name_the_tasks_of_the_recipe() -> None:
     folder = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0], "tasks")  # type: ignore[union-attr,index]
     folders = (*(folder / part for part in FOLDERS), harness.OWN_TASKS)
-    texts = (file.read_text(encoding="utf-8") for each in folders for file in each.rglob("*.yaml"))
+    texts = (file.read_text(encoding="utf-8") for item in folders for file in item.rglob("*.yaml"))
     named = {name for text in texts for name in re.findall(r"^(?:task|group): ([\w-]+)$", text, re.MULTILINE)}
     assert NAMES - named == set()
 

@@ -88,8 +88,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def alone(hf: Path, tasks: Path) -> dict[str, Metrics]:
     out = output_of("eval", hf, "--tasks", ",".join(NAMES), "--task-dir", tasks, "--json")
-    found: dict[str, Metrics] = json.loads(out)["tasks"]
-    return found
+    result: dict[str, Metrics] = json.loads(out)["tasks"]
+    return result
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -105,16 +105,16 @@ def test_ranks_of_torchrun_give_the_results_of_one_process(
     environ = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, env=environ)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["tasks"]
-    assert found.keys() == alone.keys()
+    result = json.loads(done.stdout)["tasks"]
+    assert result.keys() == alone.keys()
     for name, metrics in alone.items():
         if tp == 1:  # the same rows side by side
-            assert found[name] == metrics
-        known = {metric: value for metric, value in metrics.items() if value is not None}
-        assert {metric: found[name][metric] for metric in known} == pytest.approx(known, rel=1e-3), name
+            assert result[name] == metrics
+        numbers = {metric: value for metric, value in metrics.items() if value is not None}
+        assert {metric: result[name][metric] for metric in numbers} == pytest.approx(numbers, rel=1e-3), name
     exact = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "stderr", "n")
     for metric in exact:
-        assert found["own_choice"][metric] == alone["own_choice"][metric]
+        assert result["own_choice"][metric] == alone["own_choice"][metric]
     assert len((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()) == len(NAMES)
 
 
@@ -150,8 +150,8 @@ def test_ranks_go_on_after_a_kill_with_the_answers_that_all_of_them_gave(
     killed = ranks.run(2, evaluated, hf, tasks, tmp_path, tp, rounds - 2)
     assert killed == [f"killed after {rounds - 2}"] * 2
     again = ranks.run(2, evaluated, hf, tasks, tmp_path, tp, 3)  # all but the last rounds are known
-    for found in again:
-        assert found == pytest.approx(alone["own_choice"], rel=1e-4)
+    for result in again:
+        assert result == pytest.approx(alone["own_choice"], rel=1e-4)
 
 
 def failing(backend: Backend, model_folder: Path, error: Exception) -> tuple[str, str]:
@@ -160,7 +160,7 @@ def failing(backend: Backend, model_folder: Path, error: Exception) -> tuple[str
     ranks = Ranks(mesh, backend.host_group)
 
     def program(led: Any) -> None:
-        led.rolling(["fox"], done=lambda number, found: None)
+        led.rolling(["fox"], done=lambda number, result: None)
         raise error
 
     try:
@@ -184,7 +184,7 @@ def test_the_harness_finds_the_same_for_transformers_itself(hf: Path, tasks: Pat
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(hf / directory.TOKENIZER), eos_token="<|endoftext|>")
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=4, max_length=LENGTH)
-    found = simple_evaluate(
+    actual = simple_evaluate(
         theirs,
         tasks=list(NAMES),
         task_manager=harness.open_registry(NAMES, tasks),
@@ -195,7 +195,7 @@ def test_the_harness_finds_the_same_for_transformers_itself(hf: Path, tasks: Pat
         log_samples=False,
     )
     for name in NAMES:
-        results = {key.removesuffix(",none"): value for key, value in found["results"][name].items()}
+        results = {key.removesuffix(",none"): value for key, value in actual["results"][name].items()}
         for metric, value in alone[name].items():
             if metric in results and isinstance(results[metric], float):
                 assert value == pytest.approx(results[metric], rel=1e-4), (name, metric)

@@ -62,7 +62,7 @@ def test_held_out_text_is_predicted_better_than_by_the_frequency_of_its_tokens(r
     # The same checkpoints, of two ranks, are evaluated on one by the text that the run holds out.
     half, whole = evaluate(str(tmp_path / "run"), Options(("held_out", "cloze"), every=True))
     assert (half.model.step, whole.model.step, half.texts) == (50, 100, "held-out text of the run")
-    half_bits, bits = (each.tasks["held_out"]["bits_per_byte"] for each in (half, whole))
+    half_bits, bits = (item.tasks["held_out"]["bits_per_byte"] for item in (half, whole))
     assert bits == pytest.approx(summary["bits_per_byte"], rel=0.1)
     assert bits < half_bits  # type: ignore[operator]
     assert half.tasks["cloze"]["accuracy"] < whole.tasks["cloze"]["accuracy"]  # type: ignore[operator]

@@ -44,8 +44,8 @@ def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
 
 def output_of(folder: Path, environ: dict[str, str], *argv: object, code: int = 0) -> str:
     """Output of a command, whose exit code is `code`."""
-    found, text = command(folder.parent, *argv, environ=environ)
-    assert found == code, text
+    result, text = command(folder.parent, *argv, environ=environ)
+    assert result == code, text
     return text
 
 

@@ -104,11 +104,11 @@ class Judge:
 
     def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
         assert (len(references), len(predictions), k) == (1, 1, [1])
-        found = [
+        result = [
             (number, {"passed": self.passes(f"{program}\n{references[0]}"), "completion_id": number})
             for number, program in enumerate(predictions[0])
         ]
-        return {"pass@1": 0.0}, {0: found}
+        return {"pass@1": 0.0}, {0: result}
 
     def passes(self, program: str) -> bool:
         if program not in self._known:
@@ -167,7 +167,7 @@ def local(
     """Our task on rows of a file: its YAML is included, and the place of the data is another, as are given keys."""
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     yaml = f"include: {harness.OWN_TASKS}/{name}.yaml\ntask: local_{name}\ndataset_path: json\n"
-    files = ", ".join(f"{each}: {folder}/rows.jsonl" for each in splits)
+    files = ", ".join(f"{split}: {folder}/rows.jsonl" for split in splits)
     yaml += f"dataset_kwargs: {{data_files: {{{files}}}}}\n"
     (folder / "local.yaml").write_text("\n".join([yaml, *keys]), encoding="utf-8")
     names = [f"local_{name}"]
@@ -198,7 +198,7 @@ def test_samples_of_a_real_model_are_run_by_a_real_judge(offline: pytest.MonkeyP
         return texts
 
     offline.setattr(scorer, "continuations", continuations)
-    found = local(tmp_path, "humaneval_pass_at_1", ["test"], [SAMPLED], f"repeats: {REPEATS}").run(scorer, None)
+    result = local(tmp_path, "humaneval_pass_at_1", ["test"], [SAMPLED], f"repeats: {REPEATS}").run(scorer, None)
     # The texts differ between kinds of CPU, so another judge runs what was written instead of a table of answers.
     programs = [f"{SAMPLED['prompt']}{text}" for text in written]
     (tmp_path / "again").mkdir()
@@ -207,7 +207,7 @@ def test_samples_of_a_real_model_are_run_by_a_real_judge(offline: pytest.MonkeyP
     assert len(programs) == REPEATS
     assert len(set(programs)) > 2
     assert 0 < right < REPEATS, "the draw shows nothing"
-    assert found["pass@1_programs"] == pytest.approx(right / REPEATS)
+    assert result["pass@1_programs"] == pytest.approx(right / REPEATS)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -240,11 +240,11 @@ def test_answers_of_a_dialogue_are_scored_over_their_words(offline: pytest.Monke
         f"{head}{first}{second}Q: Is it warm?\n\nA:": [" no"],
     }
     model: Any = FakeScorer(table)
-    found = local(tmp_path, "quac", ["train", "validation"], [DIALOGUE]).run(model, None)
+    result = local(tmp_path, "quac", ["train", "validation"], [DIALOGUE]).run(model, None)
     # People agree by 0.4 on the first question, and by nothing on the last one, which does not count.
     assert [text for text, _, _ in model.asked] == list(table)
-    assert found["n"] == 3
-    assert found["f1"] == pytest.approx(((2 / 3 + 2 / 3) / 2 + 1 + 0) / 3)
+    assert result["n"] == 3
+    assert result["f1"] == pytest.approx(((2 / 3 + 2 / 3) / 2 + 1 + 0) / 3)
 
 
 WORDS = ("The", "snow", "white.", "a", "old", "SNOW", "grey,", "it's", "an", "its", "(white)", "colour", "--", "warm")
@@ -295,24 +295,24 @@ def test_the_metric_of_a_drawn_corpus_is_that_of_the_harness(
         dialogues.append(
             DIALOGUE
             | {"context": f"Section {number}. CANNOTANSWER", "questions": [f"Which {n}?" for n in range(len(texts))]}
-            | {"answers": {"texts": texts, "answer_starts": [[0] * len(each) for each in texts]}}
-            | {"orig_answers": {"texts": [each[0] for each in texts], "answer_starts": [0] * len(texts)}}
+            | {"answers": {"texts": texts, "answer_starts": [[0] * len(text) for text in texts]}}
+            | {"orig_answers": {"texts": [text[0] for text in texts], "answer_starts": [0] * len(texts)}}
         )
         before = f"TITLE: Snow - Colour\nPARAGRAPH: Section {number}. CANNOTANSWER\n\n"
         for turn, given in enumerate(texts):
             num_questions += 1
-            spans = [each for each in given if each != quac.NO_ANSWER]
+            spans = [given_item for given_item in given if given_item != quac.NO_ANSWER]
             kept = spans if len(spans) > len(given) - len(spans) else [quac.NO_ANSWER]
-            others = [(each, kept[:at] + kept[at + 1 :]) for at, each in enumerate(kept)]
-            people = [max((harness_f1(one, each) for one in rest), default=1.0) for each, rest in others]
+            others = [(kept_part, kept[:at] + kept[at + 1 :]) for at, kept_part in enumerate(kept)]
+            people = [max((harness_f1(one, other) for one in rest), default=1.0) for other, rest in others]
             if mean(people) >= 0.4:
                 answer = drawn_answer(drawn)
                 table[f"{before}Q: Which {turn}?\n\nA:"] = [f" {answer}"]
                 wanted.append(coqa.compute_scores(kept, answer)["f1"])
             before += f"Q: Which {turn}?\n\nA: {given[0]}\n\n"
     model: Any = FakeScorer(table)
-    found = local(tmp_path, "quac", ["train", "validation"], dialogues).run(model, None)
+    actual = local(tmp_path, "quac", ["train", "validation"], dialogues).run(model, None)
     assert 10 < len(wanted) < num_questions, "the draw leaves out some questions"
-    assert found["n"] == len(wanted)
-    assert found["f1"] == pytest.approx(mean(wanted), abs=1e-12)
-    assert found["stderr"] == pytest.approx(mean_stderr(wanted), abs=1e-12)
+    assert actual["n"] == len(wanted)
+    assert actual["f1"] == pytest.approx(mean(wanted), abs=1e-12)
+    assert actual["stderr"] == pytest.approx(mean_stderr(wanted), abs=1e-12)

@@ -54,10 +54,10 @@ def runs(ranks: RankPool, tmp_path: Path) -> Runs:
 COUNTED = {"lost_update_frac": 2e-5}
 
 
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], *, rel: float = 2e-5) -> None:
+def assert_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]], *, rel: float = 2e-5) -> None:
     """Hold two courses against each other, whose sums over the model may have other orders."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours == {key: pytest.approx(value, rel=rel, abs=COUNTED.get(key, 1e-9)) for key, value in theirs.items()}
 
 
@@ -86,8 +86,8 @@ def test_weights_of_hugging_face_reach_every_stage(runs: Runs, tied: bool) -> No
     hf_model(runs.plan("shape", ALONE, tied=tied)).save_pretrained(folder)
     model = {"init": "hf", "hf": str(folder)}
     expected = runs.run(runs.plan("alone", ALONE, tied=tied, model=model))
-    found = runs.run(runs.plan("staged", {"tp": 1, "dp": 1, "pp": 2}, tied=tied, model=model))
-    assert_same(found, expected)
+    actual = runs.run(runs.plan("staged", {"tp": 1, "dp": 1, "pp": 2}, tied=tied, model=model))
+    assert_same(actual, expected)
     drawn = runs.run(runs.plan("drawn", ALONE, tied=tied, train={"steps": 1}))
     assert abs(drawn[0]["param_norm"] / expected[0]["param_norm"] - 1) > 0.1
 
@@ -99,8 +99,8 @@ def test_stochastic_rounding_does_not_know_the_stages(runs: Runs) -> None:
         runs.plan(name, parallel, precision=precision, optim={"clip": 0.0})
         for name, parallel in [("alone", ALONE), ("staged", {"tp": 1, "dp": 1, "pp": 2, "virtual_pp": 2})]
     ]
-    expected, found = (runs.run(plan) for plan in plans)
-    assert [record["loss"] for record in found] == [record["loss"] for record in expected]
+    expected, actual = (runs.run(plan) for plan in plans)
+    assert [record["loss"] for record in actual] == [record["loss"] for record in expected]
     states = [runs.ranks.run(1, state_at, plan.config.run.dir, STEPS, plan)[0] for plan in plans]
     assert_equal_bits(*states)
 

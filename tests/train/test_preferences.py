@@ -28,8 +28,8 @@ class Folder:
         self.path, self.base, self.corpus = path, path / "base", path / "pairs.arrow"
         hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2).save_pretrained(self.base)
         train_bpe([PAIRS.read_text(encoding="utf-8")] * 3, VOCAB, self.base / directory.TOKENIZER)
-        told = in_process("data", "prepare", PAIRS, "--pairs", "--tokenizer", self.base, "--out", self.corpus)
-        assert told[0] == 0, told
+        printed = in_process("data", "prepare", PAIRS, "--pairs", "--tokenizer", self.base, "--out", self.corpus)
+        assert printed[0] == 0, printed
         (path / "run.toml").write_text("", encoding="utf-8")
 
     def given(self, name: str, *overrides: str) -> list[str]:
@@ -43,9 +43,9 @@ class Folder:
 
     def train(self, name: str, *overrides: str, code: int = 0) -> str:
         """`nxtrain train` in this process; returns its standard error in one line."""
-        found = in_process("train", self.path / "run.toml", *self.given(name, *overrides))
-        assert found[0] == code, found
-        return " ".join(found[2].split())
+        result = in_process("train", self.path / "run.toml", *self.given(name, *overrides))
+        assert result[0] == code, result
+        return " ".join(result[2].split())
 
     def records(self, name: str) -> list[dict[str, Any]]:
         lines = (self.path / name / METRICS_FILE).read_text(encoding="utf-8").splitlines()
@@ -73,9 +73,9 @@ def test_adapters_learn_a_preference_and_go_on_from_a_checkpoint_exactly(folder:
     folder.train("parts", *LORA, "train.steps=3", f"optim.decay_steps={STEPS}")
     folder.train("parts", *LORA)
     assert folder.losses("parts") == folder.losses("lora")
-    found = [load_file(folder.path / name / ADAPTER_DIR / "adapter_model.safetensors") for name in ("lora", "parts")]
-    assert found[0].keys() == found[1].keys()
-    assert all((found[0][name] == found[1][name]).all() for name in found[0])
+    result = [load_file(folder.path / name / ADAPTER_DIR / "adapter_model.safetensors") for name in ("lora", "parts")]
+    assert result[0].keys() == result[1].keys()
+    assert all((result[0][name] == result[1][name]).all() for name in result[0])
     assert not folder.references
     last = folder.records("lora")[-1]
     assert {
@@ -148,8 +148,8 @@ def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> 
     prompts = folder.path / "prompts.arrow"
     lines = folder.path / "prompts.jsonl"
     lines.write_text('{"prompt": "a", "text": "b"}\n', encoding="utf-8")
-    told = in_process("data", "prepare", lines, "--prompt", "prompt", "--tokenizer", folder.base, "--out", prompts)
-    assert told[0] == 0, told
+    printed = in_process("data", "prepare", lines, "--prompt", "prompt", "--tokenizer", folder.base, "--out", prompts)
+    assert printed[0] == 0, printed
     assert "prepare them with nxtrain data prepare --pairs" in folder.train("none", f"data.path={prompts}", code=3)
 
 

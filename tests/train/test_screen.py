@@ -156,14 +156,14 @@ def sample(folder: Path) -> list[str]:
 
 
 def assert_all_ours(lines: Sequence[str], ours: Sequence[str]) -> None:
-    strange = [line for line in lines if not any(re.fullmatch(known, line) for known in ours)]
+    strange = [line for line in lines if not any(re.fullmatch(pattern, line) for pattern in ours)]
     assert strange == [], "\n".join(lines)
 
 
 def shown(argv: Sequence[str]) -> Shown:
-    found = on_terminal(argv, cwd=ROOT, columns=150)
-    assert found.code == 0, found.raw
-    return found
+    result = on_terminal(argv, cwd=ROOT, columns=150)
+    assert result.code == 0, result.raw
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,9 @@ def test_the_line_of_progress_moves_through_the_launcher(on_screen: tuple[Path, 
     _, screen = on_screen
     steps = []
     for state in screen.states:
-        found = [match for line in state if (match := re.match(rf"step +(\d+)/{STEPS} .*\S", line))]
-        assert len(found) <= 1, state
-        steps += [int(match[1]) for match in found]
+        result = [match for line in state if (match := re.match(rf"step +(\d+)/{STEPS} .*\S", line))]
+        assert len(result) <= 1, state
+        steps += [int(match[1]) for match in result]
     assert steps == sorted(steps)
     assert len(set(steps)) > STEPS // 2
     assert steps[-1] == STEPS
@@ -200,8 +200,8 @@ def test_a_line_of_a_watching_thread_takes_the_place_of_the_bar() -> None:
         "import sys; from nxtrain.common.process.stacks import print_line; sys.stderr.write('step 1/9 of a bar'); "
         "sys.stderr.flush(); print_line('rank 1 is slow'); sys.stderr.write('step 2/9 of a bar')"
     )
-    found = on_terminal([sys.executable, "-c", code], cwd=ROOT)
-    assert found.lines == ["rank 1 is slow", "step 2/9 of a bar"]
+    result = on_terminal([sys.executable, "-c", code], cwd=ROOT)
+    assert result.lines == ["rank 1 is slow", "step 2/9 of a bar"]
     assert on_terminal([sys.executable, "-c", code], cwd=ROOT, environ={"TERM": "dumb"}).lines[0].endswith("is slow")
     piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=True)
     assert piped.stderr == b"step 1/9 of a barrank 1 is slow\nstep 2/9 of a bar"

@@ -124,9 +124,9 @@ def test_dpo_has_the_loss_the_gradients_and_the_metrics_of_trl(method: str, tmp_
     batch = batch_of_pairs(rows_of(pairs, 48), 1, 2)
     if method == "full":
         of_reference = start(backend, resolved, first)
-        found = torch.stack(answer_log_probs(of_reference, on_device(of_reference, batch))).numpy()
+        actual = torch.stack(answer_log_probs(of_reference, on_device(of_reference, batch))).numpy()
         assert batch.answers is not None
-        batch = replace(batch, answers=replace(batch.answers, reference=found))
+        batch = replace(batch, answers=replace(batch.answers, reference=actual))
     state = start(backend, resolved, weights)
     ours = gradient(state, on_device(state, batch))
     assert ours.loss == pytest.approx(loss.item(), abs=BOUND)
@@ -181,10 +181,10 @@ def test_orpo_has_the_loss_the_gradients_and_the_metrics_of_trl(tmp_path: Path) 
     losses, metrics = [], []
     with quiet():
         for pair in pairs:
-            loss, found = trainer.get_batch_loss_metrics(trainer.model, orpo_batch([pair]))
+            loss, actual = trainer.get_batch_loss_metrics(trainer.model, orpo_batch([pair]))
             (loss / len(pairs)).backward()
             losses.append(loss.item())
-            metrics.append(found)
+            metrics.append(actual)
     backend = open_backend("cpu")
     state = start(backend, resolved, base)
     batch = on_device(state, batch_of_pairs(rows_of(pairs, 48), 1, 2))
@@ -194,7 +194,7 @@ def test_orpo_has_the_loss_the_gradients_and_the_metrics_of_trl(tmp_path: Path) 
     result = train_step(state, batch, 1e-3)
     means = take_means(backend.fetch({"pairs": result.num_tokens, **result.others}))
     for key, theirs in (("reward_chosen", "rewards/chosen"), ("reward_accuracy", "rewards/accuracies")):
-        assert means[key] == pytest.approx(sum(each[theirs] for each in metrics) / len(pairs), abs=BOUND), key
+        assert means[key] == pytest.approx(sum(metric[theirs] for metric in metrics) / len(pairs), abs=BOUND), key
 
 
 def test_the_frozen_base_is_the_reference_bit_for_bit() -> None:
@@ -209,7 +209,7 @@ def test_the_frozen_base_is_the_reference_bit_for_bit() -> None:
     assert not torch.equal(given, own), "adapters that change nothing prove nothing"
     assert batch.answers is not None
     stored = replace(batch, answers=replace(batch.answers, reference=given.numpy()))
-    by_base, by_copy = (gradient(state, on_device(state, each)) for each in (batch, stored))
+    by_base, by_copy = (gradient(state, on_device(state, item)) for item in (batch, stored))
     assert (by_base.loss, by_base.norm) == (by_copy.loss, by_copy.norm)
     assert {name for name in by_base.shards if is_adapter(name)} == by_base.shards.keys()
     assert all(torch.equal(by_base.shards[name], by_copy.shards[name]) for name in by_base.shards)

@@ -36,8 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, folder / "tree" / name)
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, folder / "tree", cwd=folder)
-    (found,) = folder.glob("nxtrain-*.whl")
-    return found
+    (result,) = folder.glob("nxtrain-*.whl")
+    return result
 
 
 def test_it_holds_every_file_of_the_packages_and_the_license(wheel: Path) -> None:

@@ -55,15 +55,15 @@ def without_window(model: Any) -> Any:
     config = type(model.config).from_dict(
         {**model.config.to_dict(), **layers, "sliding_window": None, "use_sliding_window": False}
     )
-    found = type(model)._from_config(config, attn_implementation="eager")
-    found.load_state_dict(model.state_dict())
-    return found.eval()
+    result = type(model)._from_config(config, attn_implementation="eager")
+    result.load_state_dict(model.state_dict())
+    return result.eval()
 
 
 @torch.no_grad()
 def logits_of(model: Any, ids: Tensor) -> Tensor:
-    found: Tensor = model(ids[None]).logits[0]
-    return found
+    result: Tensor = model(ids[None]).logits[0]
+    return result
 
 
 @pytest.mark.parametrize(("family", "seed"), CASES)
@@ -104,8 +104,8 @@ def test_texts_beyond_the_window_are_scored_with_it(tmp_path: Path, family: str,
     ids = scorer.model.tokenizer.encode(text).ids
     assert len(ids) > window
     wanted = 0.0
-    for known, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1)):
-        row = torch.tensor([*known, *scored])
+    for context_ids, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1)):
+        row = torch.tensor([*context_ids, *scored])
         chances = logits_of(theirs, row[:-1]).double().log_softmax(-1)[-len(scored) :]
         wanted += float(chances.gather(1, torch.tensor(scored)[:, None]).sum())
     assert scorer.rolling([text])[0].nats == pytest.approx(wanted, abs=1e-3)

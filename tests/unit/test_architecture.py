@@ -120,13 +120,13 @@ def test_what_needs_no_torch_starts_without_it(module: str) -> None:
 
 def _imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
     """Modules of nxtrain that a file imports when it is loaded, or for its types."""
-    found = set()
+    results = set()
     top = ast.parse(path.read_text(encoding="utf-8")).body
-    for node in [*top, *(each for block in top if isinstance(block, ast.If) for each in block.body)]:
+    for node in [*top, *(statement for block in top if isinstance(block, ast.If) for statement in block.body)]:
         if isinstance(node, ast.ImportFrom) and node.module:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found |= {name if name in modules else node.module for name in names}
-    return found & modules.keys()
+            results |= {name if name in modules else node.module for name in names}
+    return results & modules.keys()
 
 
 def circles(imports: Mapping[str, set[str]]) -> list[str]:
@@ -182,13 +182,13 @@ def has_reason(function: ast.FunctionDef | ast.AsyncFunctionDef, source: str) ->
 
 def too_large(source: str) -> list[str]:
     """Functions over the limits, with the excess."""
-    found = []
+    results = []
     for function in functions(source):
         if (count := code_lines(function, source)) > MAX_CODE_LINES:
-            found.append(f"{function.name}: {count} lines")
+            results.append(f"{function.name}: {count} lines")
         if (count := num_arguments(function)) > MAX_ARGUMENTS and not has_reason(function, source):
-            found.append(f"{function.name}: {count} arguments")
-    return found
+            results.append(f"{function.name}: {count} arguments")
+    return results
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_a_function_over_the_limits_is_seen(code: str, expected: list[str]) -> N
 def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
     paths = [path for path in LIBRARY if not inside(path, COMMANDS)]
     sources = {name(path): path.read_text(encoding="utf-8") for path in paths}
-    assert {path: found for path, source in sources.items() if (found := too_large(source))} == {}
+    assert {path: result for path, source in sources.items() if (result := too_large(source))} == {}

@@ -125,8 +125,8 @@ def test_of_many_ranks_only_the_first_prints_a_configuration_error() -> None:
 
 def test_every_node_prints_what_is_wrong_with_it_alone() -> None:
     """A shell, a mount and an instance are a node's own: the ranks of the first may find nothing."""
-    place = {"RANK": "32", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "32"}
-    first, second = (command("train", TINY, "train.steps=x", LOCAL_RANK=rank, **place) for rank in "01")
+    placement = {"RANK": "32", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "32"}
+    first, second = (command("train", TINY, "train.steps=x", LOCAL_RANK=rank, **placement) for rank in "01")
     assert first.stderr.startswith("error: rank 32: train.steps")
     assert second.stderr == ""
 
@@ -191,8 +191,8 @@ def test_launch_refuses_targets_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, target: str, code: int, reason: str
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    found, _, errors = in_process("launch", DEMO, "--target", target)
-    assert (found, reason in errors) == (code, True)
+    result, _, errors = in_process("launch", DEMO, "--target", target)
+    assert (result, reason in errors) == (code, True)
 
 
 def test_launch_shows_or_writes_the_files_of_a_cluster(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_what_the_system_and_other_packages_raise_is_one_message(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, words: str
 ) -> None:
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=error))
-    found, said = run("train")
-    assert (found, said.count("error: "), "Traceback" in said) == (code, 1, False), said
+    result, said = run("train")
+    assert (result, said.count("error: "), "Traceback" in said) == (code, 1, False), said
     assert words in said
     assert code in {kind.exit_code for kind in (ConfigError, StorageError, BackendError)}
 
@@ -128,7 +128,7 @@ def test_numbers_and_depths_beyond_a_parser_are_told_in_our_words(
     """Python's own words name functions that no user of a command can call."""
     (tmp_path / name).write_text(f"x = {text.replace(':', ' =')}" if name.endswith(".toml") else text)
     (tmp_path / "tokenizer.json").write_text(Tokenizer(BPE()).to_str())
-    code, said = run(*(each.format(folder=tmp_path) for each in argv))
+    code, said = run(*(word.format(folder=tmp_path) for word in argv))
     assert code in {2, 3}, said
     assert "Traceback" not in said
     for words in ("set_int_max_str_digits", "recursion depth", "RecursionError", "ValueError", "Value error", "[Errno"):
@@ -167,7 +167,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, name: str, arg
 
 @pytest.mark.parametrize("name", ["boto3", "botocore"])
 def test_addresses_in_s3_without_boto3_name_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    for module in [found for found in sys.modules if found.partition(".")[0] in {"boto3", "botocore"}]:
+    for module in [result for result in sys.modules if result.partition(".")[0] in {"boto3", "botocore"}]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, name, None)
     for argv in (
@@ -243,10 +243,10 @@ def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def options() -> list[tuple[tuple[str, ...], Any]]:
-    found = []
+    results = []
     for words, command in commands(typer.main.get_command(cli.app)):
-        found += [(words, option) for option in command.params if option.opts[0].startswith("--")]
-    return found
+        results += [(words, option) for option in command.params if option.opts[0].startswith("--")]
+    return results
 
 
 def test_no_number_of_an_option_is_too_large_for_what_takes_it() -> None:

@@ -25,17 +25,17 @@ FEW = st.integers(-9, 9)
 
 def taken(kind: type, text: str, least: int, most: int) -> float | None:
     """Number that a command gets from its option; None if the option refuses the text."""
-    app, found = typer.Typer(), list[float]()
+    app, result = typer.Typer(), list[float]()
 
     def command(some: float = 0) -> None:
-        found.append(some)
+        result.append(some)
 
     command.__annotations__["some"] = Annotated[kind, (integer if kind is int else number)(least, most)]
     app.command()(command)
     done = CliRunner().invoke(app, [f"--some={text}"])
-    assert done.exit_code == (0 if found else 2), done.output
-    assert found or "Invalid value for '--some'" in done.output
-    return found[0] if found else None
+    assert done.exit_code == (0 if result else 2), done.output
+    assert result or "Invalid value for '--some'" in done.output
+    return result[0] if result else None
 
 
 @given(value=st.integers() | FEW, least=FEW, most=FEW)
@@ -110,9 +110,9 @@ def options(commands: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def test_every_json_option_reserves_standard_output() -> None:
-    found = dict(options(app))
-    assert {"eval", "generate", "plan", "doctor", "graphs", "report", "config show", "cache ls"} <= set(found)
-    assert len(found) > 15
+    result = dict(options(app))
+    assert {"eval", "generate", "plan", "doctor", "graphs", "report", "config show", "cache ls"} <= set(result)
+    assert len(result) > 15
     shared = AsJson.__metadata__[0]  # type: ignore[attr-defined]
-    for command, option in found.items():
+    for command, option in result.items():
         assert getattr(option, "callback", None) is shared.callback, command

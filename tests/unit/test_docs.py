@@ -119,10 +119,10 @@ def test_sentences_are_found_in_paragraphs_lists_and_cells() -> None:
         "  eleven\n\n```\nno words. here\n```\n\n| a cell. b | c |\n|---|---|\n\n1. twelve\n"
         "<!-- begin: x; y -->\nnone of these\n<!-- end: x -->\n"
     )
-    found = ["One code four.", "Five (six et al 2024)?", "Seven eight!", "nine", "ten; eleven", "twelve"]
-    assert sentences(text) == found
+    result = ["One code four.", "Five (six et al 2024)?", "Seven eight!", "nine", "ten; eleven", "twelve"]
+    assert sentences(text) == result
     assert cell_sentences(text) == ["a cell.", "b", "c"]
-    assert [num_words(sentence) for sentence in found] == [3, 5, 2, 1, 2, 1]
+    assert [num_words(sentence) for sentence in result] == [3, 5, 2, 1, 2, 1]
 
 
 def test_a_long_sentence_a_long_page_and_an_old_word_are_noticed() -> None:
@@ -139,16 +139,16 @@ def test_a_long_sentence_a_long_page_and_an_old_word_are_noticed() -> None:
 
 def broken_links(page: Path, text: str) -> list[str]:
     """Links to files or headings that do not exist."""
-    found = []
+    results = []
     for link in links(text):
         if link.startswith(("https://", "http://")):
             continue
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
-        known = target.exists() and (not anchor or anchor in anchors(target.read_text(encoding="utf-8")))
-        if not known or not target.resolve().is_relative_to(ROOT):
-            found.append(link)
-    return found
+        exists = target.exists() and (not anchor or anchor in anchors(target.read_text(encoding="utf-8")))
+        if not exists or not target.resolve().is_relative_to(ROOT):
+            results.append(link)
+    return results
 
 
 def broken_names(text: str) -> list[str]:
@@ -184,10 +184,10 @@ def _module(span: str) -> bool:
 
 
 def _key(span: str) -> bool:
-    found = re.fullmatch(r"(([a-z]+)\.[a-z0-9_]+)(?:=(.*))?", span)
-    if not found or span in FILES_LIKE_KEYS or found[2] not in RunConfig.model_fields:
+    match = re.fullmatch(r"(([a-z]+)\.[a-z0-9_]+)(?:=(.*))?", span)
+    if not match or span in FILES_LIKE_KEYS or match[2] not in RunConfig.model_fields:
         return True
-    key, value = found[1], found[3] or ""
+    key, value = match[1], match[3] or ""
     choices = KEYS[key].kind.split(" | ") if key in KEYS else []
     return key in KEYS and (len(choices) == 1 or not re.fullmatch("[a-z][a-z0-9_-]*", value) or value in choices)
 
@@ -219,8 +219,8 @@ def test_a_broken_link_and_a_wrong_name_are_noticed() -> None:
 
 
 def test_the_index_has_every_page_of_the_documentation_and_the_readme_has_the_index() -> None:
-    found = set(links(TEXTS[ROOT / "docs" / "index.md"]))
-    assert found == {page.name for page in DOCS} - {"index.md"}
+    result = set(links(TEXTS[ROOT / "docs" / "index.md"]))
+    assert result == {page.name for page in DOCS} - {"index.md"}
     assert len(DOCS) == 27
     assert "docs/index.md" in links(TEXTS[ROOT / "README.md"])
 
@@ -352,7 +352,7 @@ def test_the_overlap_has_a_box_for_each_section_and_sum(pictures: ModuleType) ->
     profiles = [Profile(rank, sections, sums, [(1.5, 2.0)]) for rank in range(2)]
     root = ET.fromstring(pictures.overlaps(profiles))
     boxes = [re.findall(r"M([\d.]+) (\d+)", path.attrib["d"]) for path in root.iter("{http://www.w3.org/2000/svg}path")]
-    assert [len(found) for found in boxes] == [1, 1, 1, 1, 3] * 2
+    assert [len(result) for result in boxes] == [1, 1, 1, 1, 3] * 2
     (first_x, first), (_, second), (third_x, third) = boxes[4]
     assert first == third != second, "sums at the same time are in lanes of their own"
     assert float(boxes[1][0][0]) == float(first_x) < float(third_x)

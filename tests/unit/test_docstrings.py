@@ -36,7 +36,7 @@ def offends(line: str) -> bool:
 
 
 @cache
-def found() -> list[tuple[str, str]]:
+def offences() -> list[tuple[str, str]]:
     """Place (`path:line`) and first line of every docstring that offends."""
     return [
         (f"{path.relative_to(ROOT)}:{number}", line)
@@ -74,7 +74,7 @@ def _attribute_lines(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 
 def test_no_docstring_begins_with_a_question_word() -> None:
-    refused = [f"{place}: {line}" for place, line in found()]
+    refused = [f"{location}: {line}" for location, line in offences()]
     assert not refused, "begin these with a noun or a verb:\n" + "\n".join(refused)
 
 

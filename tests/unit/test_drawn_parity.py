@@ -83,7 +83,7 @@ def test_draws_reach_every_kind_of_run() -> None:
         "decay of norms": [r.config.optim.decay_norms for r in runs],
     }
     least = BATCHES * EACH // 50
-    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < least} == {}
+    assert {kind: sum(result) for kind, result in kinds.items() if sum(result) < least} == {}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_losses_in_bf16_are_as_exact_as_those_of_transformers(
     in_bf16: list[tuple[Drawn, Distance, Distance]], rule: str
 ) -> None:
     """Over all runs of a rule: of a single loss, chance decides which rounding is the smaller."""
-    of_rule = [found for found in in_bf16 if found[0].resolved.config.precision.update == rule]
+    of_rule = [actual for actual in in_bf16 if actual[0].resolved.config.precision.update == rule]
     mine = root_mean_square([loss for _, own, _ in of_rule for loss in own.losses])
     theirs = root_mean_square([loss for _, _, other in of_rule for loss in other.losses])
     assert mine <= WORSE * theirs, [run.reproduce for run, _, _ in of_rule]

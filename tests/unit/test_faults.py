@@ -109,9 +109,9 @@ class _State:
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_one_entry_of_a_copy_is_spoiled(kind: str) -> None:
     x = torch.ones(2, 3)
-    found = fault_kinds.altered(x, first=float(kind))
-    assert str(found.flatten()[0].item()) == kind
-    assert found.isfinite().sum() == x.numel() - 1
+    result = fault_kinds.altered(x, first=float(kind))
+    assert str(result.flatten()[0].item()) == kind
+    assert result.isfinite().sum() == x.numel() - 1
     assert x.isfinite().all()
 
 
@@ -121,8 +121,8 @@ def test_without_a_fault_no_bit_is_altered(shape: tuple[int, ...], dtype: torch.
     x = -torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype) * 0
     y = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    for each in (x, y):
-        assert fault_kinds.altered(each).view(integers).equal(each.view(integers))
+    for item in (x, y):
+        assert fault_kinds.altered(item).view(integers).equal(item.view(integers))
     assert fault_kinds.altered(y, 10.0).equal(y * 10.0)
 
 
@@ -143,11 +143,11 @@ TABLE = (TESTS / "faults" / "README.md").read_text(encoding="utf-8")
 
 def named() -> list[tuple[str, str]]:
     """File and function of every test that the table names; a name without a file belongs to the file before it."""
-    found, file = list[tuple[str, str]](), ""
+    result, file = list[tuple[str, str]](), ""
     for path, test in re.findall(r"`([\w/.]*)::(\w+)`", TABLE):
         file = path or file
-        found.append((file, test))
-    return found
+        result.append((file, test))
+    return result
 
 
 def test_every_test_that_is_named_exists() -> None:

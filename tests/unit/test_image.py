@@ -57,9 +57,9 @@ def test_each_device_gets_its_extras_and_its_torch(tmp_path: Path, device: str, 
     code, called, said = build(tmp_path, device)
     assert code == 0, said
     (install,) = [line for line in called if line.startswith("pip install")]
-    found = re.search(r"/src\[([\w,]+)\]", install)
-    assert found
-    extras = set(found[1].split(","))
+    match = re.search(r"/src\[([\w,]+)\]", install)
+    assert match
+    extras = set(match[1].split(","))
     assert ("cuda" in extras) is is_cuda
     assert (f"--extra-index-url {CPU_INDEX}" in install) is not is_cuda
     declared = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)

@@ -53,24 +53,24 @@ VENDORS = {
 def modules() -> Iterator[ModuleType]:
     """Every module of the library that imports here."""
     for package in (nxtrain, nxtrain_models):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name.endswith("__main__"):
+        for result in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if result.name.endswith("__main__"):
                 continue
             try:
-                yield importlib.import_module(found.name)
+                yield importlib.import_module(result.name)
             except ImportError as error:
-                assert found.name in VENDORS and VENDORS[found.name] in str(error), error
+                assert result.name in VENDORS and VENDORS[result.name] in str(error), error
 
 
 def subclasses(base: type) -> dict[str, type]:
     """Classes of the library that derive from another, by module and name; abstract ones are none."""
-    found: dict[str, type] = {}
+    results: dict[str, type] = {}
     for module in modules():
         for value in vars(module).values():
             is_own = isinstance(value, type) and value.__module__ == module.__name__
             if is_own and issubclass(value, base) and not inspect.isabstract(value):
-                found[name_of(value)] = value
-    return found
+                results[name_of(value)] = value
+    return results
 
 
 def name_of(kind: type) -> str:
@@ -86,14 +86,14 @@ def pair(rank: int) -> Ranks:
 
 
 def test_every_autograd_function_has_a_case() -> None:
-    found = set(subclasses(torch.autograd.Function).values())
-    assert found == set(contract_functions.CASES), "write a case in tests/support/contract_functions.py"
+    result = set(subclasses(torch.autograd.Function).values())
+    assert result == set(contract_functions.CASES), "write a case in tests/support/contract_functions.py"
 
 
 def test_every_kernel_has_a_case() -> None:
     operations = {name for name in vars(Kernels) if inspect.isfunction(getattr(Kernels, name))}
-    known = set(contract_kernels.CASES) | contract_kernels.TAKE_NO_TENSORS
-    assert operations == known, "write a case in tests/support/contract_kernels.py"
+    cases = set(contract_kernels.CASES) | contract_kernels.TAKE_NO_TENSORS
+    assert operations == cases, "write a case in tests/support/contract_kernels.py"
     own = {name_of(type(kernels)) for kernels in KERNELS}
     assert set(subclasses(Kernels)) == own | {name for name in ELSEWHERE if name.endswith("Kernels")}, (
         "give it to a test of the contract"
@@ -104,8 +104,8 @@ def test_every_layer_has_a_case() -> None:
     assert LayerSet.__abstractmethods__ == set(contract_layers.CASES), (
         "write a case in tests/support/contract_layers.py"
     )
-    found = set(subclasses(LayerSet)) | {name for name in ELSEWHERE if name.endswith("Layers")}
-    assert found == {name_of(NativeLayers), "nxtrain.backends.neuron.nxd.layers:NxdLayers"}
+    result = set(subclasses(LayerSet)) | {name for name in ELSEWHERE if name.endswith("Layers")}
+    assert result == {name_of(NativeLayers), "nxtrain.backends.neuron.nxd.layers:NxdLayers"}
 
 
 @pytest.mark.parametrize("name", contract_kernels.CASES)

@@ -106,7 +106,7 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     done = run(house, "all", "--", "-k", "mesh", IN_STEP="1")
     assert done.returncode == 0, done.stderr
     assert verdicts(done) == dict.fromkeys(("lint", *LANES), "passed")
-    found = calls(house)
+    actual = calls(house)
     behind = "1 tests/xla -k mesh"
     together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} --alone=without -k mesh"
     # Train has one less than without xla, which has ended before faults begin.
@@ -114,9 +114,9 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     expected = ["tests/device -k mesh", *(together.format(number, lane) for lane, number in workers.items())]
     expected.append("1 -n 2 --dist loadfile --no-loadscope-reorder tests/cuda_sim -k mesh")
     expected += [f"tests/{lane} --alone=only -k mesh" for lane in workers]
-    assert [call for call in found if call != behind] == expected
-    assert 2 <= found.index(behind) < found.index(expected[-4])
-    assert len(found) == len(expected) + 1
+    assert [call for call in actual if call != behind] == expected
+    assert 2 <= actual.index(behind) < actual.index(expected[-4])
+    assert len(actual) == len(expected) + 1
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
     for lanes in ((), ("all",), ("lint", "train"), ("lint",)):
         done = run(house, *lanes)
         assert done.returncode == 1
-        found = verdicts(done)
-        assert found.pop("lint") == "FAILED"
-        assert set(found.values()) <= {"passed"}
+        result = verdicts(done)
+        assert result.pop("lint") == "FAILED"
+        assert set(result.values()) <= {"passed"}
         assert done.stdout.index("an error of types") < done.stdout.index("FAILED")
 
 
@@ -195,11 +195,11 @@ def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
     unit, smokes, measured = calls(house)
     assert unit == "1 -n 2 --dist loadfile --no-loadscope-reorder tests/unit --alone=without --quick"
     assert measured == "tests/unit --alone=only --quick"
-    found = re.findall(r"(tests/\w+/\w+\.py)::(\w+)\[", smokes)
-    assert {Path(file).parts[1] for file, _ in found} == {"dist", "xla", "train", "faults"}
-    for file, name in found:
+    result = re.findall(r"(tests/\w+/\w+\.py)::(\w+)\[", smokes)
+    assert {Path(file).parts[1] for file, _ in result} == {"dist", "xla", "train", "faults"}
+    for file, name in result:
         functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-        assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, (file, name)
+        assert name in {function.name for function in functions if isinstance(function, ast.FunctionDef)}, (file, name)
     assert run(house, "quick", "unit").returncode == 2
 
 
@@ -318,6 +318,6 @@ def test_the_python_that_is_named_is_taken_however_slow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("named", ["", "python2"])
 def test_without_a_python_that_suits_the_error_names_those_it_found(tmp_path: Path, named: str) -> None:
     done = chosen(tmp_path, {"a/python3": "3.9 1000"}, **({"PYTHON": named} if named else {}))
-    found = "none" if named else f"{tmp_path / 'a/python3'} (Python 3.9)"
+    result = "none" if named else f"{tmp_path / 'a/python3'} (Python 3.9)"
     assert (done.returncode, done.stdout) == (5, "")
-    assert f"found: {found}. Install one, or name it: PYTHON=" in done.stderr
+    assert f"found: {result}. Install one, or name it: PYTHON=" in done.stderr

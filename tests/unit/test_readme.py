@@ -49,7 +49,7 @@ def commands(text: str) -> Iterator[str]:
             if assigned := re.fullmatch(r'(\w+)="([^"]*)"', line):
                 variables[assigned[1]] = assigned[2]
             else:
-                yield re.sub(r"\$(\w+)", lambda found: variables[found[1]], line)
+                yield re.sub(r"\$(\w+)", lambda match: variables[match[1]], line)
     for span in inline_code(GENERATED.sub("", text)):
         if re.match(r"nxtrain [a-z]|bash scripts/|python scripts/", span):
             yield f"{MENTIONED}{span}" if span.startswith("nxtrain") else span
@@ -108,9 +108,9 @@ def _check_script(script: str, words: Sequence[str]) -> None:
 
 def _check_package(package: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    found = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", package)
-    assert found, f"{package} is not this project"
-    assert set((found[1] or "").split(",")) - {""} <= extras.keys(), package
+    match = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", package)
+    assert match, f"{package} is not this project"
+    assert set((match[1] or "").split(",")) - {""} <= extras.keys(), package
 
 
 def _check_started(words: Sequence[str]) -> None:
@@ -131,9 +131,9 @@ def _check_started(words: Sequence[str]) -> None:
 def _check_own(words: Sequence[str], world: int) -> None:
     context = parse(words)
     values, name = context.params, context.info_name
-    for place in (values.get("src"), values.get("dst"), values.get("where")):
-        if place and str(place).endswith(".toml"):
-            load(ROOT / str(place))
+    for address in (values.get("src"), values.get("dst"), values.get("where")):
+        if address and str(address).endswith(".toml"):
+            load(ROOT / str(address))
     if not values.get("config"):
         return
     path, overrides = ROOT / values["config"], values["overrides"] or []
@@ -166,8 +166,8 @@ def _check_synopsis(line: str, is_table: bool = True) -> None:
         if len(choices) != 1:
             return
         command = command.commands[choices[0][0]]
-    known = {option for parameter in command.params for option in parameter.opts}
-    assert {word.strip("[]") for word in words if word.strip("[]").startswith("--")} <= known, line
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert {word.strip("[]") for word in words if word.strip("[]").startswith("--")} <= options, line
 
 
 def _command(words: Sequence[str]) -> tuple[Any, list[str]]:
@@ -215,8 +215,14 @@ def test_commands_are_found_with_their_variables_and_their_comments() -> None:
 
 
 def test_every_page_with_commands_is_read() -> None:
-    found = {page for page, _ in COMMANDS}
-    assert {"README.md", "CONTRIBUTING.md", "docs/trainium.md", "docs/quickstart.md", "tests/golden/README.md"} <= found
+    result = {page for page, _ in COMMANDS}
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/trainium.md",
+        "docs/quickstart.md",
+        "tests/golden/README.md",
+    } <= result
     assert len(COMMANDS) > 80
 
 

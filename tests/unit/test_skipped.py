@@ -37,8 +37,8 @@ def note(history: StepHistory, step: int, *, bad: bool) -> None:
     ],
 )
 def test_what_is_not_finite_is_seen_in_any_place(values: tuple[float, float], expected: bool) -> None:
-    found = not_finite(*map(torch.tensor, values))
-    assert (found.dtype, found.shape, found.item()) == (torch.bool, (), expected)
+    actual = not_finite(*map(torch.tensor, values))
+    assert (actual.dtype, actual.shape, actual.item()) == (torch.bool, (), expected)
     assert PastStep(1, *values).is_bad is expected  # the host decides as the device does
 
 
@@ -46,7 +46,7 @@ def test_what_is_not_finite_is_seen_in_any_place(values: tuple[float, float], ex
 def test_every_step_is_read_once_at_the_next_reading(every: int) -> None:
     history, drawn = StepHistory(torch.clone), random.Random(every)
     bad = {step for step in range(1, 501) if drawn.random() < 0.2} | {1, 240, 241, 500}
-    found: list[PastStep] = []
+    results: list[PastStep] = []
     last_read = 0
     for step in range(1, 501):
         note(history, step, bad=step in bad)
@@ -54,13 +54,13 @@ def test_every_step_is_read_once_at_the_next_reading(every: int) -> None:
             read = fetched(history) | {"loss": 1.0}
             past = history.take(step, last_read, read)
             assert read == {"loss": 1.0}
-            found += past
+            results += past
             last_read = step
-            if among := [each for each in range(step - len(past) + 1, step + 1) if each in bad]:
+            if among := [number for number in range(step - len(past) + 1, step + 1) if number in bad]:
                 assert BadSteps.among(past) == BadSteps(tuple(among), math.inf, among[-1])
             else:
                 assert BadSteps.among(past) == BadSteps()
-    assert found == [PastStep(step, math.inf if step in bad else 2.0 + step, float(step)) for step in range(1, 501)]
+    assert results == [PastStep(step, math.inf if step in bad else 2.0 + step, float(step)) for step in range(1, 501)]
 
 
 def test_the_longest_interval_of_the_configuration_is_remembered_and_a_step_more_is_not() -> None:

@@ -71,10 +71,10 @@ def test_help_texts_and_exit_codes_are_the_recorded_ones(monkeypatch: pytest.Mon
 
     monkeypatch.chdir(GOLDEN.parents[2])
     expected = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    found = transcript(app)
-    assert set(found) == set(expected)
+    actual = transcript(app)
+    assert set(actual) == set(expected)
     for call, want in expected.items():
-        assert found[call] == want, call
+        assert actual[call] == want, call
 
 
 def test_every_help_has_an_example_and_no_bounds_of_memory_or_brackets_in_brackets() -> None:
@@ -85,7 +85,7 @@ def test_every_help_has_an_example_and_no_bounds_of_memory_or_brackets_in_bracke
     assert {call for call, text in helped.items() if "Example: " not in text} <= groups
     assert len(groups) < 8
     odd = {call: re.findall(r"<=x|range|\[\[|\]\]|\.\.\.\.", text) for call, text in helped.items()}
-    assert {call: found for call, found in odd.items() if found} == {}
+    assert {call: result for call, result in odd.items() if result} == {}
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def test_every_single_bit_counts() -> None:
     x = random(4, 8)
     sums = {of(x)}
     for bit in range(32):
-        for place in (0, 5, 31):
+        for index in (0, 5, 31):
             flipped = x.clone()
-            flipped.view(-1).view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
+            flipped.view(-1).view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
             sums.add(of(flipped))
     assert len(sums) == 1 + 32 * 3
 
@@ -69,11 +69,11 @@ def test_nothing_is_the_sum_of_a_rank_without_entries() -> None:
 
 def said(columns: dict[str, list[int]]) -> list[str]:
     """Finding on the checksums of some tensors, each held by all ranks of a world."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    results: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, sums in columns.items():
         if sides := minority(range(len(sums)), sums):
-            found.setdefault(sides, []).append(name)
-    return [str(Dissent(apart, others, tuple(names))) for (apart, others), names in found.items()]
+            results.setdefault(sides, []).append(name)
+    return [str(Dissent(apart, others, tuple(names))) for (apart, others), names in results.items()]
 
 
 def test_the_minority_is_named_with_what_it_differs_in() -> None:
@@ -98,10 +98,10 @@ def test_rows_that_do_not_count_are_no_part_of_a_sum() -> None:
     x, counts = random(5, 3), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32)
     some = torch.where(counts.bool().unsqueeze(1), x, 0.0)
 
-    def found(tensor: Tensor, kernels: Kernels) -> int:
+    def result(tensor: Tensor, kernels: Kernels) -> int:
         return int(checksums({"w": tensor}, kernels, FACTORS, {"w": counts}).item())
 
-    assert found(x, PlainKernels()) == found(x, Narrow()) == of(some) != of(x)
+    assert result(x, PlainKernels()) == result(x, Narrow()) == of(some) != of(x)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def counted(side: str, file: Path) -> None:
         turn()
     metrics.clear_all()
     turn()
-    found = {name: metrics.counter_value(name) for name in metrics.counter_names()}
-    file.write_text(json.dumps(found), encoding="utf-8")
+    result = {name: metrics.counter_value(name) for name in metrics.counter_names()}
+    file.write_text(json.dumps(result), encoding="utf-8")
 
 
 def counters(side: str, folder: Path) -> dict[str, int]:
@@ -36,8 +36,8 @@ def counters(side: str, folder: Path) -> dict[str, int]:
     env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
     done = start(counted, side, folder / side, env=env, log=folder / f"{side}.txt").ended(250)
     assert done.code == 0, done.printed
-    found: dict[str, int] = json.loads((folder / side).read_text(encoding="utf-8"))
-    return found
+    result: dict[str, int] = json.loads((folder / side).read_text(encoding="utf-8"))
+    return result
 
 
 def test_a_step_asks_no_more_of_the_host_than_one_of_transformers(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_step_asks_no_more_of_the_host_than_one_of_transformers(tmp_path: Path
     assert [name for name in ours if name.startswith("aten::")] == [], "operations that leave the device, such as reads"
     assert ours["ExecuteComputation"] == MICRO_BATCHES + 1 <= peer["ExecuteComputation"]
     assert ours["CreateXlaTensor"] <= peer["CreateXlaTensor"]
-    recorded, theirs = (sum(n for name, n in found.items() if name.startswith("xla::")) for found in (ours, peer))
+    recorded, theirs = (sum(n for name, n in actual.items() if name.startswith("xla::")) for actual in (ours, peer))
     assert recorded <= theirs
 
 
@@ -55,16 +55,16 @@ def test_the_command_measures_every_side_in_every_round(tmp_path: Path) -> None:
     argv = ("bench", "xla", "--layers", "1", "--rounds", "2", "--steps", "1", "--micro-batches", "1", "--json")
     done = nxtrain(*argv, env=os.environ, log=tmp_path / "log.txt").ended(250)
     assert done.code == 0, done.printed
-    found = json.loads(done.printed[done.printed.index("{") :])
-    assert len(found["ratios"]) == 2
+    result = json.loads(done.printed[done.printed.index("{") :])
+    assert len(result["ratios"]) == 2
     assert (
-        min(*found["ratios"], found["trace_s_per_rank"], *(found[side]["host_ms_per_step"] for side in (OURS, PEER)))
+        min(*result["ratios"], result["trace_s_per_rank"], *(result[side]["host_ms_per_step"] for side in (OURS, PEER)))
         > 0
     )
 
 
 def test_a_round_in_which_the_machine_was_slow_changes_no_ratio() -> None:
-    found = summarize({OURS: [0.1, 1.0, 0.1], PEER: [0.2, 2.0, 0.2], TRACE: [1.0, 9.0, 2.0]})
-    assert found["ratios"] == [2.0, 2.0, 2.0]
-    assert found[OURS]["host_ms_per_step"] == pytest.approx(100)
-    assert found["trace_s_per_rank"] == 2.0
+    result = summarize({OURS: [0.1, 1.0, 0.1], PEER: [0.2, 2.0, 0.2], TRACE: [1.0, 9.0, 2.0]})
+    assert result["ratios"] == [2.0, 2.0, 2.0]
+    assert result[OURS]["host_ms_per_step"] == pytest.approx(100)
+    assert result["trace_s_per_rank"] == 2.0

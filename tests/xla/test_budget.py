@@ -47,7 +47,7 @@ def traced(folder: Path) -> None:
     from nxtrain.tools.trace import trace as tracing
     from nxtrain.train import trainer
 
-    family, found = find_family("llama"), {}
+    family, result = find_family("llama"), {}
     for name, changes in CASES.items():
         of = {**BASE, **changes}
         shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": of["blocks"]}
@@ -61,8 +61,8 @@ def traced(folder: Path) -> None:
         every = mock.patch.object(tracing, "few_micro_batches", lambda config, _: config.train)
         with mock.patch.object(trainer, "update", counting(trainer.update, steps)), every:
             tracing.trace(plan, of["world"], [0], steps=STEPS, hlo=None)
-        found[name] = steps
-    (folder / "calls.json").write_text(json.dumps(found), encoding="utf-8")
+        result[name] = steps
+    (folder / "calls.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def operations() -> int:
@@ -72,7 +72,7 @@ def operations() -> int:
     return sum(metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("xla::"))
 
 
-def counting(step: Callable[..., Any], found: list[tuple[int, int]]) -> Callable[..., Any]:
+def counting(step: Callable[..., Any], result: list[tuple[int, int]]) -> Callable[..., Any]:
     """A function that appends the calls of and by nxtrain inside a step, without those of the tracing itself.
 
     With them it appends the operations that the step records.
@@ -98,7 +98,7 @@ def counting(step: Callable[..., Any], found: list[tuple[int, int]]) -> Callable
                 return step(*args)
             finally:
                 sys.setprofile(None)
-                found.append((calls, operations() - before))
+                result.append((calls, operations() - before))
 
     return counted
 
@@ -113,8 +113,8 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
     done = start(traced, folder, env=env, log=folder / "log.txt").ended(250)
     assert done.code == 0, done.printed
-    found: Counts = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
-    return found
+    result: Counts = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
+    return result
 
 
 def test_no_step_costs_more_than_the_one_before(counts: Counts) -> None:

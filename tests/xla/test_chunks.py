@@ -38,8 +38,8 @@ def run_in_chunks(backend: Backend, resolved: Resolved, weights: Mapping[str, Te
 
 def test_a_run_in_chunks_equals_transformers(tmp_path: Path) -> None:
     resolved = in_chunks(LENGTH)
-    found = run_devices(TP, run_in_chunks, resolved, weights_of(resolved), folder=tmp_path)
-    check_course(found, reference(resolved, 2), resolved)
+    result = run_devices(TP, run_in_chunks, resolved, weights_of(resolved), folder=tmp_path)
+    check_course(result, reference(resolved, 2), resolved)
 
 
 def graph(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], longest: int, ordered: bool) -> str:

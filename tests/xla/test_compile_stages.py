@@ -68,7 +68,7 @@ class Cluster(NamedTuple):
         nodes = (first, 1 - first)
         ranks = [self.machines[node].train(rank, store.port) for rank, node in enumerate(nodes)]
         ended = [rank.ended(200) for rank in ranks]
-        return [each.code for each in ended], [each.printed for each in ended]
+        return [process.code for process in ended], [process.printed for process in ended]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     where = f"127.0.0.1:{free_port()}"
     compiling = [machine.compile(where) for machine in machines]
     ended = [process.ended(200) for process in compiling]
-    said = [each.printed for each in ended]
-    assert [each.code for each in ended] == [0, 0], "\n\n".join(text[-5000:] for text in said)
+    said = [item.printed for item in ended]
+    assert [item.code for item in ended] == [0, 0], "\n\n".join(text[-5000:] for text in said)
     for machine in machines:
         assert_real(machine.folder, processes=1)
     stages = [int(re.findall(r"graphs of pipeline stage (\d) of 2 are in", text)[0]) for text in said]

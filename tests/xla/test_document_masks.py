@@ -32,9 +32,9 @@ def test_packed_documents_are_those_alone(tmp_path: Path) -> None:
             alone[document, : end - begin] = inputs[row, begin:end]
         jobs.append((resolved, weights_of(resolved), inputs, starts, alone))
         drawn.append(places)
-    (found,) = run_devices(1, document_logits, jobs, folder=tmp_path)
+    (actual,) = run_devices(1, document_logits, jobs, folder=tmp_path)
     backend = CpuBackend()
-    for (resolved, weights, inputs, _, _), places, (packed, unmasked, alone) in zip(jobs, drawn, found, strict=True):
+    for (resolved, weights, inputs, _, _), places, (packed, unmasked, alone) in zip(jobs, drawn, actual, strict=True):
         model = our_model(resolved, backend, Mesh(1, 0), weights)
         assert len(places) > 6
         for document, (row, begin, end) in enumerate(places):

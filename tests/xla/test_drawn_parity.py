@@ -85,7 +85,7 @@ def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path) ->
     by_rank = run_devices(runs[0].degrees.world, drawn_courses, cases, folder=tmp_path)
     courses = zip(*by_rank, strict=True)
     wants = [expected(run) for run in runs]
-    errors = [(run, error_of(found, want, run)) for run, found, want in zip(runs, courses, wants, strict=True)]
+    errors = [(run, error_of(actual, want, run)) for run, actual, want in zip(runs, courses, wants, strict=True)]
     assert not failures(errors), failures(errors)
 
 

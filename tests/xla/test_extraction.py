@@ -107,7 +107,7 @@ Extracted = tuple[list[str], str]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Extracted], list[Extracted], Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Extracted], list[Extracted], Path]:
     """A run of 8 steps and its resumption: ZeRO-1, accumulation, bf16 on fp32 masters, all kinds of work."""
     folder = tmp_path_factory.mktemp("extraction")
     empty = folder / "empty"
@@ -131,9 +131,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Ext
 
 
 def test_every_graph_of_a_run_and_of_its_resumption_is_reached(
-    found: tuple[list[str], list[Extracted], list[Extracted], Path],
+    runs: tuple[list[str], list[Extracted], list[Extracted], Path],
 ) -> None:
-    real, alone, _, _ = found
+    real, alone, _, _ = runs
     assert len(set(real)) == 6  # start with and without a checkpoint, micro-batch, update, log, evaluation
     for graphs, _ in alone:
         assert set(real) < set(graphs)
@@ -141,9 +141,9 @@ def test_every_graph_of_a_run_and_of_its_resumption_is_reached(
 
 
 def test_ranks_reach_the_same_graphs_in_the_same_order(
-    found: tuple[list[str], list[Extracted], list[Extracted], Path],
+    runs: tuple[list[str], list[Extracted], list[Extracted], Path],
 ) -> None:
-    (first, said), (other, elsewhere) = found[2]
+    (first, said), (other, elsewhere) = runs[2]
     assert first == other
     assert "reached the start, with and without a checkpoint, training 4 times, log 3 times" in said
     # Rank 1 is here the first of another node, where the compiler's tool reads what its own ranks say.
@@ -151,8 +151,8 @@ def test_ranks_reach_the_same_graphs_in_the_same_order(
     assert "backend " not in elsewhere
 
 
-def test_nothing_is_read_or_written(found: tuple[list[str], list[Extracted], list[Extracted], Path]) -> None:
-    assert not found[3].exists()
+def test_nothing_is_read_or_written(runs: tuple[list[str], list[Extracted], list[Extracted], Path]) -> None:
+    assert not runs[3].exists()
 
 
 def test_every_stage_reaches_the_graphs_of_its_course(tmp_path: Path) -> None:

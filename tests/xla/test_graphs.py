@@ -48,8 +48,8 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     runs = [(changed(run, precision={"state": run.config.precision.params}), RATES, "") for run in sound]
     runs += [(layout("gqa2", tp=1), rates, mutant) for mutant, rates in MUTANTS.items()]
     cases = [(run, weights(run), rates, mutant) for run, rates, mutant in runs]
-    (found,) = run_devices(1, all_steps, cases, folder=tmp_path_factory.mktemp("one"))
-    return dict(zip([*SOUND, *MUTANTS], found, strict=True))
+    (result,) = run_devices(1, all_steps, cases, folder=tmp_path_factory.mktemp("one"))
+    return dict(zip([*SOUND, *MUTANTS], result, strict=True))
 
 
 @pytest.mark.parametrize("case", SOUND)
@@ -81,14 +81,14 @@ def record(
     resolved = changed(
         resolved, train={"global_batch": resolved.config.parallel.dp * accumulation}, finetune=MASKS if masks else {}
     )
-    (found,) = run_devices(1, recorded, resolved, weights(resolved), 4096, ranks, mutant, folder=folder)
-    return found  # type: ignore[no-any-return]
+    (result,) = run_devices(1, recorded, resolved, weights(resolved), 4096, ranks, mutant, folder=folder)
+    return result  # type: ignore[no-any-return]
 
 
 def census(text: str) -> Counter[tuple[str, int, int]]:
     """Count of each collective in a graph, by number of groups and of ranks in a group."""
-    found = parse(text).collectives
-    return Counter((each.op, len(each.groups), len(each.groups[0])) for each in found)
+    result = parse(text).collectives
+    return Counter((item.op, len(item.groups), len(item.groups[0])) for item in result)
 
 
 BLOCKS = 2
@@ -169,13 +169,13 @@ def test_all_ranks_of_a_model_with_experts_record_the_same_graphs(tmp_path: Path
     micro, _, update = by_rank[0][:3]
     for graphs in by_rank:
         assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
-    found = census(micro.text)
+    result = census(micro.text)
     if not sp:
-        assert found["all-reduce", 8, 512] == 1
+        assert result["all-reduce", 8, 512] == 1
         return
     # Weights and indices forward, the gradient of the weights backward; an input is not gathered again.
     own = {("all-reduce", 1, 4096): 1, ("all-gather", 512, 8): BLOCKS, ("reduce-scatter", 512, 8): BLOCKS}
-    assert found == MICRO_STEP + Counter(own)
+    assert result == MICRO_STEP + Counter(own)
 
 
 def test_graphs_do_not_change_with_accumulation_and_are_one_without(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_zero1_over_4096_ranks_scatters_gathers_and_divides_by_dp(tmp_path: Path
     for graphs in by_rank:
         assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
     assert census(micro.text) == MICRO_STEP
-    found = census(update.text)
-    assert found - UPDATE == {
+    result = census(update.text)
+    assert result - UPDATE == {
         ("reduce-scatter", 8, 512): 1,  # the gradients, in one bucket after the last micro-batch
         ("all-gather", 8, 512): 1,  # the new parameters
         ("all-reduce", 1, 4096): 1,  # the norm, over all that hold a part of the state
     }
-    assert UPDATE - found == {("all-reduce", 8, 512): 1, ("all-reduce", 512, 8): 1}
+    assert UPDATE - result == {("all-reduce", 8, 512): 1, ("all-reduce", 512, 8): 1}
     lines = update.text.splitlines()
     (scatter,) = [line for line in lines if " reduce-scatter(" in line]
     name = scatter.split(" = ")[0].split()[-1]

@@ -77,8 +77,8 @@ def run_fork(folder: Path, argv: list[str], shell: Mapping[str, str]) -> str:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The published 7B run on 4096 ranks in a small shape, as the command line reports it."""
     options = (*SHAPE, "--json", "--hlo", str(tmp_path_factory.mktemp("hlo")))
-    found: dict[str, Any] = json.loads(run_graphs(4096, RANKS, *options, **OUTSIDE))
-    return found
+    result: dict[str, Any] = json.loads(run_graphs(4096, RANKS, *options, **OUTSIDE))
+    return result
 
 
 def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -110,16 +110,16 @@ def test_the_7b_at_its_true_width_needs_a_graph_per_micro_batch_and_one_to_updat
     """On two ranks; all 32 blocks take a minute and 5 GiB."""
     options = (f"model.config.num_hidden_layers={blocks}", "--steps", "2", "--json")
     printed = run_fork(tmp_path, command(4096, [0, 3001], *options), OUTSIDE)
-    found = json.loads(printed[printed.index("{") :])
-    assert (found["problems"], found["host_reads"]) == ([], [])
-    assert [(g["name"], g["steps"]) for g in found["graphs"]] == [
+    result = json.loads(printed[printed.index("{") :])
+    assert (result["problems"], result["host_reads"]) == ([], [])
+    assert [(g["name"], g["steps"]) for g in result["graphs"]] == [
         ("steady micro-batch", [1, 2]),
         ("steady update", [1, 2]),
         ("log", [1, 2]),
         ("vote", [2]),
         ("evaluation", [2]),
     ]
-    micro, update = map(census, found["graphs"][:2])
+    micro, update = map(census, result["graphs"][:2])
     # Both ways each: into the head and out of the embedding; into two column layers and out of two row layers of a
     # block. Backward gathers the inputs of the column layers again, for the gradients of their weights.
     entered = 2 + 4 * blocks
@@ -127,7 +127,7 @@ def test_the_7b_at_its_true_width_needs_a_graph_per_micro_batch_and_one_to_updat
     assert micro["all-gather", "tp"] == (entered + 2 * blocks, 512, 8)
     assert {axis for _, axis in micro} == {"tp"}
     assert {axis: groups for (_, axis), (_, *groups) in update.items()} == {"dp": [8, 512], "tp": [512, 8]}
-    assert found["graphs"][1]["dp_scale"] == 1 / 512
+    assert result["graphs"][1]["dp_scale"] == 1 / 512
 
 
 def test_the_texts_of_its_graphs_are_saved(sound: dict[str, Any]) -> None:
@@ -172,11 +172,11 @@ def test_evaluation_is_one_graph_of_one_micro_batch_however_many_there_are(tmp_p
         changed(small, train={"global_batch": 512 * number, "micro_batch": 1, "eval_every": 1, "eval_batches": 2})
         for number in (2, 3)
     ]
-    (found,) = run_devices(1, traced, 4096, [(plan, "", [0]) for plan in plans], folder=tmp_path)
-    two, three = ([graph for graph in each["graphs"] if graph["name"] == "evaluation"] for each in found)
+    (result,) = run_devices(1, traced, 4096, [(plan, "", [0]) for plan in plans], folder=tmp_path)
+    two, three = ([graph for graph in item["graphs"] if graph["name"] == "evaluation"] for item in result)
     assert two == three
     assert len(two) == 1
-    assert not [problem for each in found for problem in each["problems"]]
+    assert not [problem for item in result for problem in item["problems"]]
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +188,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     rising = changed(plan, optim={"lr": 1.0, "warmup_steps": 2})  # 0.5, then 1.0, which is a constant as a number
     cases = [(run, "", [0]) for run in flat]
     cases += [(rising, mutant, [0, 1] if mutant in OF_RANKS else [0]) for mutant in MUTANTS if mutant]
-    (found,) = run_devices(1, traced, 4096, cases, folder=tmp_path_factory.mktemp("mutants"))
-    return dict(zip([*map(str, RATES), *filter(None, MUTANTS)], found, strict=True))
+    (result,) = run_devices(1, traced, 4096, cases, folder=tmp_path_factory.mktemp("mutants"))
+    return dict(zip([*map(str, RATES), *filter(None, MUTANTS)], result, strict=True))
 
 
 def test_no_learning_rate_and_no_storage_changes_a_graph(reports: dict[str, dict[str, Any]]) -> None:

@@ -17,11 +17,11 @@ LAYOUT = ("parallel.tp=2", "parallel.cp=2", "parallel.shard=zero1", "train.micro
 def test_ranks_of_cp_record_one_graph_and_the_report_names_their_collectives(documents: str) -> None:
     argv = ("--world", "8", "--steps", "1", "--json", *LAYOUT, f"data.doc_mask={documents}")
     out = output_of("graphs", CONFIGS / "tiny_cpu.toml", *argv)
-    found = json.loads(out)
-    assert found["problems"] == []
-    assert {0, 1, 2, 3, 4} <= set(found["ranks"])
-    (micro,) = [graph for graph in found["graphs"] if graph["name"] == "steady micro-batch"]
-    (update,) = [graph for graph in found["graphs"] if graph["name"] == "steady update"]
+    result = json.loads(out)
+    assert result["problems"] == []
+    assert {0, 1, 2, 3, 4} <= set(result["ranks"])
+    (micro,) = [graph for graph in result["graphs"] if graph["name"] == "steady micro-batch"]
+    (update,) = [graph for graph in result["graphs"] if graph["name"] == "steady update"]
     # Two blocks: keys and values are gathered in both passes, and their gradients are scattered once.
     counts = {row["op"]: row["count"] for row in micro["collectives"] if row["axis"] == "cp"}
     assert counts == {"all-gather": 4, "reduce-scatter": 2}

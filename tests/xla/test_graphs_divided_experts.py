@@ -25,10 +25,10 @@ def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, op
     options = (*LAYOUT, f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}", f"optim.name={optim}")
     code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", "--world", "8", "--steps", "1", "--json", *options)
     assert code == 0, err
-    found = json.loads(out)
-    assert found["problems"] == []
-    (micro,) = [graph for graph in found["graphs"] if graph["name"] == "steady micro-batch"]
-    (update,) = [graph for graph in found["graphs"] if graph["name"] == "steady update"]
+    result = json.loads(out)
+    assert result["problems"] == []
+    (micro,) = [graph for graph in result["graphs"] if graph["name"] == "steady micro-batch"]
+    (update,) = [graph for graph in result["graphs"] if graph["name"] == "steady update"]
     # Two blocks: rows and their weights go to the experts, and outputs back, and so do the gradients. Whole tokens have
     # the numbers of their experts with them.
     rows = [row for row in micro["collectives"] if row["axis"] == "ep"]

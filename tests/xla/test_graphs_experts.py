@@ -19,9 +19,9 @@ def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch:
     argv = ("--world", "8", "--steps", "1", "--json", *MODEL, *layout)
     code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", *argv)
     assert code == 0, err
-    found = json.loads(out)
-    assert found["problems"] == found["host_reads"] == []
-    names = {graph["name"]: graph for graph in found["graphs"]}
+    result = json.loads(out)
+    assert result["problems"] == result["host_reads"] == []
+    names = {graph["name"]: graph for graph in result["graphs"]}
     last = "steady micro-batch" if pp == 1 else "stage 1 forward"
     (summed,) = [row for row in names[last]["collectives"] if row["axis"] == "dp"]
     numbers = 2 * 8 + 5  # of 8 experts; torch-xla orders collectives by a further number

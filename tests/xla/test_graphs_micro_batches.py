@@ -31,20 +31,20 @@ def drawn() -> list[Resolved]:
         {"tp": 2, "dp": 2, "pp": 2, "virtual_pp": 2, "config": {"num_hidden_layers": 4}},
         {"tp": 2, "dp": 1, "pp": 4, "config": {"num_hidden_layers": 4}},
     ]
-    found = []
+    results = []
     for form in forms:
         num_micro = draw.randint(4, 8) if "pp" not in form else draw.randint(10, 16)
         small = layout("gqa2", sp=True, batch=num_micro * form["dp"], micro=1, **form)
-        found.append(changed(small, train={"eval_every": 2, "eval_batches": 1}))
-    return found
+        results.append(changed(small, train={"eval_every": 2, "eval_batches": 1}))
+    return results
 
 
 def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Reports of each run: as the command traces it, with all micro-batches, and, without stages, with the first."""
 
     def report(plan: Resolved) -> dict[str, Any]:
-        found = trace(plan, WORLD, [0, WORLD - 1], 2, None)
-        return {key: value for key, value in found.items() if key != "seconds"}
+        result = trace(plan, WORLD, [0, WORLD - 1], 2, None)
+        return {key: value for key, value in result.items() if key != "seconds"}
 
     def of_run(config: Any, mesh: Mesh) -> Any:
         return config.train
@@ -52,30 +52,30 @@ def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], 
     def first(config: Any, mesh: Mesh) -> Any:
         return config.train.model_copy(update={"global_batch": mesh.dp.size})
 
-    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    results: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     for plan in plans:
         short = report(plan)
         with patch("nxtrain.tools.trace.trace.few_micro_batches", of_run):
             whole = report(plan)
         if whole["stages"] > 1:
-            found.append((short, whole, {}))
+            results.append((short, whole, {}))
             continue
         with patch("nxtrain.tools.trace.trace.few_micro_batches", first):
-            found.append((short, whole, report(plan)))
-    return found
+            results.append((short, whole, report(plan)))
+    return results
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    (found,) = run_devices(1, both, drawn(), folder=tmp_path_factory.mktemp("micro"))
-    return list(found)
+    (result,) = run_devices(1, both, drawn(), folder=tmp_path_factory.mktemp("micro"))
+    return list(result)
 
 
 @pytest.mark.parametrize("case", range(len(drawn())))
 def test_few_micro_batches_show_every_graph_of_a_step(
     case: int, reports: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 ) -> None:
-    short, whole, first = (dict(each) for each in reports[case])
+    short, whole, first = (dict(item) for item in reports[case])
     traced = [report.pop("micro_batches") for report in (short, whole, first) if report]
     assert {counts["of_run"] for counts in traced} == {traced[1]["traced"]}
     assert traced[0]["traced"] < traced[0]["of_run"]

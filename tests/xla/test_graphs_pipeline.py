@@ -48,8 +48,8 @@ CASES: dict[str, tuple[Any, str, list[int]]] = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Of two steps; a minute in all at most."""
-    (found,) = run_devices(1, traced, WORLD, list(CASES.values()), folder=tmp_path_factory.mktemp("graphs"))
-    return dict(zip(CASES, found, strict=True))
+    (result,) = run_devices(1, traced, WORLD, list(CASES.values()), folder=tmp_path_factory.mktemp("graphs"))
+    return dict(zip(CASES, result, strict=True))
 
 
 def test_ranks_of_every_stage_are_traced() -> None:
@@ -58,11 +58,11 @@ def test_ranks_of_every_stage_are_traced() -> None:
 
 @pytest.mark.parametrize("case", ["2", "3", "chunks, 2", "chunks, 3", "tied", "vote"])
 def test_a_sound_pipeline_has_no_problem(case: str, reports: dict[str, dict[str, Any]]) -> None:
-    found = reports[case]
-    assert (found["problems"], found["host_reads"], found["stages"]) == ([], [], 4)
-    assert {graph["dp_scale"] for graph in found["graphs"]} == {0.5, None}
-    assert len({graph["name"] for graph in found["graphs"]}) == found["distinct_graphs"] == len(found["graphs"])
-    for graph in found["graphs"]:
+    result = reports[case]
+    assert (result["problems"], result["host_reads"], result["stages"]) == ([], [], 4)
+    assert {graph["dp_scale"] for graph in result["graphs"]} == {0.5, None}
+    assert len({graph["name"] for graph in result["graphs"]}) == result["distinct_graphs"] == len(result["graphs"])
+    for graph in result["graphs"]:
         axes = {row["axis"] for row in graph["collectives"]}
         assert graph["stages"] == sorted({rank // 4 for rank in graph["ranks"]})
         assert not graph["name"].startswith("stage") or axes <= {"tp", "dp"}
@@ -113,7 +113,7 @@ def test_a_vote_is_the_same_graphs_on_all_ranks_of_a_stage_and_all_stages_meet(
     stages = {graph["name"]: graph["stages"] for graph in reports["vote"]["graphs"] if "vote" in graph["name"]}
     assert stages.pop("vote exchange of the first and last stage") == [0, 3]
     assert stages.pop("stages 1-2 vote") == [1, 2]
-    assert {stage for found in stages.values() for stage in found} == {0, 3}
+    assert {stage for result in stages.values() for stage in result} == {0, 3}
     others = {name for name in stages if "exchange" in name or "sum" in name}
     assert not others, "one exchange, and the sum is that of the gradient norm"
 

@@ -32,11 +32,11 @@ def drawn() -> list[Resolved]:
         {"tp": 2, "dp": 4, "params": "bf16", "update": "bf16_kahan", "shard": "zero1"},
         {"tp": 2, "dp": 2, "pp": 2},
     ]
-    found = []
+    results = []
     for form in forms:
         micro = draw.randint(2, 4)
-        found.append(layout("gqa2", sp=True, batch=micro * form["dp"], micro=1, config=LARGE, **form))
-    return [*found, changed(found[0], finetune={"method": "lora", "r": 2})]
+        results.append(layout("gqa2", sp=True, batch=micro * form["dp"], micro=1, config=LARGE, **form))
+    return [*results, changed(results[0], finetune={"method": "lora", "r": 2})]
 
 
 def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
@@ -50,24 +50,24 @@ def both(backend: Backend, plans: list[Resolved]) -> list[tuple[dict[str, Any], 
         return put(self, x)
 
     def report(plan: Resolved) -> dict[str, Any]:
-        found = trace(plan, WORLD, [0, WORLD - 1], 2, None)
-        return {key: value for key, value in found.items() if key != "seconds"}
+        result = trace(plan, WORLD, [0, WORLD - 1], 2, None)
+        return {key: value for key, value in result.items() if key != "seconds"}
 
-    found = []
+    results = []
     for plan in plans:
         uploaded.clear()
         with patch.object(TracingBackend, "put", noted):
             without = report(plan)
         most = max(uploaded)
         with patch.object(TracingBackend, "building", lambda self: nullcontext()):
-            found.append((without, report(plan), most))
-    return found
+            results.append((without, report(plan), most))
+    return results
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any], int]]:
-    (found,) = run_devices(1, both, drawn(), folder=tmp_path_factory.mktemp("reports"))
-    return list(found)
+    (result,) = run_devices(1, both, drawn(), folder=tmp_path_factory.mktemp("reports"))
+    return list(result)
 
 
 def test_graphs_are_those_of_tensors_with_storage(reports: list[tuple[dict[str, Any], dict[str, Any], int]]) -> None:

@@ -94,15 +94,15 @@ def _held(state: TrainState) -> dict[str, Tensor]:
 
 def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
     there = {name: backend.put(x) for name, x in tensors.items()}
-    found = checksums(there, backend.kernels, backend.put(factors(64)))
+    result = checksums(there, backend.kernels, backend.put(factors(64)))
     backend.step_boundary()
     assert not Counts.now().fallbacks
-    return [int(number) for number in found.cpu()]
+    return [int(number) for number in result.cpu()]
 
 
 @dataclass(frozen=True)
 class Voted:
-    told: str
+    message: str
     compiled: int
     launched: int
     read: int
@@ -125,17 +125,17 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
     loop = replace(loop, guard=NumericsGuard(resolved.config, state))
     backend.collectives.barrier()
     before, read = Counts.now(), _read()
-    told = ""
+    message = ""
     backend.collectives.barrier()
     try:
         loop.run(0)
     except NxtrainError as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     backend.collectives.barrier()
     after = Counts.now()
-    found = Voted(told, after.compiled - before.compiled, after.launched - before.launched, _read() - read)
+    result = Voted(message, after.compiled - before.compiled, after.launched - before.launched, _read() - read)
     backend.collectives.barrier()  # the next run counts for itself
-    return found
+    return result
 
 
 def votes(backend: Backend, cases: Sequence[tuple[Resolved, tuple[int, int] | None]]) -> list[Voted]:
@@ -145,8 +145,8 @@ def votes(backend: Backend, cases: Sequence[tuple[Resolved, tuple[int, int] | No
 def _read() -> int:
     import torch_xla.debug.metrics as met
 
-    found = met.metric_data("TransferFromDeviceTime")
-    return int(found[0]) if found else 0
+    result = met.metric_data("TransferFromDeviceTime")
+    return int(result[0]) if result else 0
 
 
 def hung(backend: Backend, logs: Path) -> None:
@@ -186,7 +186,7 @@ def compared(
         number = backend.fetch({"differing": differing})["differing"]
         backend.collectives.barrier()
         compiled.append(Counts.now().compiled - before)
-        words.append([str(found) for found in vote.dissents(of_all)] or ["elsewhere"] * bool(number))
+        words.append([str(result) for result in vote.dissents(of_all)] or ["elsewhere"] * bool(number))
         if right is not None:
             _set(backend, parameter, right)
     assert not Counts.now().fallbacks
@@ -228,8 +228,8 @@ def check(course: Skipping) -> None:
 def test_a_bad_step_changes_no_bit_under_any_rule_and_is_the_graph_of_the_others(tmp_path: Path) -> None:
     plans = [layout("gqa2", tp=1, micro=4, **rule) for rule in RULES]
     plans.append(changed(plans[-1], precision={"state": "bf16"}))
-    (found,) = run_devices(1, skippings, [(plan, weights_of(plan)) for plan in plans], folder=tmp_path)
-    for rule, course in zip([*RULES, "kahan, bf16 state"], found, strict=True):
+    (result,) = run_devices(1, skippings, [(plan, weights_of(plan)) for plan in plans], folder=tmp_path)
+    for rule, course in zip([*RULES, "kahan, bf16 state"], result, strict=True):
         check(course)
         assert sum(course.compiled) == course.compiled[0] == 1, rule
         assert course.fallbacks == ()
@@ -261,7 +261,7 @@ def test_a_vote_finds_the_one_replica_with_another_bit_for_one_graph_and_one_rea
     cases = [(plan("unvoted", 0), None), (plan("voted", 2), None), (plan("flipped", 2), (1, 4))]
     by_rank: list[list[Voted]] = run_devices(WORLD, votes, cases, folder=tmp_path)
     for rank, (unvoted, sound, flipped) in enumerate(by_rank):
-        assert unvoted.told == sound.told == ""
+        assert unvoted.message == sound.message == ""
         assert unvoted.compiled > 1
         assert sound.compiled == 1
         assert flipped.compiled == 0
@@ -269,7 +269,7 @@ def test_a_vote_finds_the_one_replica_with_another_bit_for_one_graph_and_one_rea
         assert sound.launched - unvoted.launched == num_votes
         assert sound.read - unvoted.read == num_votes
         named = "rank 1 differs from ranks 0 and 2 in model.embed_tokens.weight"
-        assert flipped.told.startswith(
+        assert flipped.message.startswith(
             f"RestartError: step 4: the replicas of the model are no longer equal: {named}. "
         )
         assert by_rank[rank][0] == by_rank[0][0]
@@ -305,17 +305,17 @@ def test_copies_within_a_model_are_compared_by_graphs_that_are_known_after_the_f
     world = cuts["tp"] * cuts["pp"] * cuts.get("dp", 1)
     by_rank = run_devices(world, compared, resolved, weights_of(resolved), flips, folder=tmp_path)
     for rank, (said, compiled) in enumerate(by_rank):
-        sound, *found = said
+        sound, *actual = said
         assert sound == []
         assert compiled[0] > 0
         assert compiled[1:] == [0] * len(flips)
-        for text, want in zip(found, words, strict=True):
+        for text, want in zip(actual, words, strict=True):
             if isinstance(want, str):
                 assert text == [want]
                 continue
             name, *pair = want
-            told = f"ranks {pair[0]} and {pair[1]} differ in {name}, and no majority tells which is right"
-            assert text == [told if rank in pair else "elsewhere"]
+            message = f"ranks {pair[0]} and {pair[1]} differ in {name}, and no majority tells which is right"
+            assert text == [message if rank in pair else "elsewhere"]
 
 
 def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tmp_path: Path) -> None:
@@ -329,5 +329,5 @@ def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tm
 
 def test_checksums_are_those_of_the_cpu(tmp_path: Path) -> None:
     tensors = {"a": random(33, 17), "b": random(7).to(torch.bfloat16), "c": random(3, 4, 5), "d": -random(2, 2)}
-    ((found),) = run_devices(1, summed, tensors, folder=tmp_path)
-    assert found == checksums(tensors, CpuKernels(), factors(64)).tolist()
+    ((result),) = run_devices(1, summed, tensors, folder=tmp_path)
+    assert result == checksums(tensors, CpuKernels(), factors(64)).tolist()

@@ -30,9 +30,9 @@ def run_of(shape: str = "gqa2", **cuts: Any) -> Resolved:
 def check_devices(cases: list[Resolved], folder: Path) -> None:
     jobs = [(case, weights_of(case)) for case in cases]
     by_rank = run_devices(2, courses, jobs, STEPS, folder=folder)
-    for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
-        check_course([course for course, _ in found], reference(case, STEPS), case)
-        assert {graphs for _, graphs in found} == {1}, "one for all steps of all ranks"
+    for case, result in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check_course([course for course, _ in result], reference(case, STEPS), case)
+        assert {graphs for _, graphs in result} == {1}, "one for all steps of all ranks"
 
 
 def test_two_devices_take_the_steps_of_torchs_optimizers(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_every_step_is_the_same_graph_and_reads_nothing(tmp_path: Path) -> None:
         optim={"muon_precision": "bf16"},
     )
     cases = [(sound, weights_of(sound), RATES, ""), (rounded, weights_of(rounded), RATES, "")]
-    (found,) = run_devices(1, all_steps, cases, folder=tmp_path)
-    for steps in found:
+    (result,) = run_devices(1, all_steps, cases, folder=tmp_path)
+    for steps in result:
         assert steps.refusal == ""
         assert steps.compiled == [1] * len(RATES)
         assert steps.fallbacks == ()
@@ -62,8 +62,8 @@ def test_every_step_is_the_same_graph_and_reads_nothing(tmp_path: Path) -> None:
 
 def exchanges(text: str) -> Counter[tuple[str, int]]:
     """Count of the collectives that the optimizer alone has, by ranks of a group."""
-    found = parse(text).collectives
-    return Counter((each.op, len(each.groups[0])) for each in found if each.op in ("all-to-all", "all-gather"))
+    result = parse(text).collectives
+    return Counter((item.op, len(item.groups[0])) for item in result if item.op in ("all-to-all", "all-gather"))
 
 
 @pytest.mark.parametrize(

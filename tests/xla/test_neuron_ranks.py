@@ -60,5 +60,5 @@ def test_steps_equal_transformers(axis: str, tmp_path: Path) -> None:
     print(f"seed {SEED}: {pairs}")
     cases = [layout("mha", config=model, **how) for model, how in pairs]
     by_rank = run_devices(2, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path, neuron={})
-    for case, *found in zip(cases, *by_rank, strict=True):
-        check_course(found, reference(case, STEPS), case)
+    for case, *result in zip(cases, *by_rank, strict=True):
+        check_course(result, reference(case, STEPS), case)

@@ -105,14 +105,14 @@ class Instruction(NamedTuple):
 
 def instructions(text: str) -> dict[str, Instruction]:
     """The instructions of a graph by name, those of called computations among them."""
-    found, in_entry = {}, False
+    result, in_entry = {}, False
     for line in text.splitlines():
         in_entry = in_entry or line.startswith("ENTRY ")
         if match := INSTRUCTION.match(line):
             root, name, kind, op, rest = match.groups()
-            assert name not in found
-            found[name] = Instruction(kind, op, OPERAND.findall(rest), bool(root) and in_entry)
-    return found
+            assert name not in result
+            result[name] = Instruction(kind, op, OPERAND.findall(rest), bool(root) and in_entry)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -120,34 +120,34 @@ def hardware(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Update]:
     """Updates whose casts the hardware is to round."""
     cases = [(plan, weights_of(plan)) for plan in CASES.values()]
     folder = tmp_path_factory.mktemp("hardware")
-    (found,) = run_devices(1, updates, cases, folder=folder, neuron={ROUNDING: "1"})
-    return dict(zip(CASES, found, strict=True))
+    (result,) = run_devices(1, updates, cases, folder=folder, neuron={ROUNDING: "1"})
+    return dict(zip(CASES, result, strict=True))
 
 
 def faults(update: Update, roundings: int) -> list[str]:
     """Roundings of an update beside its results, or instead of them, and casts that are too many or too few."""
     graph = instructions(update.text)
-    casts = {name: each for name, each in graph.items() if each.op == "convert" and each.kind == "bf16"}
-    (root,) = (each for each in graph.values() if each.is_root)
-    found = [f"{len(casts)} casts to bf16 for {roundings} tensors"] if len(casts) != roundings else []
-    found += [
-        f"{name} casts {graph[each.operands[0]].kind}"
-        for name, each in casts.items()
-        if graph[each.operands[0]].kind != "f32"
+    casts = {name: item for name, item in graph.items() if item.op == "convert" and item.kind == "bf16"}
+    (root,) = (node for node in graph.values() if node.is_root)
+    result = [f"{len(casts)} casts to bf16 for {roundings} tensors"] if len(casts) != roundings else []
+    result += [
+        f"{name} casts {graph[item.operands[0]].kind}"
+        for name, item in casts.items()
+        if graph[item.operands[0]].kind != "f32"
     ]
-    found += [f"{name} is no result" for name in casts if name not in root.operands]
-    narrow = {name: each for name, each in graph.items() if each.kind == "bf16" and each.op not in {*MOVES, "convert"}}
-    found += [f"{name} is {each.op} in bf16" for name, each in narrow.items()]
-    unknown = {each.kind for each in graph.values() if each.kind in {"f16", "f64"} or each.kind.startswith("f8")}
-    found += [f"something is {kind}" for kind in unknown]
-    drawn = {each.op for each in graph.values()} & {
+    result += [f"{name} is no result" for name in casts if name not in root.operands]
+    narrow = {name: item for name, item in graph.items() if item.kind == "bf16" and item.op not in {*MOVES, "convert"}}
+    result += [f"{name} is {item.op} in bf16" for name, item in narrow.items()]
+    unknown = {node.kind for node in graph.values() if node.kind in {"f16", "f64"} or node.kind.startswith("f8")}
+    result += [f"something is {kind}" for kind in unknown]
+    drawn = {node.op for node in graph.values()} & {
         "xor",
         "rng",
         "rng-bit-generator",
         "bitcast-convert",
         "reduce-precision",
     }
-    return found + [f"software rounds too: {op}" for op in sorted(drawn)]
+    return result + [f"software rounds too: {op}" for op in sorted(drawn)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -120,13 +120,13 @@ class Machine:
         store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         ranks = []
         for rank in range(world):
-            place = rank_variables(rank, world, store.port) if world > 1 else {}
-            env = {**self.env, **variables, **place}
+            placement = rank_variables(rank, world, store.port) if world > 1 else {}
+            env = {**self.env, **variables, **placement}
             argv = ("train", str(self.config), *overrides)
             ranks.append(start(neuron_machine.command, env, *argv, env=env, log=self.folder / f"train-{rank}.log"))
         ended = [rank.ended(280) for rank in ranks]
-        printed = "".join(each.printed for each in ended)
-        assert [each.code for each in ended] == [0] * world, printed[-6000:]
+        printed = "".join(process.printed for process in ended)
+        assert [process.code for process in ended] == [0] * world, printed[-6000:]
         return printed
 
     def resume(self, step: int, *overrides: str) -> str:
@@ -158,7 +158,7 @@ def test_what_was_compiled_beforehand_trains_as_transformers_does_and_resumes(tm
     assert machine.records(RESUMED) == machine.records()[SAVED:]
     assert "Call compiler" not in printed
     assert_real(tmp_path, processes=3)
-    assert not any(each["rounds"] for each in witnesses(tmp_path))
+    assert not any(witness["rounds"] for witness in witnesses(tmp_path))
 
 
 def test_bf16_that_the_hardware_rounds_stays_as_near_to_fp32_as_transformers_in_bf16(tmp_path: Path) -> None:
@@ -167,14 +167,14 @@ def test_bf16_that_the_hardware_rounds_stays_as_near_to_fp32_as_transformers_in_
     machine.train(*rule)
     losses = machine.column("loss")
     exact, theirs = (course.losses for course in (reference(PLAN, STEPS), narrow_reference(PLAN, STEPS, masters=False)))
-    errors = [max(abs(a - b) for a, b in zip(found, exact, strict=True)) for found in (losses, theirs)]
+    errors = [max(abs(a - b) for a, b in zip(actual, exact, strict=True)) for actual in (losses, theirs)]
     assert 0.0 < errors[0] < 1.5 * errors[1], (errors, losses, theirs, exact)
 
     machine.resume(SAVED, *rule)
     # On hardware the steps after a resume draw other bits; a plain cast draws none.
     assert machine.records(RESUMED) == machine.records()[SAVED:]
     assert_real(tmp_path, processes=2)
-    assert all(each["rounds"] is True for each in witnesses(tmp_path))
+    assert all(witness["rounds"] is True for witness in witnesses(tmp_path))
 
 
 def test_two_ranks_whose_hosts_carry_their_collectives_train_as_transformers_does(tmp_path: Path) -> None:
@@ -206,7 +206,9 @@ def test_nxds_layers_and_flash_attention_train_as_near_to_fp32_as_transformers_i
     printed = machine.nxtrain("train", *overrides, "precision.update=fp32_master", **{NXD: "1"})
     assert "layers nxd: neuronx-distributed" in printed
     exact, theirs = reference(plan, 3).losses, narrow_reference(plan, 3, masters=True).losses
-    errors = [max(abs(a - b) for a, b in zip(found, exact, strict=True)) for found in (machine.column("loss"), theirs)]
+    errors = [
+        max(abs(a - b) for a, b in zip(actual, exact, strict=True)) for actual in (machine.column("loss"), theirs)
+    ]
     assert 0.0 < errors[0] < 1.5 * errors[1], (errors, machine.column("loss"), theirs, exact)
     assert_real(tmp_path, processes=1)
     (note,) = witnesses(tmp_path)[0]["notes"]

@@ -41,8 +41,8 @@ def test_steps_on_two_devices_equal_transformers(
 ) -> None:
     runs = [layout(shape, tp=tp, dp=dp, sp=sp, micro=micro, remat=remat) for shape, tp, dp, sp, micro, remat in cases]
     by_rank = run_devices(2, nxd_xla.courses, [(run, weights_of(run)) for run in runs], STEPS, folder=tmp_path)
-    for run, (shape, *_), found in zip(runs, cases, zip(*by_rank, strict=True), strict=True):
-        check_course(found, reference(layout(shape, tp=1), STEPS), run)
+    for run, (shape, *_), result in zip(runs, cases, zip(*by_rank, strict=True), strict=True):
+        check_course(result, reference(layout(shape, tp=1), STEPS), run)
 
 
 def record(
@@ -52,8 +52,8 @@ def record(
     resolved = layout("gqa2", tp=8, dp=512, sp=sp, micro=1, params=params, remat=remat)
     resolved = changed(resolved, train={"global_batch": 1024})
     job = (recorded, resolved, weights_of(resolved), 4096, RANKS, mutant, layers)
-    (found,) = run_devices(1, *job, folder=folder)
-    return found  # type: ignore[no-any-return]
+    (result,) = run_devices(1, *job, folder=folder)
+    return result  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_graphs_are_traced_as_the_ranks_of_a_run_record_them(tmp_path: Path) -> 
     (runs,) = run_devices(1, nxd_xla.hashes_of_steps, plans, 4096, RANKS, 2, folder=tmp_path)
     (reports,) = run_devices(1, nxd_xla.traced, plans, 4096, RANKS, "trn1.32xlarge", folder=tmp_path)
     for by_rank, report in zip(runs, reports, strict=True):
-        found = steady(report)
-        micro = [found["steady micro-batch"]] * 2 if "steady micro-batch" in found else []
-        step = [*micro, *(found[name] for name in found if name != "steady micro-batch")]
+        result = steady(report)
+        micro = [result["steady micro-batch"]] * 2 if "steady micro-batch" in result else []
+        step = [*micro, *(result[name] for name in result if name != "steady micro-batch")]
         assert by_rank == [step * 2] * len(RANKS)
 
 
 def test_the_order_of_ranks_is_that_of_the_instance_of_the_run(tmp_path: Path) -> None:
-    (found,) = run_devices(1, nxd_xla.orders, [("trn2.48xlarge", 128, 32), ("trn1.32xlarge", 64, 32)], folder=tmp_path)
+    (result,) = run_devices(1, nxd_xla.orders, [("trn2.48xlarge", 128, 32), ("trn1.32xlarge", 64, 32)], folder=tmp_path)
     # Opposite rows of chips of a trn2 together, with two physical cores per rank.
-    assert found[0] == tuple(16 * row + core for row in (0, 3, 1, 2, 4, 7, 5, 6) for core in range(16))
-    assert found[1] == tuple(range(64))
+    assert result[0] == tuple(16 * row + core for row in (0, 3, 1, 2, 4, 7, 5, 6) for core in range(16))
+    assert result[1] == tuple(range(64))
 
 
 def test_the_command_traces_its_layers_and_its_order_of_ranks(tmp_path: Path) -> None:
@@ -139,6 +139,6 @@ def test_nxd_4_17_a_pair_that_is_named_downwards_receives_its_own_zeros(
     It names pairs downwards where the last rank sends to the first, as the interleaved schedule does, and on a trn2
     whose tensor parallelism takes half a node. Whether Neuron's own collectives keep XLA's order is not known here.
     """
-    for gathered, found in run_devices(2, nxd_xla.received, pair, folder=tmp_path):
+    for gathered, result in run_devices(2, nxd_xla.received, pair, folder=tmp_path):
         assert gathered == [float(rank) for rank in pair]
-        assert found == [taken]
+        assert result == [taken]

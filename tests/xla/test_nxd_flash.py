@@ -62,7 +62,7 @@ def attended(backend: Backend, cases: Sequence[Case]) -> list[Found]:
     nki_kernels.install()
     from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
 
-    found = []
+    collected = []
     for case in cases:
         os.environ[nxd_cpu.PLATFORM] = case.target
         # Of the types, the backend gives only bfloat16 to the kernel; the function itself takes others.
@@ -72,8 +72,8 @@ def attended(backend: Backend, cases: Sequence[Case]) -> list[Found]:
         assert type(kernels) is NeuronKernels
         assert kernels.flash is nki_flash_attn_func
         launches = [nki_kernels.flash_fwd.grids, nki_kernels.flash_attn_bwd.grids]
-        for each in launches:
-            each.clear()
+        for launch in launches:
+            launch.clear()
         *inputs, grad = (backend.put(x) for x in case.inputs())
         q, k, v = (x.requires_grad_() for x in inputs)
         out = kernels.attention(q, k, v)
@@ -81,8 +81,8 @@ def attended(backend: Backend, cases: Sequence[Case]) -> list[Found]:
         backend.step_boundary()
         results = [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
         (note,) = backend.notes()
-        found.append(Found(note, [x.cpu() for x in results], [grid for each in launches for grid in each]))
-    return found
+        collected.append(Found(note, [x.cpu() for x in results], [grid for launch in launches for grid in launch]))
+    return collected
 
 
 pytestmark = pytest.mark.nxd
@@ -115,9 +115,9 @@ def wanted(case: Case) -> list[Tensor]:
 def test_attention_is_that_of_torch_in_float64(target: str, instance: str, lnc: int, tmp_path: Path) -> None:
     cases = [drawn(target, dtype, number) for dtype in TOLERANCE for number in range(2)]
     print(f"seed {SEED}: {cases}")
-    found: list[Found]
-    (found,) = run_devices(1, attended, cases, folder=tmp_path, neuron={}, instance=instance)
-    for case, ours in zip(cases, found, strict=True):
+    actual: list[Found]
+    (actual,) = run_devices(1, attended, cases, folder=tmp_path, neuron={}, instance=instance)
+    for case, ours in zip(cases, actual, strict=True):
         assert ours.note.startswith("flash attention: NKI's kernel of neuronx-distributed 0.")
         assert ours.grids == [(case.batch, case.heads, lnc)] * 2, "a launch forward, one backward"
         for name, mine, theirs in zip(("out", "dq", "dk", "dv"), ours.results, wanted(case), strict=True):

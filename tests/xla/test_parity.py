@@ -31,9 +31,9 @@ def test_optimized_steps_equal_transformers(tmp_path: Path) -> None:
     cases[1] = changed(cases[1], train={"z_loss": 1e-2}, metrics={"noise_scale": True})
     jobs = [(case, weights_of(case)) for case in cases]
     by_rank = run_devices(2, courses, jobs, STEPS, folder=tmp_path, flags=OPTIMIZED)
-    for case, found in zip(cases, zip(*by_rank, strict=True), strict=True):
-        check_course([course for course, _ in found], reference(case, STEPS), case)
-        assert {graphs for _, graphs in found} == {2}, "one per micro-batch but the first, and one for the update"
+    for case, result in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check_course([course for course, _ in result], reference(case, STEPS), case)
+        assert {graphs for _, graphs in result} == {2}, "one per micro-batch but the first, and one for the update"
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,11 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Course]]
 
 
 def test_an_average_over_the_world_instead_of_dp_would_be_noticed(mutants: list[dict[str, Course]]) -> None:
-    found = [rank["world"] for rank in mutants]
-    assert found[0].losses == pytest.approx(first_step().losses, rel=0, abs=2e-6)
-    assert found[0].norms == pytest.approx([norm / 2 for norm in first_step().norms], rel=1e-5)
+    result = [rank["world"] for rank in mutants]
+    assert result[0].losses == pytest.approx(first_step().losses, rel=0, abs=2e-6)
+    assert result[0].norms == pytest.approx([norm / 2 for norm in first_step().norms], rel=1e-5)
     with pytest.raises(AssertionError):
-        check_course(found, first_step(), MUTATED)
+        check_course(result, first_step(), MUTATED)
 
 
 def test_zero1_that_averages_over_the_world_would_be_noticed(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_zero1_that_averages_over_the_world_would_be_noticed(tmp_path: Path) -> 
 def test_norm_weights_that_keep_the_gradient_of_their_own_slice_would_be_noticed(
     mutants: list[dict[str, Course]],
 ) -> None:
-    found = [rank["norm"] for rank in mutants]
-    assert found[0].losses == pytest.approx(first_step().losses, rel=0, abs=2e-6)
+    result = [rank["norm"] for rank in mutants]
+    assert result[0].losses == pytest.approx(first_step().losses, rel=0, abs=2e-6)
     with pytest.raises(AssertionError):
-        check_course(found, first_step(), MUTATED)
+        check_course(result, first_step(), MUTATED)

@@ -49,8 +49,8 @@ def evaluated(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor
     """Loss and number of tokens of each micro-batch of the first batch."""
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
-    found = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
-    return list(backend.fetch({f"{i}{j}": x for i, pair in enumerate(found) for j, x in enumerate(pair)}).values())
+    result = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
+    return list(backend.fetch({f"{i}{j}": x for i, pair in enumerate(result) for j, x in enumerate(pair)}).values())
 
 
 LAYERS = {"num_hidden_layers": 4}
@@ -69,8 +69,8 @@ def play(shape: str, cases: list[tuple[Resolved, int]], folder: Path) -> list[li
     parallel = first.config.parallel
     world = parallel.tp * parallel.pp * parallel.dp
     by_rank = run_devices(world, piped, [(case, weights_of(case), steps) for case, steps in cases], folder=folder)
-    for (case, steps), *found in zip(cases, *by_rank, strict=True):
-        check_course([one.course for one in found], expected(shape, case.config.train.global_batch, steps), case)
+    for (case, steps), *actual in zip(cases, *by_rank, strict=True):
+        check_course([one.course for one in actual], expected(shape, case.config.train.global_batch, steps), case)
     return by_rank
 
 

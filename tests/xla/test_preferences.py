@@ -41,7 +41,7 @@ def test_drawn_runs_on_pairs_on_devices_equal_one_process(world: int, tmp_path: 
     runs = [draw_pairs("xla-pairs", SEED, index, degrees, xla=True) for index, degrees in enumerate(LAYOUTS[world])]
     by_rank = run_devices(world, pair_courses, [(run, run.weights()) for run in runs], folder=tmp_path)
     courses = zip(*by_rank, strict=True)
-    errors = [(run, error_of(found, wanted_of_pairs(run), run)) for run, found in zip(runs, courses, strict=True)]
+    errors = [(run, error_of(result, wanted_of_pairs(run), run)) for run, result in zip(runs, courses, strict=True)]
     assert not failures(errors), (failures(errors), [described_pairs(run) for run in runs])
     assert {run.objective.adapts for run in runs} == {True, False}
 
@@ -58,8 +58,8 @@ def graph_plans() -> list[Resolved]:
 
 def test_the_graphs_of_pairs_are_equal_on_all_ranks_and_read_nothing(tmp_path: Path) -> None:
     cases = [(plan, "", range(4)) for plan in graph_plans()]
-    (found,) = run_devices(1, traced, 4, cases, folder=tmp_path)
-    for report in found:
+    (result,) = run_devices(1, traced, 4, cases, folder=tmp_path)
+    for report in result:
         names = [graph["name"] for graph in report["graphs"]]
         assert names[:2] == ["steady micro-batch", "steady update"], names
         assert report["host_reads"] == []

@@ -22,22 +22,22 @@ from tests.support.xla_processes import start
 VARIABLE = "NXTRAIN_TEST_OF_FORKS"
 
 
-def place(backend: Backend) -> tuple[int, int, str]:
+def rank_and_variable(backend: Backend) -> tuple[int, int, str]:
     """Rank, world, and a variable of the process."""
     return backend.rank, backend.world, os.environ.get(VARIABLE, "")
 
 
 def test_each_fork_has_its_own_devices_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_devices(1, place, folder=tmp_path) == [(0, 1, "")]
+    assert run_devices(1, rank_and_variable, folder=tmp_path) == [(0, 1, "")]
     monkeypatch.setenv(VARIABLE, "set")  # the forkserver runs since before
-    assert run_devices(3, place, folder=tmp_path) == [(rank, 3, "set") for rank in range(3)]
+    assert run_devices(3, rank_and_variable, folder=tmp_path) == [(rank, 3, "set") for rank in range(3)]
     monkeypatch.delenv(VARIABLE)
-    assert run_devices(2, place, folder=tmp_path) == [(rank, 2, "") for rank in range(2)]
+    assert run_devices(2, rank_and_variable, folder=tmp_path) == [(rank, 2, "") for rank in range(2)]
 
 
 def test_flags_reach_the_compiler_of_a_fork(tmp_path: Path) -> None:
     """XLA parses its flags when a process makes its first device, and ends the process for one that it lacks."""
-    done = start_devices(1, place, folder=tmp_path, flags="--xla_no_such_flag=1")
+    done = start_devices(1, rank_and_variable, folder=tmp_path, flags="--xla_no_such_flag=1")
     assert done.code != 0
     assert "xla_no_such_flag" in done.printed
 

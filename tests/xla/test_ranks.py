@@ -44,23 +44,23 @@ from tests.support.parity import layout
 from tests.support.xla_engine import command_ranks, run_ranks
 
 
-def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:
+def outcomes(placement: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:
     """Train on paper with each defect: class and message of what ended it, and the graphs that were handed over."""
-    found = []
+    results = []
     with (
         patch.object(backend, "join", cache(join)),  # one process group for all cases
         patch.object(trace, "trainer", _as_in_a_run),
     ):
         for mutant in mutants:
-            tape = trace._Tape(rank=place.rank)
+            tape = trace._Tape(rank=placement.rank)
             with {**MUTANTS, **RANK_MUTANTS}[mutant]():
                 try:
-                    trace._play(plan, place.world, tape, steps)
+                    trace._play(plan, placement.world, tape, steps)
                     ended = ["", ""]
                 except NxtrainError as error:
                     ended = [type(error).__name__, str(error)]
-            found.append([*ended, *(cut.hash for cut in tape.cuts)])
-    return found
+            results.append([*ended, *(cut.hash for cut in tape.cuts)])
+    return results
 
 
 def _as_in_a_run(
@@ -111,16 +111,16 @@ RANK_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]:
+def on_a_fake_neuron_machine(placement: Placement, plan: Resolved) -> dict[str, Any]:
     """Open and close the Neuron backend on a pretended machine, and use what it gives beside graphs."""
     import torch_xla
     from torch_xla.distributed.xla_backend import ProcessGroupXla
 
-    machine = plan.config.run.dir.parent / f"machine-{place.rank}"
+    machine = plan.config.run.dir.parent / f"machine-{placement.rank}"
     furnish(machine)
     stand_on(machine)
     backend = NeuronBackend(BackendSettings(hang_timeout_s=60.0))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "placement": [backend.rank, backend.world, backend.local_rank, backend.local_world],
         "default group": [dist.get_backend(), dist.get_rank(), dist.get_world_size()],
         "is of torch-xla": isinstance(dist.group.WORLD, ProcessGroupXla),
@@ -129,14 +129,14 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
         "hosts wait": _timeout_s(backend),
     }
     groups = [[0], [1]]
-    made = dist.new_group([place.rank], pg_options={"xla_pg_options": {"mesh": groups}})
-    found["group of NxD"] = getattr(made, "_mesh", None)
+    made = dist.new_group([placement.rank], pg_options={"xla_pg_options": {"mesh": groups}})
+    result["group of NxD"] = getattr(made, "_mesh", None)
     backend.collectives.barrier()
-    found["compiled"] = backend.diagnostics.num_compiled()
-    found["resumes"] = _saved_and_loaded(backend, plan)
+    result["compiled"] = backend.diagnostics.num_compiled()
+    result["resumes"] = _saved_and_loaded(backend, plan)
     backend.close()
-    found["closed"] = not dist.is_initialized()
-    return found
+    result["closed"] = not dist.is_initialized()
+    return result
 
 
 def _timeout_s(backend: NeuronBackend) -> float:
@@ -172,7 +172,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]
     train = {"global_batch": 4, "micro_batch": 2, "eval_every": 2, "eval_batches": 1}
     plan = changed(layout("gqa2", tp=2, dp=1, sp=True), train=train, metrics={"log_every": 1})
     by_rank = run_ranks(2, outcomes, plan, STEPS, CASES, folder=tmp_path_factory.mktemp("ranks"))
-    return {case: [found[index] for found in by_rank] for index, case in enumerate(CASES)}
+    return {case: [result[index] for result in by_rank] for index, case in enumerate(CASES)}
 
 
 def test_ranks_that_record_the_same_graphs_run_to_the_end(ended: dict[str, list[list[str]]]) -> None:
@@ -217,8 +217,8 @@ def test_steady_steps_are_not_compared(ended: dict[str, list[list[str]]]) -> Non
 
 def test_the_neuron_backend_joins_the_ranks_and_leaves_them(tmp_path: Path) -> None:
     plan = changed(layout("gqa2", tp=2, dp=1, sp=True), run={"dir": tmp_path / "run"})
-    found = run_ranks(2, on_a_fake_neuron_machine, plan, folder=tmp_path)
-    for rank, facts in enumerate(found):
+    result = run_ranks(2, on_a_fake_neuron_machine, plan, folder=tmp_path)
+    for rank, facts in enumerate(result):
         assert facts == {
             "placement": [rank, 2, rank, 2],
             "default group": ["xla", rank, 2],

@@ -23,15 +23,15 @@ from tests.support.xla_engine import run_devices
 
 def endings(backend: Backend, cases: Sequence[tuple[Resolved, str]]) -> list[tuple[str, str]]:
     """Train each case, a configuration and the name of a defect; class and message of what ended it, if any."""
-    found = []
+    results = []
     for plan, mutant in cases:
         with DEFECTS[mutant]():
             try:
                 train_on(RunContext.open(backend, plan))
-                found.append(("", ""))
+                results.append(("", ""))
             except NxtrainError as error:
-                found.append((type(error).__name__, str(error)))
-    return found
+                results.append((type(error).__name__, str(error)))
+    return results
 
 
 def _whole_steps() -> AbstractContextManager[Any]:
@@ -106,8 +106,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
             "number",
         ),
     }
-    (found,) = run_devices(1, endings, list(cases.values()), folder=folder)
-    return dict(zip(cases, found, strict=True))
+    (result,) = run_devices(1, endings, list(cases.values()), folder=folder)
+    return dict(zip(cases, result, strict=True))
 
 
 @pytest.mark.parametrize("case", ["accumulated", "whole", "pieces", "ramp"])

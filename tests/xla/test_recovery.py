@@ -58,8 +58,8 @@ def test_a_rank_that_is_killed_stopped_and_hangs_loses_nothing(runs: Runs, tmp_p
     assert (first, last) == (3, 9)
     assert stopped in {8, 9}, "the rank may begin one more step before its watchdog learns of the signal"
     said = history.starts[2].said[0]
-    told = f"rank 0 did not get on within recovery.hang_timeout_s={PATIENCE_S:g} seconds: step 11 (training) for "
-    assert told in said
+    message = f"rank 0 did not get on within recovery.hang_timeout_s={PATIENCE_S:g} seconds: step 11 (training) for "
+    assert message in said
     for stacks in (said, (history.run / "logs/hang-rank-0.txt").read_text(encoding="utf-8")):
         assert "in _hang" in stacks
         assert "in train_step" in stacks
@@ -92,9 +92,9 @@ def test_a_rank_that_ends_is_no_hang_and_a_bit_of_one_replica_is_found(runs: Run
     # Where rank 0 was at that moment decides how much it knows.
     assert re.search("error: rank 0: (rank 1|a rank that this one works with) is gone", killed.said[0])
     assert set(flipped.codes.values()) == {RestartError.exit_code}
-    for told in flipped.said.values():
-        assert "step 5: the replicas of the model are no longer equal: ranks 0 and 1 differ in model.embed" in told
-        assert "was named" not in told, "not before"
+    for message in flipped.said.values():
+        assert "step 5: the replicas of the model are no longer equal: ranks 0 and 1 differ in model.embed" in message
+        assert "was named" not in message, "not before"
 
 
 @pytest.mark.parametrize(("world", "faults"), [(1, ("nan@0:8:reduce",)), (2, ("nan@1:8:reduce", "inf@0:8:bwd"))])

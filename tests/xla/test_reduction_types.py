@@ -31,8 +31,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
     for shard, params, reduce in TRACED:
         plan = layout("gqa2", tp=8, dp=512, sp=True, micro=1, batch=512, params=params, shard=shard)
         plans.append((changed(plan, precision={"reduce": reduce}), "", [0]))
-    (found,) = run_devices(1, traced, 4096, plans, folder=tmp_path_factory.mktemp("traced"))
-    return dict(zip(TRACED, found, strict=True))
+    (result,) = run_devices(1, traced, 4096, plans, folder=tmp_path_factory.mktemp("traced"))
+    return dict(zip(TRACED, result, strict=True))
 
 
 @pytest.mark.parametrize(("shard", "params", "reduce"), TRACED)
@@ -43,14 +43,18 @@ def test_the_graph_reduces_as_many_bytes_as_the_type_makes_of_the_gradients(
     cut = 512 if shard == "zero1" else 1
     elements = sum(math.ceil(shape[0] / cut) * cut * math.prod(shape[1:]) for shape in rows.values())
     (steady,) = (graph for graph in reports[shard, params, reduce]["graphs"] if graph["name"] == "steady")
-    found = {each["op"]: each["bytes"] for each in steady["collectives"] if each["axis"] in ("dp", "shard")}
+    actual = {
+        collective["op"]: collective["bytes"]
+        for collective in steady["collectives"]
+        if collective["axis"] in ("dp", "shard")
+    }
     expected = elements * DTYPES[reduce].itemsize
     if shard == "none":
-        found["all-reduce"] -= expected
+        actual["all-reduce"] -= expected
     else:
-        assert found.pop("reduce-scatter") == expected
-        assert found.pop("all-gather") == elements * DTYPES[params].itemsize
-    assert 0 < found.pop("all-reduce") <= SCALAR_BYTES and not found
+        assert actual.pop("reduce-scatter") == expected
+        assert actual.pop("all-gather") == elements * DTYPES[params].itemsize
+    assert 0 < actual.pop("all-reduce") <= SCALAR_BYTES and not actual
 
 
 def _plan(shard: str) -> Resolved:
@@ -75,8 +79,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Te
     """By accumulation: the gradient of each sequence, on one device."""
     plans = [reducing(shard, "fp32", params="fp32", dp=2, accumulation=n) for shard, n in RUN]
     folder = tmp_path_factory.mktemp("own")
-    (found,) = run_devices(1, of_each, own_gradients, plans, weights_of(plans[0]), folder=folder)
-    return {n: rows for (_, n), rows in zip(RUN, found, strict=True)}
+    (result,) = run_devices(1, of_each, own_gradients, plans, weights_of(plans[0]), folder=folder)
+    return {n: rows for (_, n), rows in zip(RUN, result, strict=True)}
 
 
 @pytest.mark.parametrize(("shard", "accumulation"), RUN)
@@ -90,8 +94,8 @@ def test_reduced_gradients_are_those_of_the_formula_in_that_type(
     for reduce, tolerance in (("fp32", 1e-5), ("bf16", 2**-8)):
         resolved = changed(narrow, precision={"reduce": reduce})
         expected = formula(own[accumulation], resolved)
-        for rank, found in enumerate(reduced[shard, accumulation, reduce]):
-            for name, (ours, want) in shard_pairs(found, expected, resolved, 2, rank).items():
+        for rank, actual in enumerate(reduced[shard, accumulation, reduce]):
+            for name, (ours, want) in shard_pairs(actual, expected, resolved, 2, rank).items():
                 # XLA adds up a graph of two devices in another order: some last bits fall to the other side.
                 assert (ours - want).norm() <= tolerance * want.norm(), name
                 if reduce == "bf16":

@@ -32,12 +32,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     plans = [layout("gqa2", tp=8, dp=512, sp=True, micro=1, remat=remat) for remat in POLICIES]
     plans = [changed(resolved, train={"global_batch": 1024}) for resolved in plans]
     cases = [(resolved, weights_of(resolved)) for resolved in plans]
-    (found,) = run_devices(1, record_each, cases, folder=tmp_path_factory.mktemp("graphs"))
-    for first, last in found:
+    (result,) = run_devices(1, record_each, cases, folder=tmp_path_factory.mktemp("graphs"))
+    for first, last in result:
         assert first == last
         micro, again, update = (graph.hash for graph in first[:3])
         assert micro == again != update
-    return {remat: first[0].text for remat, (first, _) in zip(POLICIES, found, strict=True)}
+    return {remat: first[0].text for remat, (first, _) in zip(POLICIES, result, strict=True)}
 
 
 @pytest.mark.parametrize("remat", POLICIES)
@@ -59,8 +59,8 @@ def test_a_block_in_the_graph_communicates_again_like_its_forward_pass(texts: di
 def test_a_recomputing_step_is_two_graphs_and_reads_nothing(tmp_path: Path) -> None:
     resolved = layout("gqa2", tp=1, params="bf16", micro=2, remat="full")
     rates = [0.0, 1e-3, 1.0]
-    (found,) = run_devices(1, steps, resolved, weights_of(resolved), rates, "", folder=tmp_path)
-    assert found.refusal == ""
-    assert found.compiled == [2] * len(rates)
-    assert found.launched == [3 * step for step in range(1, len(rates) + 1)]
-    assert found.fallbacks == ()
+    (result,) = run_devices(1, steps, resolved, weights_of(resolved), rates, "", folder=tmp_path)
+    assert result.refusal == ""
+    assert result.compiled == [2] * len(rates)
+    assert result.launched == [3 * step for step in range(1, len(rates) + 1)]
+    assert result.fallbacks == ()

@@ -147,7 +147,7 @@ def test_a_transfer_is_one_graph_whatever_is_sent(dtype: torch.dtype, tmp_path: 
 
 def test_ranks_on_paper_record_the_same_transfer_and_sum_in_every_stage(tmp_path: Path) -> None:
     layout = Mesh(512, 0, pp_size=8, dp_size=8, tp_size=8)
-    (found,) = run_devices(1, traced, layout, [0, 77, 191, 511], folder=tmp_path)
-    assert [len(hashes) for hashes in found] == [4, 3, 4, 3], "a stage that receives has nothing to do before"
-    assert len({hashes[-3] for hashes in found}) == len({hashes[-1] for hashes in found}) == 1
-    assert len({hashes[-2] for hashes in found}) == 2
+    (result,) = run_devices(1, traced, layout, [0, 77, 191, 511], folder=tmp_path)
+    assert [len(hashes) for hashes in result] == [4, 3, 4, 3], "a stage that receives has nothing to do before"
+    assert len({hashes[-3] for hashes in result}) == len({hashes[-1] for hashes in result}) == 1
+    assert len({hashes[-2] for hashes in result}) == 2

@@ -52,9 +52,9 @@ def test_a_run_crosses_the_lanes_and_comes_back_with_the_losses_of_one_run(tmp_p
     cpu = open_backend("cpu")
     train_rank(cpu, planned(machine, "cpu", "whole", STEPS))
     cpu.close()
-    found, whole = records(tmp_path / "run"), records(tmp_path / "whole")
-    assert [line["step"] for line in found] == [*range(1, STEPS + 1)]
-    assert len({line["lr"] for line in found}) == STEPS
+    result, whole = records(tmp_path / "run"), records(tmp_path / "whole")
+    assert [line["step"] for line in result] == [*range(1, STEPS + 1)]
+    assert len({line["lr"] for line in result}) == STEPS
     for key, tolerance in (("lr", 1e-12), ("loss", 2e-6), ("tokens", 0)):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in whole], rel=0, abs=tolerance), key
-    assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in whole], rel=1e-5)
+        assert [line[key] for line in result] == pytest.approx([line[key] for line in whole], rel=0, abs=tolerance), key
+    assert [line["grad_norm"] for line in result] == pytest.approx([line["grad_norm"] for line in whole], rel=1e-5)

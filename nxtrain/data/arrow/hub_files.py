@@ -134,16 +134,16 @@ def _regex(pattern: str) -> str:
 
 def _refuse_splits(address: HubAddress, files: Iterable[str]) -> None:
     """Refuse files of several splits, so that a test split is never trained on by accident."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_split: dict[str, list[str]] = defaultdict(list)
     for file in files:
         parts = set(re.split(r"[^a-z]+", file.lower()))
         for split, words in _SPLITS.items():
             if not parts.isdisjoint(words):
-                found[split].append(file)
-    if len(found) < 2:  # noqa: PLR2004 - one split, or none that names tell
+                by_split[split].append(file)
+    if len(by_split) < 2:  # noqa: PLR2004 - one split, or none that names tell
         return
-    shown = ", ".join(f"{split}: {names[0]}" for split, names in found.items())
-    example = re.sub(r"[-_.]?\d.*", "*", found[min(found, key=list(_SPLITS).index)][0])
+    shown = ", ".join(f"{split}: {names[0]}" for split, names in by_split.items())
+    example = re.sub(r"[-_.]?\d.*", "*", by_split[min(by_split, key=list(_SPLITS).index)][0])
     raise DataError(
         f"{address} has files of several splits ({shown}); give one of them: "
         f"{SCHEME}{address.name.repository}/{example}@{address.name.revision}"

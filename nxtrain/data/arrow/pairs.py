@@ -83,20 +83,20 @@ class PairSamples(Samples):
             for pair, begin in zip(self._pairs[piece].tolist(), self._begins[piece].tolist(), strict=True):
                 contents = [self._corpus.content(document) for document in (2 * pair, 2 * pair + 1)]
                 prompts = [self._corpus.prompt(2 * pair + side, content) for side, content in enumerate(contents)]
-                place = begin
+                end = begin
                 for ids in self._documents.ids(contents, prompts):
-                    row[place : place + ids.size] = ids
-                    place += ids.size
-                    row[place - 1] |= END_BIT
+                    row[end : end + ids.size] = ids
+                    end += ids.size
+                    row[end - 1] |= END_BIT
         return table
 
     def answers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Documents of rows: (n,) to (n, 2K), in the order of their places; -1 where a row has fewer."""
-        found = np.full((indices.size, 2 * self.pairs_per_row), -1, np.int64)
+        """Documents of rows: (n,) to (n, 2K), in the order of their positions; -1 where a row has fewer."""
+        answers = np.full((indices.size, 2 * self.pairs_per_row), -1, np.int64)
         for number, row in enumerate(indices.tolist()):
             documents = _answers(self._pairs[self._pieces(row)])
-            found[number, : len(documents)] = documents
-        return found
+            answers[number, : len(documents)] = documents
+        return answers
 
     def reference(self, indices: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Log-probabilities of the answers by the reference: (n,) to (n, 2K), 0 where a row has fewer."""
@@ -118,8 +118,8 @@ class PairSamples(Samples):
         )
 
     @property
-    def place(self) -> Location:
-        """Place of the corpus."""
+    def location(self) -> Location:
+        """Location of the corpus."""
         return self._corpus.path
 
     @property

@@ -97,8 +97,8 @@ def _turns(name: str, value: object, role: str) -> list[Message]:
 
 def _holds(turns: Sequence[Message], prompt: Sequence[Message]) -> bool:
     """True if the turns of an answer repeat those of the prompt."""
-    places = range(len(turns) - len(prompt) + 1)
-    return any(list(turns[place : place + len(prompt)]) == list(prompt) for place in places)
+    begins = range(len(turns) - len(prompt) + 1)
+    return any(list(turns[begin : begin + len(prompt)]) == list(prompt) for begin in begins)
 
 
 def _shared_text(chosen: str, rejected: str) -> str:

@@ -159,14 +159,14 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
     if request.restart:
         Outputs(request.out).clear()
     recorded = recorded_origin(Outputs(request.out))
-    found: list[Location | HubFiles] = []
+    located: list[Location | HubFiles] = []
     for source in request.sources:
         if isinstance(source, HubAddress):
-            found.append(source.fetch(request.only, recorded, watcher.print_line))
+            located.append(source.fetch(request.only, recorded, watcher.print_line))
         else:
-            found.append(source)
-    request = replace(request, sources=found)
-    return prepare_sources(request, find_sources(found, request.only, request.mixed), watcher)
+            located.append(source)
+    request = replace(request, sources=located)
+    return prepare_sources(request, find_sources(located, request.only, request.mixed), watcher)
 
 
 def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watcher: Watcher) -> PreparationOutcome:

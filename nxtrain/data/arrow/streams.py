@@ -30,7 +30,7 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import best_fit
-from nxtrain.data.stream_loader import Lane, LaneOrder, Place
+from nxtrain.data.stream_loader import Lane, LaneOrder, LanePosition
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 
 WINDOW_ROWS = 128
@@ -65,7 +65,7 @@ class Documents:
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
         """Endless documents of a lane from an ordinal on, each with its ordinal."""
         total, num_skipped = len(self.corpus), 0
-        places = self._places(order, lane, start)
+        numbers = self._document_numbers(order, lane, start)
         # A process that must name its document tokenizes one at a time; it has a single thread in any case.
         most_bytes = 1 if self.mark else _GROUP_BYTES
         while True:
@@ -74,7 +74,7 @@ class Documents:
             prompts: list[int] = []
             size = 0
             while size < most_bytes:
-                ordinal, document = next(places)
+                ordinal, document = next(numbers)
                 if self.mark:
                     self.mark(self.corpus.name_of(document))
                 content = self.corpus.content(document)
@@ -92,7 +92,7 @@ class Documents:
                     size, num_skipped = size + len(content), 0
             yield from zip(ordinals, self.ids(contents, prompts), strict=True)
 
-    def _places(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
+    def _document_numbers(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
         """Endless ordinals of a lane from `start` on, each with the number of its document."""
         total = len(self.corpus)
         for begin in count(start, _PERMUTED):
@@ -148,20 +148,20 @@ class ConcatLane:
     """Documents end to end; a row begins with the last token of the row before.
 
     Args:
-        documents: Documents from the document of `place` on, each with its ordinal.
-        place: Document and token with which the next row begins.
+        documents: Documents from the document of `position` on, each with its ordinal.
+        position: Document and token with which the next row begins.
     """
 
-    def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place) -> None:
+    def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, position: LanePosition) -> None:
         self._documents, self._seq_len = documents, seq_len
-        self.place = place
+        self.position = position
         self._held: deque[tuple[int, Ids]] = deque()
 
     def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) marked ids."""
         capacity = self._seq_len + 1
         row, filled = np.empty(capacity, np.int32), 0
-        start, number = self.place[1], 0
+        start, number = self.position[1], 0
         while True:
             if number == len(self._held):
                 self._held.append(next(self._documents))
@@ -172,10 +172,10 @@ class ConcatLane:
             if taken.size and start + taken.size == ids.size:
                 row[filled - 1] |= END_BIT
             if filled == capacity:
-                self.place = (ordinal, start + taken.size - 1)
+                self.position = (ordinal, start + taken.size - 1)
                 break
             start, number = 0, number + 1
-        while self._held[0][0] != self.place[0]:
+        while self._held[0][0] != self.position[0]:
             self._held.popleft()
         return row
 
@@ -184,19 +184,21 @@ class BestFitLane:
     """Documents fitted whole into rows; only documents longer than a row are cut.
 
     Args:
-        place: First document of the window, and rows that the window has given.
+        position: First document of the window, and rows that the window has given.
         seed: Seed of the order of the rows in a window; None: the order of packing.
     """
 
-    def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place, seed: int | None) -> None:
+    def __init__(
+        self, documents: Iterator[tuple[int, Ids]], seq_len: int, position: LanePosition, seed: int | None
+    ) -> None:
         self._documents, self._capacity = documents, seq_len + 1
         self._seed = seed
-        self._begin, self._given = place
+        self._begin, self._given = position
         self._next = self._begin
         self._rows: NDArray[np.int32] = np.empty((0, seq_len + 1), np.int32)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> LanePosition:
         """Position of the next row."""
         return self._begin, self._given
 
@@ -220,11 +222,11 @@ class BestFitLane:
             num_tokens += ids.size
             self._next = ordinal + 1
         packing = best_fit(np.array([ids.size for ids in window], np.int64), self._capacity)
-        places = np.arange(packing.num_rows)
+        order = np.arange(packing.num_rows)
         if self._seed is not None:
-            places[shuffled(places, packing.num_rows, self._seed + self._begin)] = places.copy()
+            order[shuffled(order, packing.num_rows, self._seed + self._begin)] = order.copy()
         table = np.full((packing.num_rows, self._capacity), IGNORE_INDEX, np.int32)
-        flat, begins = table.reshape(-1), places[packing.rows] * self._capacity + packing.begins
+        flat, begins = table.reshape(-1), order[packing.rows] * self._capacity + packing.begins
         # One copy for each piece: an index for each token would take longer than the copies.
         pieces = np.stack([packing.documents, packing.starts, packing.lengths, begins], axis=1)
         for document, start, length, begin in pieces.tolist():
@@ -241,16 +243,16 @@ def open_lane(
     seq_len: int,
     order: LaneOrder,
     lane: int,
-    place: Place = (0, 0),
+    position: LanePosition = (0, 0),
 ) -> Lane:
     """Open a lane at a position."""
-    of_lane = documents.lane(order, lane, place[0])
+    of_lane = documents.lane(order, lane, position[0])
     if packing == "concat":
-        return ConcatLane(of_lane, seq_len, place)
+        return ConcatLane(of_lane, seq_len, position)
     seed = None
     if order.shuffle:
         seed = order.seed + lane
-    return BestFitLane(of_lane, seq_len, place, seed)
+    return BestFitLane(of_lane, seq_len, position, seed)
 
 
 class MixedLane:
@@ -261,25 +263,30 @@ class MixedLane:
 
     Args:
         open_part: Opens the lane of a corpus by the number of the corpus and the position in the corpus.
-        place: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
+        position: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
     """
 
     def __init__(
-        self, mixture: Mixture, open_part: Callable[[int, Place], Lane], order: LaneOrder, lane: int, place: Place
+        self,
+        mixture: Mixture,
+        open_part: Callable[[int, LanePosition], Lane],
+        order: LaneOrder,
+        lane: int,
+        position: LanePosition,
     ) -> None:
         self._mixture = mixture
         self._order, self._lane = order, lane
-        self._given = place[0]
+        self._given = position[0]
         num_corpora = len(mixture.shares)
-        numbers = [*place[1:], *[0] * (2 * num_corpora)]
+        numbers = [*position[1:], *[0] * (2 * num_corpora)]
         self._parts = [
             open_part(corpus, (numbers[2 * corpus], numbers[2 * corpus + 1])) for corpus in range(num_corpora)
         ]
 
     @property
-    def place(self) -> Place:
+    def position(self) -> LanePosition:
         """Position of the next row."""
-        return self._given, *chain.from_iterable(part.place for part in self._parts)
+        return self._given, *chain.from_iterable(part.position for part in self._parts)
 
     def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
@@ -322,17 +329,17 @@ class CorpusLanes:
         tokenizer = load_tokenizer(self.tokenizer, self.vocab_size, self.end_of_text) if self.tokenizer else None
         return [Documents(corpus, tokenizer, self.vocab_size, self.held_out, mark) for corpus in corpora]
 
-    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
         """Open the documents; returns the function that opens a lane."""
         documents, mixture = self.documents(mark), self.mixture
         if mixture is None:
             return partial(open_lane, documents[0], self.packing, self.seq_len)
 
-        def open_mixed(order: LaneOrder, lane: int, place: Place) -> Lane:
-            def open_part(corpus: int, place: Place) -> Lane:
+        def open_mixed(order: LaneOrder, lane: int, position: LanePosition) -> Lane:
+            def open_part(corpus: int, position: LanePosition) -> Lane:
                 part_order = replace(order, seed=mixture.seed(order.seed, corpus))
-                return open_lane(documents[corpus], self.packing, self.seq_len, part_order, lane, place)
+                return open_lane(documents[corpus], self.packing, self.seq_len, part_order, lane, position)
 
-            return MixedLane(mixture, open_part, order, lane, place)
+            return MixedLane(mixture, open_part, order, lane, position)
 
         return open_mixed

@@ -73,8 +73,8 @@ def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -
                 _pass(side, given)
             rows.append(harness.row(f"{name} {length}", "s", seconds[name], peak_bytes=live.peak))
             points.append((name, length, rows[-1]["value"], live.peak))
-    found = {name: exponents([point[1:] for point in points if point[0] == name]) for name in SIDES}
-    result = {"machine": harness.machine(), "threads": torch.get_num_threads(), "rows": rows, "exponents": found}
+    powers = {name: exponents([point[1:] for point in points if point[0] == name]) for name in SIDES}
+    result = {"machine": harness.machine(), "threads": torch.get_num_threads(), "rows": rows, "exponents": powers}
     harness.present(result, lambda: _shown(result, points), as_json=as_json)
 
 
@@ -114,8 +114,8 @@ def _pass(side: Attention, given: Sequence[Tensor]) -> None:
 def _shown(result: Mapping[str, Any], points: Sequence[tuple[str, int, float, int]]) -> list[Any]:
     cells = [(name, f"{length:,}", f"{s * 1e3:,.0f}", f"{peak / 2**20:,.0f}") for name, length, s, peak in points]
     lines = [
-        f"{name}: time grows as S^{found['time']:.2f}, memory as S^{found['memory']:.2f}"
-        for name, found in result["exponents"].items()
+        f"{name}: time grows as S^{powers['time']:.2f}, memory as S^{powers['memory']:.2f}"
+        for name, powers in result["exponents"].items()
     ]
     title = f"attention of one row, {HEADS} heads of {HEAD_SIZE}, documents of {DOCUMENT} tokens"
     caption = f"processor time of {result['threads']} threads, forward and backward"

@@ -19,7 +19,7 @@ from typing import Any, cast
 from tokenizers import Encoding, Tokenizer
 
 from nxtrain.data.arrow.streams import WINDOW_ROWS, CorpusLanes, open_lane
-from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
+from nxtrain.data.stream_loader import BEGIN, LaneOrder, LanePosition
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.tools.bench import harness
 
@@ -82,19 +82,19 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
     assert documents.tokenizer is not None
     of_documents: TextTokenizer = documents.tokenizer
 
-    def window(begin: Place, tokenizer: Tokenizer) -> Place:
+    def window(begin: LanePosition, tokenizer: Tokenizer) -> LanePosition:
         watched = replace(documents, tokenizer=replace(of_documents, tokenizer=tokenizer))
         lane = open_lane(watched, source.packing, source.seq_len, LaneOrder(1, 0, True), 0, begin)
         lane.row()
         if source.packing == "best_fit":
-            while lane.place[1]:
+            while lane.position[1]:
                 lane.row()
         else:
             for _ in range(WINDOW_ROWS - 1):
                 lane.row()
-        return lane.place
+        return lane.position
 
-    def turn(begin: Place, bare_first: bool) -> TextTime:
+    def turn(begin: LanePosition, bare_first: bool) -> TextTime:
         watched = WatchedTokenizer(of_documents.tokenizer, bare_first=bare_first)
         began = time.process_time()
         window(begin, cast("Tokenizer", watched))

@@ -163,10 +163,10 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     return median(a / b for a, b in zip(over, under, strict=True))
 
 
-def refuse_unknown(option: str, noun: str, names: Iterable[str], known: Collection[str]) -> None:
+def refuse_unknown(option: str, noun: str, names: Iterable[str], choices: Collection[str]) -> None:
     """Refuse names that an option does not have, by a ConfigError."""
-    hint = f"known: {', '.join(known)}"
-    problems = [Problem(option, f"there is no {noun} {name!r}", hint=hint) for name in names if name not in known]
+    hint = f"known: {', '.join(choices)}"
+    problems = [Problem(option, f"there is no {noun} {name!r}", hint=hint) for name in names if name not in choices]
     if problems:
         raise ConfigError(problems)
 

@@ -87,7 +87,7 @@ def bench_optim(
     bytes_per_param: dict[str, float] = {}
     hidden = hidden_names(layout) if name == "muon" else []
     updates[peer] = _torchs(grads, hidden)
-    num_hidden = sum(grads[each].numel() for each in hidden)
+    num_hidden = sum(grads[matrix].numel() for matrix in hidden)
     bytes_per_param[peer] = 12.0 - 4.0 * num_hidden / num_params
     for case in cases:
         updates[case.name], held = _ours(case, layout, backend, grads, optim)

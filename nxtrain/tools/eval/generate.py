@@ -85,10 +85,10 @@ class Detokenizer:
 
 
 class Stops:
-    """Filter that ends a text before the first stop text; `found` is True once there was one."""
+    """Filter that ends a text before the first stop text; `has_ended` is True once there was one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._held, self.found = tuple(texts), "", False
+        self._texts, self._held, self.has_ended = tuple(texts), "", False
 
     def add(self, text: str) -> str:
         """Append text and return the part to show: all before a stop text, or before an end that may begin one."""
@@ -96,7 +96,7 @@ class Stops:
         starts = [self._held.find(stop) for stop in self._texts if stop in self._held]
         if starts:
             self._held = self._held[: min(starts)]
-            self.found = True
+            self.has_ended = True
             return self.rest()
         longest = 0
         for stop in self._texts:
@@ -145,7 +145,7 @@ class Continuation:
             return self._end("end")
         self.added.append(token)
         piece = self._show(self._stops.add(self._detokenizer.add([token])))
-        if self._stops.found:
+        if self._stops.has_ended:
             self.ending = "stop"
         elif len(self.added) >= self.count:
             return piece + self._end("tokens")
@@ -158,7 +158,7 @@ class Continuation:
     def _end(self, ending: Ending) -> str:
         self.ending = ending
         piece = self._stops.add(self._detokenizer.rest())
-        if self._stops.found:
+        if self._stops.has_ended:
             self.ending = "stop"
             return self._show(piece)
         return self._show(piece + self._stops.rest())

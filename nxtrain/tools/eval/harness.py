@@ -69,7 +69,7 @@ class HarnessTask:
             names = (scorer.model.identity, self.name, self.identity)
             cache = str(answers / fingerprint([name.encode() for name in names]))
         try:
-            found = simple_evaluate(
+            evaluated = simple_evaluate(
                 adapter(scorer, self.seed),
                 tasks=[self.name],
                 num_fewshot=self.num_shots,
@@ -90,7 +90,7 @@ class HarnessTask:
             hint = "check the task's files, its data and the number of solved examples"
             kind = type(error).__name__
             raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
-        return _metrics(self.name, found)
+        return _metrics(self.name, evaluated)
 
 
 def is_installed() -> bool:

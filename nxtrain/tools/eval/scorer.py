@@ -76,7 +76,9 @@ class Scorer:
         self.progress: Progress | None = None
 
     def likelihoods(
-        self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None] = lambda number, found: None
+        self,
+        pairs: Sequence[tuple[str, str]],
+        done: Callable[[int, Likelihood], None] = lambda number, likelihood: None,
     ) -> list[Likelihood]:
         """Log-likelihoods of continuations.
 
@@ -87,7 +89,7 @@ class Scorer:
         return self._totals([self.rows(*pair) for pair in pairs], done)
 
     def rolling(
-        self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, found: None
+        self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, likelihood: None
     ) -> list[Likelihood]:
         """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it."""
         groups = []
@@ -106,15 +108,15 @@ class Scorer:
         if not context.strip():
             continuation = context + continuation
             ids = tokenizer.encode(continuation, add_special_tokens=False).ids
-            known = [self.prefix]
-            if ids[:1] == known:
+            prefix_ids = [self.prefix]
+            if ids[:1] == prefix_ids:
                 ids = ids[1:]
-            return list(windows([*known, *ids], len(ids), self.length))
-        known = tokenizer.encode(context.rstrip()).ids or [self.prefix]
-        scored = tokenizer.encode(context + continuation).ids[len(known) :]
+            return list(windows([*prefix_ids, *ids], len(ids), self.length))
+        prefix_ids = tokenizer.encode(context.rstrip()).ids or [self.prefix]
+        scored = tokenizer.encode(context + continuation).ids[len(prefix_ids) :]
         # Where a tokenizer joins all of the continuation to the context, the continuation is encoded by itself.
         scored = scored or tokenizer.encode(continuation, add_special_tokens=False).ids
-        return list(windows([*known, *scored], len(scored), self.length))
+        return list(windows([*prefix_ids, *scored], len(scored), self.length))
 
     def continuations(
         self,

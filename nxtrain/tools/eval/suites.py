@@ -87,13 +87,13 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
     problems += _named_twice(choices)
     wanted = [choice.name for choice in choices if not choice.is_local]
     registry = None
-    known: Collection[str] = ()
+    registered: Collection[str] = ()
     if wanted and is_installed():
-        known = possible_names(folder)
-        if set(wanted) <= set(known):
+        registered = possible_names(folder)
+        if set(wanted) <= set(registered):
             registry = open_registry(wanted, folder)
-            known = registry.all_tasks
-    problems += _missing([name for name in wanted if name not in known], sorted(known))
+            registered = registry.all_tasks
+    problems += _missing([name for name in wanted if name not in registered], sorted(registered))
     if problems:
         raise ConfigError(problems)
     return choices, registry
@@ -104,7 +104,7 @@ def _choices_of(field: str) -> list[Choice]:
     return [Choice(task, is_local=False, num_shots=shots) for task, shots in RECIPE[field].items()]
 
 
-def _missing(names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
+def _missing(names: Sequence[str], choices: Sequence[str]) -> Iterator[Problem]:
     """Problems of names that the harness does not know."""
     others = []
     for name in names:
@@ -112,7 +112,7 @@ def _missing(names: Sequence[str], known: Sequence[str]) -> Iterator[Problem]:
             yield Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}")
         elif is_installed():
             # All names of the harness would fill many screens.
-            close = get_close_matches(name, [*_NAMES, *known], n=1, cutoff=0.8)
+            close = get_close_matches(name, [*_NAMES, *choices], n=1, cutoff=0.8)
             hint = nearest(name, close or _NAMES)
             if not close:
                 hint += "; of the harness: lm_eval ls tasks"

@@ -72,23 +72,23 @@ def test_the_announced_attention_is_the_one_that_runs(
             continue
         recorder.kinds.clear()
         attend(backend.kernels, shape)
-        found = backend.attention
-        announced.add(found.kind if found else "")
+        actual = backend.attention
+        announced.add(actual.kind if actual else "")
         lines = [note for note in backend.notes() if "attention: " in note]
-        assert lines == ([str(found)] if found else [])
-        if found is None:
+        assert lines == ([str(actual)] if actual else [])
+        if actual is None:
             assert recorder.kinds <= {"plain", "grouped"}
             continue
         ran = {"grouped": "flash"} if name == "neuron-native" else {}
-        if name == "cuda" and found.kind in ("flash", "efficient") and not shape.limits:
+        if name == "cuda" and actual.kind in ("flash", "efficient") and not shape.limits:
             # The recorder's tensors are float32 on a CPU, so that heads are repeated.
-            ran = {"plain": found.kind}
+            ran = {"plain": actual.kind}
         kinds = {ran.get(kind, kind) for kind in recorder.kinds}
-        assert found.kind in kinds if found.kind == "per-document" else kinds == {found.kind}
-        assert ("seq_len^2" in str(found)) == (found.kind == "plain")
-        assert ("linear in the sequence" in str(found)) == (found.kind == "blocked")
+        assert actual.kind in kinds if actual.kind == "per-document" else kinds == {actual.kind}
+        assert ("seq_len^2" in str(actual)) == (actual.kind == "plain")
+        assert ("linear in the sequence" in str(actual)) == (actual.kind == "blocked")
         if shape.cp > 1 and wanted == "auto":
-            assert "parallel.cp=2" in str(found)
+            assert "parallel.cp=2" in str(actual)
     expected = {"flash", "plain"} if name.startswith("neuron") else {""}
     if name == "cuda":
         expected = {"flash", "efficient", "plain"}

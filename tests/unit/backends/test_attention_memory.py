@@ -113,10 +113,10 @@ def test_long_sequences_get_the_attention_of_short_ones() -> None:
     generator, length = torch.Generator().manual_seed(1), LONGEST_SCORES + 3
     q, grad = (torch.randn(length, 1, 2, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(length, 1, 1, 8, generator=generator) for _ in range(2))
-    found = []
+    results = []
     for kernels in (PlainKernels(), CpuKernels()):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         out = kernels.attention(inputs[0], inputs[1], inputs[2])
-        found.append([out, *torch.autograd.grad(out, inputs, grad)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -25,15 +25,15 @@ class _OnGpu(CpuBackend):
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch, gpu: str) -> list[torch.device]:
     """Reads of the capability of the GPU."""
-    found: list[torch.device] = []
+    results: list[torch.device] = []
 
     def capability(device: torch.device) -> tuple[int, int]:
-        found.append(device)
+        results.append(device)
         return GPUS[gpu]
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("params", ["bf16", "fp32"])
@@ -49,5 +49,5 @@ def test_only_a_run_in_bf16_asks_once_and_only_an_old_gpu_is_named(
     assert len(reads) == (params == "bf16")
     assert len(warnings) == (params == "bf16" and GPUS[gpu] < (8, 0))
     for line in warnings:
-        found = ".".join(map(str, GPUS[gpu]))
-        assert line.startswith(f"warning: {gpu} has compute capability {found}, and products in bf16 need 8.0")
+        result = ".".join(map(str, GPUS[gpu]))
+        assert line.startswith(f"warning: {gpu} has compute capability {result}, and products in bf16 need 8.0")

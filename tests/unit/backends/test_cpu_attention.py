@@ -29,10 +29,10 @@ def test_values_and_gradients_equal_torch(
     out.backward(grad)
     reference.backward(grad.double())
     pairs = [(out, reference), *((a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))]
-    for found, wanted in pairs:
-        assert found is not None
+    for actual, wanted in pairs:
+        assert actual is not None
         assert wanted is not None
-        assert (found.double() - wanted).norm() <= bound * max(1.0, wanted.norm().item())
+        assert (actual.double() - wanted).norm() <= bound * max(1.0, wanted.norm().item())
 
 
 def test_long_sequences_keep_nothing_quadratic() -> None:

@@ -40,8 +40,8 @@ def seen_error(matmul: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -
         (m, k, n), dtype = (rng.choice(LENGTHS) for _ in range(3)), rng.choice((torch.bfloat16, torch.float16))
         a, b = drawn(rng, m, k, dtype), drawn(rng, k, n, dtype)
         stacked = a.view(m, 1, k) if rng.random() < 0.3 and a.is_contiguous() else a
-        found, wanted = matmul(stacked, b), (a.double() @ b.double()).to(dtype)
-        if found.dtype != dtype or not torch.equal(found.reshape(m, n), wanted):
+        actual, wanted = matmul(stacked, b), (a.double() @ b.double()).to(dtype)
+        if actual.dtype != dtype or not torch.equal(actual.reshape(m, n), wanted):
             return f"{m} x {k} x {n}, {dtype}, blocks of {cpu_products.BLOCK_ENTRIES}"
     return ""
 

@@ -93,8 +93,8 @@ def test_documents_get_the_attention_of_the_formula_and_its_gradients(window: in
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
         ours = torch.autograd.grad(out, (q, k, v), grad)
         theirs = torch.autograd.grad(wanted, exact, grad.double())
-        for found, expected in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5)
 
 
 def test_one_graph_without_a_read_of_the_host_serves_all_documents_of_a_shape() -> None:

@@ -279,11 +279,11 @@ def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: S
 
 @pytest.fixture
 def profiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    found = fake_neuron.modules()
-    for name, module in found.items():
+    result = fake_neuron.modules()
+    for name, module in result.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv(DEVICE_TRACE, raising=False)
-    yield found["torch_neuronx.profiling"]
+    yield result["torch_neuronx.profiling"]
     fake_neuron.MADE.clear()
 
 
@@ -323,13 +323,13 @@ def test_profiled_steps_hold_the_runtimes_events_and_the_whole_work_of_the_devic
 
     monkeypatch.setattr(torch.profiler.profile, "stop", stopped)
     monkeypatch.setattr(torch.neuron, "synchronize", lambda: order.append("synchronize"))  # type: ignore[attr-defined]
-    found, written = profile_steps(tmp_path)
+    result, written = profile_steps(tmp_path)
     (config,) = fake_neuron.MADE
     assert (config.modes, config.profile_output_dir) == (modes, str(tmp_path / "profiles" / "neuron"))
     assert order == ["synchronize", "stop"], "the host runs ahead of the device"
     assert {activity.name for activity in asked_for} == {"CPU", "PrivateUse1"}
-    assert found.startswith(f"events of the device: {config.profile_output_dir}")
-    assert ("adds instructions" in found) is (modes == ["RUNTIME"])
+    assert result.startswith(f"events of the device: {config.profile_output_dir}")
+    assert ("adds instructions" in result) is (modes == ["RUNTIME"])
     assert written == f"profile: {tmp_path / 'profiles' / 'rank-00000-steps-3-4.json.gz'}"
 
 
@@ -341,9 +341,9 @@ def test_a_torchneuron_without_the_documented_configuration_profiles_the_rest_an
         """A configuration of another release."""
 
     monkeypatch.setattr(profiling, "NeuronConfig", other)
-    found, written = profile_steps(tmp_path)
-    assert found.startswith("this TorchNeuron's NeuronConfig is not the one that AWS documents: ")
-    assert "profile_output_dir" in found
+    result, written = profile_steps(tmp_path)
+    assert result.startswith("this TorchNeuron's NeuronConfig is not the one that AWS documents: ")
+    assert "profile_output_dir" in result
     monkeypatch.delattr(profiling, "NeuronConfig")
     again, _ = profile_steps(tmp_path)
     assert again == "this TorchNeuron has no NeuronConfig, so the profile has no files for Neuron Explorer"

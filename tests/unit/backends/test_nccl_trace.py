@@ -31,8 +31,8 @@ def test_the_newest_of_each_communicator_is_read_with_what_the_device_has_done()
         entry("1", 3, "reduce_scatter", "started"),
         entry("1", 4, "all_gather", "scheduled"),
     ]
-    found = nccl_trace.newest(pickle.dumps({"version": "2.10", "entries": entries}))
-    assert found == {
+    result = nccl_trace.newest(pickle.dumps({"version": "2.10", "entries": entries}))
+    assert result == {
         "1": Queued("all_gather", 4, 2),
         "2": Queued("all_gather", 1, 1),
         "3 transfers": Queued("send 0->1", 4, 0),

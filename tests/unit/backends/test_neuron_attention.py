@@ -65,19 +65,19 @@ def fake_nki_flash_attn_func(
 
 def test_the_kernel_is_taken_where_everything_fits() -> None:
     for wanted in ("auto", "flash"):
-        found = choose(wanted, SHAPE, TRN1, SDK, NXD)
-        assert found == AttentionChoice("flash", "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
-        assert str(found).startswith("flash attention: NKI's kernel")
+        actual = choose(wanted, SHAPE, TRN1, SDK, NXD)
+        assert actual == AttentionChoice("flash", "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
+        assert str(actual).startswith("flash attention: NKI's kernel")
     assert choose("auto", SHAPE, TRN2, SDK, NXD).lnc == 2
 
 
 def test_plain_attention_is_taken_when_asked_for_and_told_its_cost() -> None:
-    found = choose("plain", replace(SHAPE, seq_len=2048), TRN1, SDK, NXD)
-    assert not found.is_flash
+    result = choose("plain", replace(SHAPE, seq_len=2048), TRN1, SDK, NXD)
+    assert not result.is_flash
     cost = "Each block's scores take 32 MiB (micro_batch x heads per rank x seq_len^2 x 2 bytes)"
-    assert str(found) == f"plain attention: as backend.attention=plain asks; {cost}"
-    found = choose("plain", SHAPE, TRN1, SDK, NXD)
-    assert str(found).startswith("blocked attention: as backend.attention=plain asks; Each of 8 blocks of 512 queries")
+    assert str(result) == f"plain attention: as backend.attention=plain asks; {cost}"
+    result = choose("plain", SHAPE, TRN1, SDK, NXD)
+    assert str(result).startswith("blocked attention: as backend.attention=plain asks; Each of 8 blocks of 512 queries")
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_each_obstacle_is_named_and_refuses_a_kernel_that_is_insisted_on(
 ) -> None:
     changed = replace(SHAPE, **shape)
     inputs = {"instance": TRN1, "sdk": SDK, "distributed": NXD, **how}
-    found = choose("auto", changed, **inputs)
-    assert not found.is_flash
-    assert obstacle in found.reason
+    result = choose("auto", changed, **inputs)
+    assert not result.is_flash
+    assert obstacle in result.reason
     with pytest.raises(ConfigError, match=r"backend\.attention.*flash cannot be had") as refused:
         choose("flash", changed, **inputs)
     assert obstacle in refused.value.problems[0].reason
@@ -205,5 +205,5 @@ def test_a_run_chooses_before_it_builds_and_prints_what(tmp_path: Path, capsys: 
 
 def test_the_shape_is_that_of_one_rank() -> None:
     resolved = plan("gqa2", parallel={"tp": 2}, train={"micro_batch": 3, "seq_len": 32}, precision={"params": "bf16"})
-    found = AttentionShape.of(resolved.config, resolved.dimensions)
-    assert found == AttentionShape(micro_batch=3, seq_len=32, num_heads=4, head_size=8, params="bf16")
+    result = AttentionShape.of(resolved.config, resolved.dimensions)
+    assert result == AttentionShape(micro_batch=3, seq_len=32, num_heads=4, head_size=8, params="bf16")

@@ -24,9 +24,9 @@ def described(root: Path, product: str, kind: str, chips: int, efa_devices: int 
 
 
 def test_the_quickstarts_machine_has_one_chip_of_four_logical_cores(tmp_path: Path) -> None:
-    found = this_machine(described(tmp_path, "trn2.3xlarge", "Trn2", 1))
-    assert found == INSTANCES["trn2.3xlarge"]
-    assert (found.devices, found.physical_cores, found.device_bytes, found.measured) == (4, 2, 24 * GIB, False)
+    result = this_machine(described(tmp_path, "trn2.3xlarge", "Trn2", 1))
+    assert result == INSTANCES["trn2.3xlarge"]
+    assert (result.devices, result.physical_cores, result.device_bytes, result.measured) == (4, 2, 24 * GIB, False)
 
 
 @pytest.mark.parametrize(("product", "kind"), [("trn3.48xlarge", "Trn3"), ("trn3pds98.3xlarge", ""), ("", "Trn3")])
@@ -34,11 +34,11 @@ def test_a_trn3_is_what_its_driver_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, product: str, kind: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 192)
-    found = this_machine(described(tmp_path, product, kind, 16, efa_devices=16))
-    assert found is not None
-    assert (found.name, found.target, found.devices, found.measured) == (product or "trn3", "trn3", 64, True)
-    assert (found.device_bytes, found.device_flops) == (36 * GIB, 671e12 / 4)
-    assert (found.host_threads, found.efa_devices) == (192, 16)
+    result = this_machine(described(tmp_path, product, kind, 16, efa_devices=16))
+    assert result is not None
+    assert (result.name, result.target, result.devices, result.measured) == (product or "trn3", "trn3", 64, True)
+    assert (result.device_bytes, result.device_flops) == (36 * GIB, 671e12 / 4)
+    assert (result.host_threads, result.efa_devices) == (192, 16)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_a_trn2_with_torchneuron_is_supported(trn2: dict[str, str]) -> None:
 )
 def test_a_package_that_does_not_fit_is_named(trn2: dict[str, str], changed: dict[str, str], first: str) -> None:
     trn2.update(changed)
-    found, *_, command, other = lines(NeuronNativeBackend.support())
-    assert found == first
+    result, *_, command, other = lines(NeuronNativeBackend.support())
+    assert result == first
     assert command == torchneuron.install_advice()
     assert OTHER in other
 
@@ -149,15 +149,15 @@ def test_driver_and_runtime_of_unknown_version_are_no_obstacle(
 def test_the_advice_is_for_the_operating_system(tmp_path: Path, system: str, says: list[str], lacks: str) -> None:
     (tmp_path / "os-release").write_text(system + "\n", encoding="utf-8")
     advice = torchneuron.install_advice(tmp_path / "os-release")
-    assert all(each in advice for each in says)
+    assert all(line in advice for line in says)
     assert lacks not in advice
 
 
 def test_an_old_torch_and_an_old_python_are_named(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     trn2.update({"torch": "2.9.0+cu128", "torch-neuronx": "2.9.0.2.12.22436"})
     monkeypatch.setattr(sys, "version_info", (3, 11, 9))
-    _, *found, _, _ = lines(NeuronNativeBackend.support())
-    assert found == [
+    _, *result, _, _ = lines(NeuronNativeBackend.support())
+    assert result == [
         "torch 2.9.0+cu128 is too old: TorchNeuron is made for torch 2.13 and 2.14",
         "Python 3.11 is too old: TorchNeuron has packages for 3.12 and newer",
     ]
@@ -229,8 +229,8 @@ def test_opening_it_here_is_refused_with_exit_code_5() -> None:
 def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of rank 3 of 64 to torch, in order."""
     calls: list[Any] = []
-    place = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "64"}
-    for name, value in place.items():
+    placement = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "64"}
+    for name, value in placement.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
     store = dist.HashStore()

@@ -123,8 +123,8 @@ def test_the_release_is_read_from_the_version_of_torch_neuronx(
 def test_versions_that_do_not_fit_are_named(install: Install, changed: dict[str, str], reason: str) -> None:
     for name, version in {**GOOD, **changed}.items():
         install(name, version)
-    _, found, _ = sdk.support().reason.split("\n    ")
-    assert found.startswith(reason)
+    _, result, _ = sdk.support().reason.split("\n    ")
+    assert result.startswith(reason)
 
 
 @pytest.mark.usefixtures("machine")

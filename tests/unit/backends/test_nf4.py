@@ -62,14 +62,14 @@ def test_values_are_the_nearest_of_the_papers_table(seed: int) -> None:
     whole = matrix(seed, (96, 2 * BLOCK))
     packing = whole_packing(whole.shape, torch.float32)
     blocks = whole.double().view(-1, BLOCK)
-    found = packing.restore(packing.pack([whole])).double().view(-1, BLOCK)
+    result = packing.restore(packing.pack([whole])).double().view(-1, BLOCK)
     largest = blocks.abs().amax(1)
     bounds = (normal_floats()[1:] + normal_floats()[:-1]) / 2
     nearest = normal_floats()[torch.bucketize(blocks / largest.clamp(min=1e-38)[:, None], bounds)]
-    scales = (found * nearest).sum(1) / nearest.square().sum(1).clamp(min=1e-38)
-    torch.testing.assert_close(found, nearest * scales[:, None], rtol=0, atol=1e-6 * float(largest.max()))
+    scales = (result * nearest).sum(1) / nearest.square().sum(1).clamp(min=1e-38)
+    torch.testing.assert_close(result, nearest * scales[:, None], rtol=0, atol=1e-6 * float(largest.max()))
     assert (scales - largest)[1:].abs().max() < 0.012 * largest.max()
-    assert (found[0] == 0).all()
+    assert (result[0] == 0).all()
 
 
 @settings(max_examples=25)
@@ -77,11 +77,11 @@ def test_values_are_the_nearest_of_the_papers_table(seed: int) -> None:
 def test_parts_of_ranks_are_those_of_the_whole(seed: int, ranks: int, rows: int, cols: int, dtype: torch.dtype) -> None:
     """Rows of two stacked matrices, and columns of one; groups end inside parts."""
     one, other = matrix(seed, (ranks * rows * 32, cols * 96), dtype), matrix(seed + 1, (ranks * 2, cols * 96), dtype)
-    wholes = [restored_by_bitsandbytes(each) for each in (one, other)]
+    wholes = [restored_by_bitsandbytes(item) for item in (one, other)]
     wide = matrix(seed, (rows * 30, ranks * cols * BLOCK), dtype)
     width = cols * BLOCK
     for rank in range(ranks):
-        parts = [Part((len(each), each.shape[1]), 0, rank * len(each) // ranks, len(each) // ranks) for each in wholes]
+        parts = [Part((len(item), item.shape[1]), 0, rank * len(item) // ranks, len(item) // ranks) for item in wholes]
         packing = Packing(tuple(parts), (sum(part.length for part in parts), one.shape[1]), dtype)
         expected = [whole.narrow(0, part.start, part.length) for whole, part in zip(wholes, parts, strict=True)]
         assert torch.equal(packing.restore(packing.pack([one, other])), torch.cat(expected))

@@ -60,9 +60,9 @@ def test_it_averages_fresh_gradients_in_the_type_of_the_reduction(
     grads = [torch.rand(4, 6, generator=torch.Generator().manual_seed(1)).to(params), torch.ones(6, dtype=params)]
     grads[0] = grads[0].t()  # no gradient of ours is, but NxD works in place
     kept = [grad.clone() for grad in grads]
-    found = binding.start_average(grads, DP, reduce, _Comm()).wait()  # type: ignore[arg-type]
-    assert [(grad.dtype, grad.is_contiguous()) for grad in found] == [(reduce, True)] * 2
-    for ours, want, got in zip(grads, kept, found, strict=True):
+    actual = binding.start_average(grads, DP, reduce, _Comm()).wait()  # type: ignore[arg-type]
+    assert [(grad.dtype, grad.is_contiguous()) for grad in actual] == [(reduce, True)] * 2
+    for ours, want, got in zip(grads, kept, actual, strict=True):
         assert torch.equal(ours, want)
         assert torch.equal(got, want.to(reduce) * 0.5)
     ((first, second),) = given

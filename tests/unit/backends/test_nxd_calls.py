@@ -41,13 +41,13 @@ AVOIDED = {
 
 def imports(path: Path) -> set[tuple[str, str]]:
     """Modules and names that a file imports from the package."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-            found |= {(str(node.module), alias.name) for alias in node.names}
+            results |= {(str(node.module), alias.name) for alias in node.names}
         if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == PACKAGE}
-    return found
+            results |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == PACKAGE}
+    return results
 
 
 def test_only_the_named_functions_are_taken_and_only_by_the_binding_and_the_flash_kernel() -> None:

@@ -21,7 +21,7 @@ def violations(source: str, table: Table) -> list[str]:
     """
     reader = _Reader(table)
     reader.visit(ast.parse(source))
-    return [f"line {line}: {text}" for line, text in sorted(set(reader.found))]
+    return [f"line {line}: {text}" for line, text in sorted(set(reader.findings))]
 
 
 class _Reader(ast.NodeVisitor):
@@ -29,7 +29,7 @@ class _Reader(ast.NodeVisitor):
         self._table = table
         self._names: dict[str, str] = {}
         self._bases: list[list[str]] = []
-        self.found: list[tuple[int, str]] = []
+        self.findings: list[tuple[int, str]] = []
 
     def visit_Import(self, node: ast.Import) -> None:
         """Modules under their own names."""
@@ -136,12 +136,12 @@ class _Reader(ast.NodeVisitor):
                 yield getattr(import_module(module), leaf)
 
     def _need(self, node: ast.AST, name: str) -> None:
-        is_package = any(known.startswith(f"{name}.") for known in self._table)
+        is_package = any(versions.startswith(f"{name}.") for versions in self._table)
         if self._find(name) is None and not is_package:
             self._report(node, f"{name} is not among the recorded names")
 
     def _report(self, node: ast.AST, text: str) -> None:
-        self.found.append((node.lineno, text))  # type: ignore[attr-defined]
+        self.findings.append((node.lineno, text))  # type: ignore[attr-defined]
 
 
 def _is_nxd(name: str) -> bool:
@@ -202,8 +202,8 @@ def test_use_that_fits_passes(source: str) -> None:
 
 @pytest.mark.parametrize("source", MUTANTS)
 def test_use_that_does_not_fit_is_named_with_its_line(source: str) -> None:
-    (found,) = violations(source, TABLE)
-    assert MUTANTS[source] in found
+    (result,) = violations(source, TABLE)
+    assert MUTANTS[source] in result
 
 
 @pytest.mark.parametrize("version", COMMITS)
@@ -214,12 +214,14 @@ def test_what_we_call_is_there_in_every_release(file: Path, version: str) -> Non
 
 def test_every_release_that_is_used_without_being_asked_is_recorded() -> None:
     """0.19, of SDK 2.30 and 2.31, has no public source, so nothing can be recorded of it."""
-    known = {version.rpartition(".")[0] for version in COMMITS}
+    versions = {version.rpartition(".")[0] for version in COMMITS}
     first, last = DISTRIBUTED
-    assert known == {f"0.{minor}" for minor in range(first[1], last[1] + 1)}
+    assert versions == {f"0.{minor}" for minor in range(first[1], last[1] + 1)}
     shipped = {release.neuronx_distributed for release in RELEASES.values()}
-    assert {version for version in shipped if not unverified(Package("neuronx-distributed", f"{version}.1"))} <= known
-    assert shipped - known == {"0.19"}
+    assert {
+        version for version in shipped if not unverified(Package("neuronx-distributed", f"{version}.1"))
+    } <= versions
+    assert shipped - versions == {"0.19"}
 
 
 def test_the_file_is_what_the_recorder_writes() -> None:

@@ -25,8 +25,8 @@ def test_ranks_that_agree_are_silent() -> None:
 
 
 def test_ranks_that_differ_are_named_with_the_first_digits() -> None:
-    found = [("step 1", "a" * 32), ("step 1", "b" * 32), ("step 1", "a" * 32), ("step 2", "a" * 32), ("step 1", "")]
-    first, *graphs, causes, way_out = disagreement(dict(enumerate(found)), 5).splitlines()
+    result = [("step 1", "a" * 32), ("step 1", "b" * 32), ("step 1", "a" * 32), ("step 2", "a" * 32), ("step 1", "")]
+    first, *graphs, causes, way_out = disagreement(dict(enumerate(result)), 5).splitlines()
     assert first.startswith("ranks 1, 3-4 of 5 would run another graph than rank 0, ")
     assert graphs == [
         "    ranks 0, 2: step 1, aaaaaaaaaaaa",
@@ -39,8 +39,8 @@ def test_ranks_that_differ_are_named_with_the_first_digits() -> None:
 
 
 def test_ranks_of_a_stage_are_compared_with_its_first() -> None:
-    found = {rank: ("step 1", "b" * 32 if rank == 6 else "a" * 32) for rank in range(4, 8)}
-    first, same, other, _, way_out = disagreement(found, 8).splitlines()
+    result = {rank: ("step 1", "b" * 32 if rank == 6 else "a" * 32) for rank in range(4, 8)}
+    first, same, other, _, way_out = disagreement(result, 8).splitlines()
     assert first.startswith("rank 6 of the stage of ranks 4-7 would run another graph than rank 4, ")
     assert (same, other) == ("    ranks 4-5, 7: step 1, aaaaaaaaaaaa", "    rank 6: step 1, bbbbbbbbbbbb")
     assert way_out.startswith("nxtrain graphs CONFIG --world 8 --rank 4 --rank 6 --hlo DIR ")
@@ -61,7 +61,7 @@ def test_of_many_graphs_a_few_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "launched", "place", "way_out"),
+    ("device", "launched", "placement", "way_out"),
     [
         ("CPU", True, PLACE, "Use backend.name=cpu for several ranks"),
         ("NEURON", False, PLACE, "Use torchrun or nxtrain launch"),
@@ -70,13 +70,16 @@ def test_of_many_graphs_a_few_are_listed() -> None:
     ],
 )
 def test_a_world_of_one_where_torchrun_started_more_is_refused_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, device: str, launched: bool, place: Placement, way_out: str
+    monkeypatch: pytest.MonkeyPatch, device: str, launched: bool, placement: Placement, way_out: str
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launched:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    text = misfit(place, 0, 1, device)
-    assert f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank 0 of 1" in text
+    text = misfit(placement, 0, 1, device)
+    assert (
+        f"torchrun started rank {placement.rank} of {placement.world}, but PyTorch/XLA on {device} is rank 0 of 1"
+        in text
+    )
     assert way_out in text
 
 

@@ -44,8 +44,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Pretend that a NeuronX Distributed is installed beside torch 2.9 and Neuron SDK 2.29."""
 
     def pretend(package: Package) -> None:
-        known = {package.name: package, "torch": Package("torch", "2.9.0")}
-        monkeypatch.setattr(sdk, "installed", known.get)
+        packages = {package.name: package, "torch": Package("torch", "2.9.0")}
+        monkeypatch.setattr(sdk, "installed", packages.get)
         monkeypatch.setattr(sdk, "detect", lambda: SDK)
 
     return pretend
@@ -78,9 +78,9 @@ def test_what_else_stands_against_it_still_does(
 
 
 def test_its_flash_attention_follows_the_same_rule() -> None:
-    found = choose("auto", SHAPE, TRN1, SDK, UNREAD)
-    assert not found.is_flash
-    assert f"{WHY}: use a release of those, or backend.allow_unverified=true" in found.reason
+    actual = choose("auto", SHAPE, TRN1, SDK, UNREAD)
+    assert not actual.is_flash
+    assert f"{WHY}: use a release of those, or backend.allow_unverified=true" in actual.reason
     with pytest.raises(ConfigError, match=r"flash cannot be had: .* is not of 0\.15 to 0\.18"):
         choose("flash", SHAPE, TRN1, SDK, UNREAD)
     for wanted in ("auto", "flash"):

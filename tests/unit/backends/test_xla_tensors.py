@@ -19,5 +19,5 @@ class Freed(Tensor):
 def test_tensors_of_the_device_are_found_beside_freed_ones() -> None:
     freed = torch.zeros(2).as_subclass(Freed)
     on, other = torch.zeros(2), torch.zeros(2, device="meta")
-    found = tensors_on(torch.device("cpu"), [object(), freed, Tensor, on, "text", freed, other, freed])
-    assert [id(each) for each in found] == [id(on)]
+    result = tensors_on(torch.device("cpu"), [object(), freed, Tensor, on, "text", freed, other, freed])
+    assert [id(item) for item in result] == [id(on)]

@@ -53,7 +53,7 @@ class MirroredRun:
     def __init__(
         self, folder: Path, store: ObjectStore, *, shape: tuple[int, int] = SHAPE, keep: int = 3, keep_every: int = 0
     ) -> None:
-        self.folder, self.mirror, self.told = folder, Mirror(store), list[SaveOutcome]()
+        self.folder, self.mirror, self.outcomes = folder, Mirror(store), list[SaveOutcome]()
         self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
         self.shape = shape
         self.copied = list[tuple[int, str]]()
@@ -66,7 +66,7 @@ class MirroredRun:
         """Keep what has ended."""
         for outcome in self.saver.poll():
             if isinstance(outcome, SaveOutcome):
-                self.told.append(outcome)
+                self.outcomes.append(outcome)
             else:
                 self.copied.append((outcome.step, outcome.problem))
 
@@ -110,7 +110,7 @@ def counted(client: Any, operation: str, act: Callable[[], None] = lambda: None)
 def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(address))
     run.save(1)
-    assert [outcome.problem for outcome in run.told] == [""]
+    assert [outcome.problem for outcome in run.outcomes] == [""]
     assert run.copied == [(1, "")]
     local, copied = directory.step_path(run.folder, 1), locate_checkpoint(address)
     assert locate_checkpoint(str(copied)) == copied == place_of(address) / local.name
@@ -225,10 +225,10 @@ def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(addres
     assert "step-00000003/meta.abandoned.json" not in open_store(address).sizes()
 
 
-@pytest.mark.parametrize("place", [".", "prefix"])
-def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("location", [".", "prefix"])
+def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, location: str) -> None:
     kept = RunHistory(run="a", run_dir="/b", returns=(Rewind(told="never", job="7", keeps=0), Rewind(told="")))
-    store = FolderStore(tmp_path) if place == "." else open_store(f"s3://{BUCKET}/{place}")
+    store = FolderStore(tmp_path) if location == "." else open_store(f"s3://{BUCKET}/{location}")
     assert rewinds.read(store.root) is None
     store.put(rewinds.FILE, kept.sealed())
     assert rewinds.read(store.root) == kept
@@ -246,11 +246,11 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
     monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", 4096)
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
     run.save(1)
-    place: Any = run.mirror.folder(1)
-    fetched = counted(place.service.client, "GetObject")
+    folder: Any = run.mirror.folder(1)
+    fetched = counted(folder.service.client, "GetObject")
     half = Layout(run.cut.table, Mesh.build(2, 1, tp=2))
     read = torch.zeros(2048, 2)
-    load(place, {"model": {"a.weight": read}}, half)
+    load(folder, {"model": {"a.weight": read}}, half)
     assert read[0, 0] == 1 + 4096
     ranges = [request for request in fetched if request.startswith("bytes=")]
     assert len(ranges) == 4, "16 KiB of 32, which begin behind the block of the header"
@@ -258,21 +258,21 @@ def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, mo
 
 def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
-    place: Any = run.mirror.folder(1)
-    parts = counted(place.service.client, "UploadPart")
+    folder: Any = run.mirror.folder(1)
+    parts = counted(folder.service.client, "UploadPart")
     monkeypatch.setattr(s3_client, "transferred", sent := TransferCounter())
     run.save(1)
     assert sent() >= 4 * 2 * 2_500_000, "what is sent is a sign of life"
     assert run.unmirrored == ""
     assert len(parts) == 2
-    assert torch.equal(run.load(place)[0], run.load(directory.step_path(run.folder, 1))[0])
+    assert torch.equal(run.load(folder)[0], run.load(directory.step_path(run.folder, 1))[0])
 
 
 def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     drop_bucket(s3)
     run.save(1)
-    assert (run.told[-1].problem, "NoSuchBucket" in run.unmirrored) == ("", True)
+    assert (run.outcomes[-1].problem, "NoSuchBucket" in run.unmirrored) == ("", True)
     assert f"s3://{BUCKET}/x" in run.unmirrored
     assert directory.newest(run.folder) == directory.step_path(run.folder, 1)
     s3.create_bucket(Bucket=BUCKET)
@@ -293,15 +293,15 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
         type("Free", (checksummed_file.ChecksummedWriter,), {"write": WRITE}),
     )
     run.save(1)
-    assert (run.told[-1].problem, "No space left" in run.unmirrored) == ("", True)
+    assert (run.outcomes[-1].problem, "No space left" in run.unmirrored) == ("", True)
     assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.alone
 def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     run = MirroredRun(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
-    place: Any = run.mirror.folder(1)
-    counted(place.service.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
+    folder: Any = run.mirror.folder(1)
+    counted(folder.service.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
     began = time.monotonic()
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     assert time.monotonic() - began < 0.4
@@ -309,8 +309,8 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
         time.sleep(0.01)
     run.saver.settle()
     run.poll()
-    assert run.told[-1].problem == "", "the checkpoint counts before its copy does"
-    assert run.told[-1].write_s < 0.4
+    assert run.outcomes[-1].problem == "", "the checkpoint counts before its copy does"
+    assert run.outcomes[-1].write_s < 0.4
     assert run.mirror.steps() == []
     run.saver.drain(UploadDeadline(60.0))
     run.poll()
@@ -340,7 +340,7 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     monkeypatch.setattr(run.mirror, "add", held)
     for step in range(1, 7):
         save(step)
-    assert [outcome.problem for outcome in run.told] == [""] * 6
+    assert [outcome.problem for outcome in run.outcomes] == [""] * 6
     assert local() == [1, 5, 6]
     began = time.monotonic()
     assert not run.uploader.drain(UploadDeadline(0.3), ONE)

@@ -225,19 +225,19 @@ def expected(world: World, request: ResumeRequest, unread: frozenset[int] = froz
         for step, stored in (world.mirror or {}).items()
         if stored.metadata == "whole" and step <= stays(world, MIRROR)
     }
-    found = {(step, 1, seal): {*FILES} for step, seal in copies.items()}  # the disks' version of a step is preferred
+    actual = {(step, 1, seal): {*FILES} for step, seal in copies.items()}  # the disks' version of a step is preferred
     for leader, checkpoints in world.disks.items():
         for step, stored in checkpoints.items():
             if step > stays(world, leader):
                 continue
             if world.mirror is None:
-                found[step, 2, 0] = {*FILES}
+                actual[step, 2, 0] = {*FILES}
             elif stored.metadata == stored.manifest == "whole":
                 key = (step, 1 if copies.get(step) == stored.seal else 2, stored.seal)
-                found.setdefault(key, set()).update(stored.present)
+                actual.setdefault(key, set()).update(stored.present)
     complete = [
         (step, only_here, seal)
-        for (step, only_here, seal), files in found.items()
+        for (step, only_here, seal), files in actual.items()
         if files == {*FILES}
         and step not in unread
         and (step > 0 or request.resume != "never")

@@ -193,9 +193,9 @@ def test_others_read_it_without_nxtrain(path: Path) -> None:
         for kind, dtype in KINDS.items()
         for name, shape in specs.global_shapes().items()
     }
-    found = load_file(path / "rank-00000.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    actual = load_file(path / "rank-00000.safetensors")
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     read = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -83,13 +83,13 @@ def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
     saver.save(state, meta(1))
     weight.fill_(2)
     saver.save(state, meta(2))
-    told = saves(saver)
-    assert [outcome.problem for outcome in told] == ["the one before it is still being written"]
+    outcomes = saves(saver)
+    assert [outcome.problem for outcome in outcomes] == ["the one before it is still being written"]
     threading.Timer(0.2, held.gate.release, (2,)).start()
     saver.save(state, meta(3), wait=True)
     assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 3]
     assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
-    assert [outcome.step for outcome in told + saves(saver)] == [2, 1, 3]
+    assert [outcome.step for outcome in outcomes + saves(saver)] == [2, 1, 3]
 
 
 def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +148,9 @@ def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
 
     monkeypatch.setattr(directory, broken, full)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
-    told = saves(saver)
-    assert told[-1].problem == ""
-    (failed,) = told[-1].untidy
+    outcomes = saves(saver)
+    assert outcomes[-1].problem == ""
+    (failed,) = outcomes[-1].untidy
     assert "No space left" in failed
     left = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)]
     assert left == ([1, 2, 3, 4] if broken == "doomed" else [2, 3, 4])

@@ -16,9 +16,9 @@ from nxtrain.common.io.read_retry import MOST_S, PAUSES_S, RetryBudget
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found = list[float]()
-    monkeypatch.setattr(time, "sleep", found.append)
-    return found
+    results = list[float]()
+    monkeypatch.setattr(time, "sleep", results.append)
+    return results
 
 
 def failing(times: int, number: int = errno.EIO) -> Callable[[], int]:
@@ -35,10 +35,10 @@ def failing(times: int, number: int = errno.EIO) -> Callable[[], int]:
 
 
 def test_what_fails_for_a_while_is_read(slept: list[float], capfd: pytest.CaptureFixture[str]) -> None:
-    found = RetryBudget()
-    assert found.read(failing(len(PAUSES_S)), "file") == 7
+    result = RetryBudget()
+    assert result.read(failing(len(PAUSES_S)), "file") == 7
     assert slept == [*PAUSES_S]
-    assert found.read(failing(1), "file") == 7
+    assert result.read(failing(1), "file") == 7
     assert capfd.readouterr().err == "WARNING: file: Input/output error; it is read again\n"
 
 
@@ -52,20 +52,20 @@ def test_what_fails_for_good_or_otherwise_is_told(slept: list[float]) -> None:
 
 
 def test_all_pauses_of_a_start_are_bounded(slept: list[float]) -> None:
-    found = RetryBudget()
+    result = RetryBudget()
     for number in range(40):
         with pytest.raises(OSError, match="Input/output"):
-            found.read(failing(99), f"file {number}")
+            result.read(failing(99), f"file {number}")
     assert 0.8 * MOST_S < sum(slept) <= MOST_S
-    found.begin()
-    assert found.read(failing(1), "file") == 7
+    result.begin()
+    assert result.read(failing(1), "file") == 7
 
 
 def test_the_second_that_cannot_be_read_is_the_storage() -> None:
-    found = RetryBudget()
+    result = RetryBudget()
     unread, wrong = DamagedError("a", "gone", unread=True), DamagedError("b", "wrong")
-    found.hold(pickle.loads(pickle.dumps(unread)))
-    found.hold(wrong)
-    found.hold(wrong)
+    result.hold(pickle.loads(pickle.dumps(unread)))
+    result.hold(wrong)
+    result.hold(wrong)
     with pytest.raises(CheckpointError, match="it is the storage that fails"):
-        found.hold(unread)
+        result.hold(unread)

@@ -143,7 +143,7 @@ def differing(machine: Machine, published: Published) -> list[str]:
         "host_threads": published.vcpus,
         "price_usd_h": published.price_usd_h,
     }
-    assert expected.keys() == {each.name for each in fields(Machine)} - {"name", "price_note", "measured"}
+    assert expected.keys() == {item.name for item in fields(Machine)} - {"name", "price_note", "measured"}
     return [name for name, value in expected.items() if not agrees(getattr(machine, name), value)]
 
 

@@ -79,15 +79,15 @@ def test_the_stages_hold_each_parameter_once_under_its_name_and_with_its_weights
     """But for the output projection of a tied model, a copy of the embedding that no count and no norm has twice."""
     layers = {"config": {"num_hidden_layers": 7}}
     whole = drawn(shape, Mesh.build(2, 1, tp=2), {"tp": 2}, layers)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for stage in range(3):
         mesh = Mesh.build(6, 2 * stage + 1, tp=2, pp=3)
         part = drawn(shape, mesh, {"tp": 2, "pp": 3, "virtual_pp": virtual_pp}, layers)
-        assert not part.keys() & found.keys()
-        found |= part
-    copy = found.pop("lm_head.weight") if shape == "tied" else None
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+        assert not part.keys() & results.keys()
+        results |= part
+    copy = results.pop("lm_head.weight") if shape == "tied" else None
+    assert results.keys() == whole.keys()
+    assert all(torch.equal(results[name], tensor) for name, tensor in whole.items())
     if copy is not None:
         assert torch.equal(copy, whole["model.embed_tokens.weight"])
 

@@ -55,9 +55,9 @@ def bounds_of(metadata: Any) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("section", [RunConfig, find_family("llama").config_type], ids=lambda kind: kind.__name__)
 def test_every_integer_has_both_bounds(section: type[BaseModel]) -> None:
-    found = {name: bounds_of(metadata) for name, _, metadata in integers(section)}
-    assert len(found) > 5
-    assert {name: both for name, both in found.items() if both != (True, True)} == {}
+    result = {name: bounds_of(metadata) for name, _, metadata in integers(section)}
+    assert len(result) > 5
+    assert {name: both for name, both in result.items() if both != (True, True)} == {}
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_home_folder_is_expanded_for_compiled_graphs(tmp_path: Path, key: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text("")
-    found = getattr(load(path, [f"{key}=~/{{host}}"]).config.compile, key.partition(".")[2])
-    assert found == Path(os.path.expanduser("~")) / "{host}"
+    result = getattr(load(path, [f"{key}=~/{{host}}"]).config.compile, key.partition(".")[2])
+    assert result == Path(os.path.expanduser("~")) / "{host}"
 
 
 @pytest.mark.parametrize("key", ["run.dir", "model.hf", "data.path", "data.tokenizer"])

@@ -154,9 +154,9 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(("overrides", "key", "words"), REFUSED)
 def test_values_that_cannot_run_together_are_refused(tmp_path: Path, overrides: str, key: str, words: str) -> None:
-    found = only(tmp_path, *overrides.split())
-    assert found.key == key
-    assert words in found.reason or words in found.hint
+    result = only(tmp_path, *overrides.split())
+    assert result.key == key
+    assert words in result.reason or words in result.hint
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED)
@@ -171,8 +171,8 @@ def test_the_defaults_run(tmp_path: Path) -> None:
 
 
 def test_global_batch_is_whole_micro_batches(tmp_path: Path) -> None:
-    found = only(tmp_path, "train.global_batch=12", "train.micro_batch=4", "parallel.dp=2")
-    assert found == Problem(
+    result = only(tmp_path, "train.global_batch=12", "train.micro_batch=4", "parallel.dp=2")
+    assert result == Problem(
         "train.global_batch",
         "12 is not a multiple of micro_batch=4 x dp=2 = 8",
         "override",
@@ -182,10 +182,10 @@ def test_global_batch_is_whole_micro_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", ["[5]", "[5,4]", "[1,101]", "[1,2,3]"])
 def test_a_profile_has_a_first_and_a_last_step(tmp_path: Path, steps: str) -> None:
-    found = only(tmp_path, f"metrics.profile_steps={steps}")
-    assert found.key == "metrics.profile_steps"
-    assert "is not the first and the last of at most 100 steps" in found.reason
-    checked(tmp_path, f"metrics.profile_steps={found.hint.removeprefix('use such as ')}")
+    result = only(tmp_path, f"metrics.profile_steps={steps}")
+    assert result.key == "metrics.profile_steps"
+    assert "is not the first and the last of at most 100 steps" in result.reason
+    checked(tmp_path, f"metrics.profile_steps={result.hint.removeprefix('use such as ')}")
 
 
 @pytest.mark.parametrize("fix", ["train.global_batch=8", "train.global_batch=16", "train.micro_batch=6"])
@@ -196,29 +196,29 @@ def test_the_batches_that_the_hint_names_work(tmp_path: Path, fix: str) -> None:
 def test_dp_follows_from_the_world(tmp_path: Path) -> None:
     overrides = ("parallel.tp=2", "train.global_batch=6", "train.micro_batch=3")
     checked(tmp_path, *overrides, world=4)
-    found = only(tmp_path, *overrides, world=8)
-    assert found.reason == "6 is not a multiple of micro_batch=3 x dp=4 = 12"
-    assert found.hint == "use train.global_batch=12"
+    result = only(tmp_path, *overrides, world=8)
+    assert result.reason == "6 is not a multiple of micro_batch=3 x dp=4 = 12"
+    assert result.hint == "use train.global_batch=12"
 
 
 def test_sequence_parallelism_cuts_whole_tokens(tmp_path: Path) -> None:
     overrides = ("parallel.tp=4", "train.seq_len=130")
     checked(tmp_path, *overrides)
-    found = only(tmp_path, *overrides, "parallel.sequence_parallel=true")
-    assert found.key == "train.seq_len"
-    assert found.reason == "tp=4 does not divide seq_len=130, as sequence_parallel asks"
-    assert found.hint == "use train.seq_len=128 or 132, or parallel.sequence_parallel=false"
+    result = only(tmp_path, *overrides, "parallel.sequence_parallel=true")
+    assert result.key == "train.seq_len"
+    assert result.reason == "tp=4 does not divide seq_len=130, as sequence_parallel asks"
+    assert result.hint == "use train.seq_len=128 or 132, or parallel.sequence_parallel=false"
 
 
 def test_the_degrees_multiply_to_the_world(tmp_path: Path) -> None:
     assert only(tmp_path, "parallel.tp=2", world=3).key == "parallel.tp"
-    found = only(tmp_path, "parallel.pp=2", world=3)
-    assert (found.key, found.origin) == ("parallel.pp", "override")
+    result = only(tmp_path, "parallel.pp=2", world=3)
+    assert (result.key, result.origin) == ("parallel.pp", "override")
     assert only(tmp_path, "parallel.dp=2", world=4).reason == "tp=1 x pp=1 x dp=2 = 2 ranks, but the world has 4"
 
 
 def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
-    found = problems(
+    result = problems(
         tmp_path,
         "parallel.tp=3",
         "data.packing=best_fit",
@@ -229,7 +229,7 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
         "data.source=text",
         world=4,
     )
-    assert [(problem.key, problem.origin) for problem in found] == [
+    assert [(problem.key, problem.origin) for problem in result] == [
         ("model.init", "override"),
         ("train.global_batch", "override"),
         ("optim.min_lr", "override"),
@@ -266,10 +266,10 @@ BF16 = ("precision.params=bf16", "precision.update=bf16_kahan")
 def test_a_running_mean_that_rounding_to_nearest_would_freeze_is_refused(tmp_path: Path, update: str) -> None:
     overrides = ("precision.params=bf16", f"precision.update={update}", "precision.state=bf16")
     assert "optim.betas[0]=0.999" in only(tmp_path, *overrides, "optim.betas=[0.999, 0.95]").reason
-    found = only(tmp_path, *overrides, "optim.betas=[0.9, 0.999]")
-    assert found.key == "precision.state"
-    assert "optim.betas[1]=0.999" in found.reason
-    assert found.hint == "use precision.state=fp32, update=bf16_stochastic, or optim.betas[1]=0.99 or less"
+    result = only(tmp_path, *overrides, "optim.betas=[0.9, 0.999]")
+    assert result.key == "precision.state"
+    assert "optim.betas[1]=0.999" in result.reason
+    assert result.hint == "use precision.state=fp32, update=bf16_stochastic, or optim.betas[1]=0.99 or less"
     checked(tmp_path, *overrides, "optim.betas=[0.9, 0.99]")
     rounded_at_random = ("precision.params=bf16", "precision.update=bf16_stochastic", "precision.state=bf16")
     checked(tmp_path, *rounded_at_random, "optim.betas=[0.9, 0.999]")
@@ -277,8 +277,8 @@ def test_a_running_mean_that_rounding_to_nearest_would_freeze_is_refused(tmp_pat
 
 @pytest.mark.parametrize("shard", ["grad_op", "full", "hybrid"])
 def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: Path, shard: str) -> None:
-    found = only(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16")
-    assert (found.key, found.hint) == ("precision.accumulate", "use precision.accumulate=bf16")
+    result = only(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16")
+    assert (result.key, result.hint) == ("precision.accumulate", "use precision.accumulate=bf16")
     checked(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16", "precision.accumulate=bf16")
     checked(tmp_path, *BF16, "parallel.shard=zero1", "precision.reduce=bf16")
     if shard == "hybrid":  # across nodes sums are kept in the type of the reduction
@@ -290,8 +290,8 @@ def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: 
 def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
     overrides = ("data.source=tokens", "data.path=x.npy")
     checked(tmp_path, *overrides)
-    found = problems(tmp_path, *overrides, "train.eval_every=5", "data.validation_fraction=0.1")
-    assert [problem.key for problem in found] == ["data.validation_fraction", "train.eval_every"]
+    result = problems(tmp_path, *overrides, "train.eval_every=5", "data.validation_fraction=0.1")
+    assert [problem.key for problem in result] == ["data.validation_fraction", "train.eval_every"]
     checked(tmp_path, *overrides, "train.eval_every=0", "data.validation_fraction=0")
 
 
@@ -309,17 +309,17 @@ def test_model_config_changes_a_part_of_a_nested_table(tmp_path: Path) -> None:
 
 def test_mistakes_in_model_config_have_full_keys_and_nearest_names(tmp_path: Path) -> None:
     overrides = ("model.config.hiden_size=8", "model.config.vocab_size=many", "model.config.num_hidden_layers=0")
-    found = {problem.key: problem for problem in problems(tmp_path, *overrides)}
-    assert found["model.config.hiden_size"].hint == "did you mean model.config.hidden_size?"
-    assert found["model.config.vocab_size"].reason == '"many" is a string, but an integer is needed'
-    assert found["model.config.num_hidden_layers"].reason == "0: must be greater than 0"
-    assert {problem.origin for problem in found.values()} == {"override"}
+    result = {problem.key: problem for problem in problems(tmp_path, *overrides)}
+    assert result["model.config.hiden_size"].hint == "did you mean model.config.hidden_size?"
+    assert result["model.config.vocab_size"].reason == '"many" is a string, but an integer is needed'
+    assert result["model.config.num_hidden_layers"].reason == "0: must be greater than 0"
+    assert {problem.origin for problem in result.values()} == {"override"}
 
 
 def test_experts_without_a_capacity_are_not_compiled(tmp_path: Path) -> None:
-    found = only(tmp_path, "model.family=mixtral", "model.preset=tiny", "compile.torch_compile=true")
-    assert (found.key, found.hint) == ("compile.torch_compile", "use false, or model.moe_dispatch=capacity")
-    assert "the host reads the number of rows of each expert" in found.reason
+    result = only(tmp_path, "model.family=mixtral", "model.preset=tiny", "compile.torch_compile=true")
+    assert (result.key, result.hint) == ("compile.torch_compile", "use false, or model.moe_dispatch=capacity")
+    assert "the host reads the number of rows of each expert" in result.reason
 
 
 def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
@@ -335,21 +335,21 @@ def test_the_folder_chooses_the_family_unless_the_configuration_does(hf: Path) -
     qwen = {**json.loads((hf / "config.json").read_text()), "model_type": "qwen2"}
     (hf / "config.json").write_text(json.dumps(qwen))
     assert checked(hf, f"model.hf={hf}").family.name == "qwen2"
-    found = only(hf, f"model.hf={hf}", "model.family=llama")
-    assert (found.key, found.reason) == ("model_type", "'qwen2' is not supported; only 'llama' is")
+    result = only(hf, f"model.hf={hf}", "model.family=llama")
+    assert (result.key, result.reason) == ("model_type", "'qwen2' is not supported; only 'llama' is")
 
 
 def test_a_folder_of_a_family_that_is_not_installed_is_refused_with_those_that_are(hf: Path) -> None:
     (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    found = only(hf, f"model.hf={hf}")
-    assert (found.key, found.hint) == ("model.hf", "installed: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe")
-    assert "config.json is of model_type 'mamba', which no installed family computes" in found.reason
+    result = only(hf, f"model.hf={hf}")
+    assert (result.key, result.hint) == ("model.hf", "installed: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe")
+    assert "config.json is of model_type 'mamba', which no installed family computes" in result.reason
 
 
 def test_two_sources_of_the_shape_are_refused(hf: Path) -> None:
-    found = only(hf, f"model.hf={hf}", "model.preset=tiny")
-    assert found.key == "model.preset"
-    assert "both give the shape" in found.reason
+    result = only(hf, f"model.hf={hf}", "model.preset=tiny")
+    assert result.key == "model.preset"
+    assert "both give the shape" in result.reason
 
 
 @pytest.mark.parametrize(
@@ -359,10 +359,10 @@ def test_two_sources_of_the_shape_are_refused(hf: Path) -> None:
 def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | None, reason: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
-    found = only(tmp_path, f"model.hf={tmp_path}")
-    assert found.key == "model.hf"
-    assert reason in found.reason
-    assert str(tmp_path / "config.json") in found.reason
+    result = only(tmp_path, f"model.hf={tmp_path}")
+    assert result.key == "model.hf"
+    assert reason in result.reason
+    assert str(tmp_path / "config.json") in result.reason
 
 
 def test_adapters_need_given_weights_and_our_layers_and_above_nf4_an_eager_device(tmp_path: Path, hf: Path) -> None:
@@ -404,8 +404,8 @@ def test_stages_of_a_batch_ramp_that_cannot_be(tmp_path: Path, stage: str, reaso
     resolve_config(load(tmp_path / "run.toml", ["train.batch_ramp=[{global_batch = 4, samples = 9}]"]), 2)
     with pytest.raises(ConfigError) as refused:
         resolve_config(load(tmp_path / "run.toml", [f"train.batch_ramp=[{stage}]"]), 2)
-    (found,) = refused.value.problems
-    assert found.key == "train.batch_ramp" and reason in found.reason
+    (result,) = refused.value.problems
+    assert result.key == "train.batch_ramp" and reason in result.reason
 
 
 def test_pairs_need_whole_answers_of_one_corpus_and_dpo_the_first_weights(tmp_path: Path, hf: Path) -> None:
@@ -442,9 +442,9 @@ def test_the_noise_scale_needs_gradients_of_several_batches(
     tmp_path: Path, overrides: list[str], is_refused: bool
 ) -> None:
     (tmp_path / "run.toml").write_text("[metrics]\nnoise_scale = true")
-    found: list[str] = []
+    results: list[str] = []
     try:
         resolve_config(load(tmp_path / "run.toml", overrides), 2 if "=2" in "".join(overrides) else 1)
     except ConfigError as error:
-        found = [problem.key for problem in error.problems]
-    assert found == (["metrics.noise_scale"] if is_refused else [])
+        results = [problem.key for problem in error.problems]
+    assert results == (["metrics.noise_scale"] if is_refused else [])

@@ -32,9 +32,9 @@ from tests.unit.config.test_check import checked, only
     ],
 )
 def test_what_a_backend_lacks_is_refused(tmp_path: Path, overrides: str, key: str, text: str) -> None:
-    found = only(tmp_path, *overrides.split())
-    assert found.key == key
-    assert text in f"{found.reason} {found.hint}"
+    result = only(tmp_path, *overrides.split())
+    assert result.key == key
+    assert text in f"{result.reason} {result.hint}"
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ def test_a_division_that_does_not_work_is_refused_with_the_way_out(
     tmp_path: Path, overrides: list[str], world: int, key: str, reason: str, hint: str
 ) -> None:
     given = ["parallel.cp=2", "train.global_batch=8", *overrides]
-    found = next(problem for problem in problems(tmp_path, *given, world=world) if problem.key == key)
-    assert reason in found.reason
-    assert hint in (found.hint or "")
+    result = next(problem for problem in problems(tmp_path, *given, world=world) if problem.key == key)
+    assert reason in result.reason
+    assert hint in (result.hint or "")
 
 
 def test_sequence_parallelism_alone_asks_for_its_own_division(tmp_path: Path) -> None:
@@ -94,6 +94,6 @@ def test_ranks_of_one_sequence_count_once_for_the_batch(tmp_path: Path) -> None:
 def test_products_overlap_with_nothing_where_no_compiler_joins_them(
     tmp_path: Path, overrides: list[str], reason: str, hint: str
 ) -> None:
-    found = only(tmp_path, "parallel.async_tp=true", *overrides, world=2)
-    assert found.key == "parallel.async_tp" and reason in found.reason
-    assert hint in (found.hint or "")
+    result = only(tmp_path, "parallel.async_tp=true", *overrides, world=2)
+    assert result.key == "parallel.async_tp" and reason in result.reason
+    assert hint in (result.hint or "")

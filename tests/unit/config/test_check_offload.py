@@ -14,8 +14,8 @@ from tests.unit.config.test_check import checked, only
     ["unit_params=9", "prefetch=2", "forward_prefetch=false", "backward_prefetch=after", "backward_prefetch=none"],
 )
 def test_units_are_of_sharded_parameters(tmp_path: Path, key: str) -> None:
-    found = only(tmp_path, "parallel.shard=zero1", f"parallel.{key}")
-    assert found.key == f"parallel.{key.partition('=')[0]}" and "use parallel.shard=grad_op" in found.hint
+    result = only(tmp_path, "parallel.shard=zero1", f"parallel.{key}")
+    assert result.key == f"parallel.{key.partition('=')[0]}" and "use parallel.shard=grad_op" in result.hint
     checked(tmp_path, "parallel.shard=full", f"parallel.{key}")
 
 
@@ -37,10 +37,10 @@ def test_nothing_is_gathered_after_the_gradients_if_no_unit_is_gathered_ahead(tm
 def test_offload_names_kinds_of_state_and_true_means_two_of_them(
     tmp_path: Path, given: str, kinds: tuple[str, ...]
 ) -> None:
-    found = checked(
+    result = checked(
         tmp_path, "parallel.shard=full", "parallel.dp=2", "train.global_batch=2", f"parallel.offload={given}"
     )
-    assert found.config.parallel.offload == kinds
+    assert result.config.parallel.offload == kinds
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_offload_names_kinds_of_state_and_true_means_two_of_them(
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(tmp_path: Path, overrides: tuple[str, ...], reason: str) -> None:
-    found = only(tmp_path, *overrides)
-    assert found.key == "parallel.offload" and reason in found.reason
+    result = only(tmp_path, *overrides)
+    assert result.key == "parallel.offload" and reason in result.reason
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "activations"])

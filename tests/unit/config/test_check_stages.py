@@ -17,8 +17,8 @@ from tests.unit.config.test_check import checked, only, problems
 @pytest.mark.parametrize("name", ["xla", "neuron"])
 def test_an_odd_number_of_stages_does_not_pair_up(tmp_path: Path, name: str) -> None:
     def said(pp: int) -> list[str]:
-        found = problems(tmp_path, f"parallel.pp={pp}", f"backend.name={name}", "optim.warmup_steps=9999999")
-        return [problem.hint for problem in found if "is odd" in problem.reason]
+        result = problems(tmp_path, f"parallel.pp={pp}", f"backend.name={name}", "optim.warmup_steps=9999999")
+        return [problem.hint for problem in result if "is odd" in problem.reason]
 
     assert said(3) == ["use parallel.pp=2 or 4"]
     assert said(2) == []
@@ -43,8 +43,8 @@ def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
 
 def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None = None) -> list[tuple[str, str, str]]:
     """Problems with the stages of a model of so many blocks: key, reason, way out."""
-    found = problems(tmp_path, f"model.config.num_hidden_layers={layers}", *overrides, world=world)
-    return [(problem.key, problem.reason, problem.hint) for problem in found]
+    result = problems(tmp_path, f"model.config.num_hidden_layers={layers}", *overrides, world=world)
+    return [(problem.key, problem.reason, problem.hint) for problem in result]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +166,20 @@ def test_stages_that_fit_run(tmp_path: Path, overrides: list[str]) -> None:
 def test_weight_gradients_that_cannot_be_postponed_are_refused(
     tmp_path: Path, override: str, reason: str, hint: str
 ) -> None:
-    found = shaped(tmp_path, "parallel.pp=2", "backend.name=cpu", "parallel.schedule=zero_bubble", override)
-    assert found == [("parallel.schedule", f"zero_bubble {reason}", f"use {hint}, or parallel.schedule=1f1b")]
+    result = shaped(tmp_path, "parallel.pp=2", "backend.name=cpu", "parallel.schedule=zero_bubble", override)
+    assert result == [("parallel.schedule", f"zero_bubble {reason}", f"use {hint}, or parallel.schedule=1f1b")]
 
 
 def test_no_stage_begins_before_the_model_does(tmp_path: Path) -> None:
-    found = only(tmp_path, "parallel.pp=2", "parallel.pipeline_cuts=[0]")
-    assert (found.key, found.reason) == ("parallel.pipeline_cuts", "0: must be greater than 0")
+    result = only(tmp_path, "parallel.pp=2", "parallel.pipeline_cuts=[0]")
+    assert (result.key, result.reason) == ("parallel.pipeline_cuts", "0: must be greater than 0")
 
 
 def test_stages_leave_fewer_ranks_to_share_the_batch(tmp_path: Path) -> None:
     overrides = ("parallel.tp=2", "parallel.pp=2", "train.global_batch=6", "train.micro_batch=3")
     checked(tmp_path, *overrides, "model.config.num_hidden_layers=2", world=8)
-    (found,) = shaped(tmp_path, *overrides, world=16)
-    assert found == (
+    (result,) = shaped(tmp_path, *overrides, world=16)
+    assert result == (
         "train.global_batch",
         "6 is not a multiple of micro_batch=3 x dp=4 = 12",
         "use train.global_batch=12",

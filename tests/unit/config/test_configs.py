@@ -56,6 +56,6 @@ def test_a_shipped_configuration_writes_to_a_folder_of_its_own() -> None:
 def test_adapters_of_8b_fit_the_gpu_that_the_recipe_names(method: str, gib: int, tmp_path: Path) -> None:
     path = CONFIGS / "llama3_1_8b_lora_cuda.toml"
     alone = ("--instance", "p5", "--nodes", "1", "parallel.dp=1", f"finetune.method={method}")
-    found = answer(str(path), *base_of(path, tmp_path), *alone)
-    assert found["trained_params"] == 41_943_040
-    assert gib / 2 < found["bytes"]["total"] / 2**30 < 0.9 * gib
+    result = answer(str(path), *base_of(path, tmp_path), *alone)
+    assert result["trained_params"] == 41_943_040
+    assert gib / 2 < result["bytes"]["total"] / 2**30 < 0.9 * gib

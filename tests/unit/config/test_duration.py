@@ -53,9 +53,9 @@ def test_steps_are_the_fewest_that_see_every_row_so_often(epochs: float, num_row
     ],
 )
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path, text: str, overrides: list[str], is_refused: bool) -> None:
-    found = problems(tmp_path, text, *overrides)
-    assert [problem.key for problem in found] == (["train.epochs"] if is_refused else [])
-    assert all("train.steps=5" in problem.reason for problem in found)
+    result = problems(tmp_path, text, *overrides)
+    assert [problem.key for problem in result] == (["train.epochs"] if is_refused else [])
+    assert all("train.steps=5" in problem.reason for problem in result)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_steps_and_epochs_exclude_each_other(tmp_path: Path, text: str, override
     ],
 )
 def test_sources_without_an_end_have_no_epochs(tmp_path: Path, overrides: list[str]) -> None:
-    (found,) = problems(tmp_path, "", "train.epochs=1", *overrides)
-    assert (found.key, "have no end" in found.reason) == ("train.epochs", True)
+    (result,) = problems(tmp_path, "", "train.epochs=1", *overrides)
+    assert (result.key, "have no end" in result.reason) == ("train.epochs", True)
 
 
 def test_a_warmup_longer_than_the_epochs_is_refused_once_the_steps_are_known(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_warmup_longer_than_the_epochs_is_refused_once_the_steps_are_known(tmp
 def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
     overrides = ("train.steps=10", "optim.warmup_steps=11")
     assert [p.reason for p in problems(tmp_path, "", *overrides)] == ["11 exceeds train.steps=10"]
-    found = problems(tmp_path, "", *overrides, "optim.decay_steps=10")
-    assert [p.reason for p in found] == ["11 exceeds optim.decay_steps=10"]
+    result = problems(tmp_path, "", *overrides, "optim.decay_steps=10")
+    assert [p.reason for p in result] == ["11 exceeds optim.decay_steps=10"]
     assert not problems(tmp_path, "", *overrides, "optim.decay_steps=11")
 
 

@@ -127,8 +127,8 @@ def test_all_mistakes_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
         "[optim]\nlr = '3e-4'\nbetas = [0.9, true]\nepsilon = 1\n\n[train]\nsteps = 1.5\nlr = 1\nremat = 3\n"
         "\n[paralel]\ntp = 2\n\n[data]\nshuffle = 1\n",
     )
-    found = problems_of(path, "data.source=txt", "run.name=3", "optim.clip=-1", "train.seq_len=nan", "nonsense")
-    reasons = {key: (problem.reason, problem.origin) for key, problem in found.items()}
+    result = problems_of(path, "data.source=txt", "run.name=3", "optim.clip=-1", "train.seq_len=nan", "nonsense")
+    reasons = {key: (problem.reason, problem.origin) for key, problem in result.items()}
     assert reasons == {
         "": ("'nonsense' is no override", ""),
         "optim.lr": ('"3e-4" is a string, but a number is needed', f"{path}:2"),
@@ -144,7 +144,7 @@ def test_all_mistakes_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
         "data.source": ('"txt" is not one of stdlib, text, arrow, tokens', "override"),
         "run.name": ("3 is an integer, but a string is needed", "override"),
     }
-    assert {key: problem.hint for key, problem in found.items() if problem.hint} == {
+    assert {key: problem.hint for key, problem in result.items() if problem.hint} == {
         "": "write dotted.key=value",
         "optim.epsilon": "did you mean optim.eps?",
         "train.lr": "did you mean optim.lr?",

@@ -134,20 +134,20 @@ def test_weights_come_without_what_nobody_needs_and_once(folder: Path, hub: Hub)
     sha = hub.add("acme/tiny", files())
     resolved("model.hf=acme/tiny", "model.init=hf")
     assert hub.fetched() == ["config.json"]
-    place = whole_folder(f"acme/tiny@{sha}")
+    fetched = whole_folder(f"acme/tiny@{sha}")
     assert sorted(hub.fetched()) == NEEDED
-    assert sorted(path.name for path in place.iterdir()) == NEEDED
+    assert sorted(path.name for path in fetched.iterdir()) == NEEDED
     asked = len(hub.requests)
-    assert whole_folder(f"acme/tiny@{sha}") == place
+    assert whole_folder(f"acme/tiny@{sha}") == fetched
     assert len(hub.requests) == asked
-    (place / "model-2-of-2.safetensors").unlink()
+    (fetched / "model-2-of-2.safetensors").unlink()
     assert (whole_folder(f"acme/tiny@{sha}") / "model-2-of-2.safetensors").read_bytes() == b"2" * 2000
 
 
 def test_one_file_of_weights_is_enough(folder: Path, hub: Hub) -> None:
     hub.add("acme/tiny", {"config.json": shape(), "model.safetensors": b"1" * 2000, "consolidated.safetensors": b"2"})
-    place = whole_folder("acme/tiny")
-    assert sorted(path.name for path in place.iterdir()) == ["config.json", "model.safetensors"]
+    fetched = whole_folder("acme/tiny")
+    assert sorted(path.name for path in fetched.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -163,22 +163,22 @@ def test_a_database_of_mlflow_is_refused_where_nothing_can_open_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, is_installed: bool
 ) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: object() if is_installed else None)
-    found = problems(tmp_path, f"metrics.mlflow={uri}")
-    assert [problem.key for problem in found] == ([] if is_installed else ["metrics.mlflow"])
-    assert all("http://HOST:5000" in problem.hint for problem in found)
+    result = problems(tmp_path, f"metrics.mlflow={uri}")
+    assert [problem.key for problem in result] == ([] if is_installed else ["metrics.mlflow"])
+    assert all("http://HOST:5000" in problem.hint for problem in result)
     assert not problems(tmp_path, "metrics.mlflow=http://host:5000")
 
 
 @pytest.mark.parametrize("name", ["./org/name", "name", "/a/b", "runs/name"])
 def test_a_path_is_looked_for_here_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    (found,) = problems(tmp_path, f"model.hf={name}")
-    assert found.key == "model.hf"
-    assert found.hint == "for a repository of the Hub, write model.hf=hf://ORGANIZATION/NAME"
+    (result,) = problems(tmp_path, f"model.hf={name}")
+    assert result.key == "model.hf"
+    assert result.hint == "for a repository of the Hub, write model.hf=hf://ORGANIZATION/NAME"
 
 
 @pytest.mark.parametrize("name", ["hf://", "hf://name", "hf://org/name/config.json"])
 def test_an_address_of_the_hub_names_a_repository(tmp_path: Path, name: str) -> None:
-    (found,) = problems(tmp_path, f"model.hf={name}")
-    assert found.key == "model.hf"
-    assert "names no repository" in found.reason
+    (result,) = problems(tmp_path, f"model.hf={name}")
+    assert result.key == "model.hf"
+    assert "names no repository" in result.reason

@@ -91,8 +91,8 @@ def test_fp16_has_masters_and_runs_on_cpu_and_cuda(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["accumulate", "reduce", "state"])
 def test_fp16_sums_in_fp32(tmp_path: Path, key: str) -> None:
-    found = problems(tmp_path, *FP16, f"precision.{key}=bf16", "optim.betas=[0.9, 0.95]")
-    assert [problem.key for problem in found] == [f"precision.{key}"]
+    result = problems(tmp_path, *FP16, f"precision.{key}=bf16", "optim.betas=[0.9, 0.95]")
+    assert [problem.key for problem in result] == [f"precision.{key}"]
 
 
 @pytest.mark.parametrize("key", ["loss_scale=8.0", "loss_scale_every=7"])

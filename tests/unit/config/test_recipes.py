@@ -123,8 +123,8 @@ def plan(name: str) -> Resolved:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_values_are_the_published_ones(name: str) -> None:
-    found = values(recipe(name).config)
-    assert {key: found.get(key) for key in RECIPES[name]} == RECIPES[name]
+    result = values(recipe(name).config)
+    assert {key: result.get(key) for key in RECIPES[name]} == RECIPES[name]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -185,8 +185,8 @@ def test_the_command_of_a_recipe_makes_the_corpus_that_it_reads(
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    known = load_tokenizer(write_tokenizer(tmp_path / "tokenizer"), 300)
-    documents = Documents(PreparedCorpus(Path(config.data.path)), known, 300)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer"), 300)
+    documents = Documents(PreparedCorpus(Path(config.data.path)), tokenizer, 300)
     order = LaneOrder(32, config.run.seed, config.data.shuffle)
     seq_len = config.train.seq_len
     stream = np.concatenate([ids for _, ids in islice(documents.lane(order, 5), 9)])
@@ -232,10 +232,10 @@ def drawn_mean_squares(name: str) -> dict[str, tuple[float, int]]:
         mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
         table = table_of(resolved, mesh)
         fill = draw(table, mesh.tp, resolved.config.run.seed)
-        blocks = sorted({int(found[1]) for each in table if (found := re.search(r"\.(\d+)\.", each))})
+        blocks = sorted({int(result[1]) for row in table if (result := re.search(r"\.(\d+)\.", row))})
         mine = blocks[0] if rank == 1 else blocks[-1]
         for parameter, spec in table.items():
-            if (found := re.search(r"\.(\d+)\.", parameter)) and int(found[1]) != mine:
+            if (result := re.search(r"\.(\d+)\.", parameter)) and int(result[1]) != mine:
                 continue
             local = torch.zeros(spec.local_shape(mesh.tp), dtype=torch.bfloat16)
             fill(parameter, local)
@@ -243,7 +243,7 @@ def drawn_mean_squares(name: str) -> dict[str, tuple[float, int]]:
                 squares = float(view.float().square().sum(dtype=torch.float64))
                 sums.setdefault(kind(spec.global_name(parameter, piece.segment)), []).append((squares, view.numel()))
     return {
-        key: (sum(s for s, _ in each) / sum(n for _, n in each), sum(n for _, n in each)) for key, each in sums.items()
+        key: (sum(s for s, _ in item) / sum(n for _, n in item), sum(n for _, n in item)) for key, item in sums.items()
     }
 
 

@@ -81,10 +81,10 @@ def test_every_format_gives_the_bytes_of_a_disk_after_any_ends(folder: Path, tmp
         except KilledError:
             ends += 1
     assert ends > 3
-    wanted, found = contents(theirs), contents(ours)
-    assert found.keys() == wanted.keys()
+    wanted, actual = contents(theirs), contents(ours)
+    assert actual.keys() == wanted.keys()
     for name, content in wanted.items():
-        assert found[name] == content.replace(str(folder).encode(), ROOT.encode()), name
+        assert actual[name] == content.replace(str(folder).encode(), ROOT.encode()), name
 
 
 def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path:
         places: tuple[Location, ...] = (folder, ROOT)
         for number, source in enumerate(places):
             prepare(source, out=tmp_path / f"{only[2:]}{number}.arrow", only=only, on_bad="skip")
-        found = [(tmp_path / f"{only[2:]}{number}.arrow").read_bytes() for number in range(2)]
-        assert found[0] == found[1]
+        result = [(tmp_path / f"{only[2:]}{number}.arrow").read_bytes() for number in range(2)]
+        assert result[0] == result[1]
     with pytest.raises(DataError, match=rf"{ROOT} holds .*\.txt would be a document next to"):
         s3.put_object(**object_of(ROOT / "README.txt"), Body=b"words")
         prepare(ROOT, out=tmp_path / "o.arrow")
@@ -189,8 +189,8 @@ def test_the_commands_take_addresses_and_refuse_one_for_the_output(folder: Path,
     def call(*words: str) -> Any:
         return CliRunner().invoke(commands, [*words])
 
-    found = call("prepare", f"{ROOT}/01", "--out", str(tmp_path / "o.arrow"))
-    assert found.exit_code == 0, found.output
+    result = call("prepare", f"{ROOT}/01", "--out", str(tmp_path / "o.arrow"))
+    assert result.exit_code == 0, result.output
     prepare(folder / "01", out=tmp_path / "theirs.arrow")
     assert (tmp_path / "o.arrow").read_bytes() == (tmp_path / "theirs.arrow").read_bytes()
     assert '"documents": 30' in call("inspect", f"{ROOT}/01", "--json").output

@@ -28,7 +28,7 @@ from nxtrain.data import Data, Loader, StreamLoader, Streams
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
-from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes
+from nxtrain.data.stream_loader import LaneOrder, LanePosition, Lanes, LocalLanes, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.s3 import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
@@ -49,23 +49,23 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def content(s3: Any) -> bytes:
-    found = Random(0).randbytes(41 * BLOCK + 7)
-    put(s3, found)
-    return found
+    result = Random(0).randbytes(41 * BLOCK + 7)
+    put(s3, result)
+    return result
 
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """First and last byte of every range that is requested from now on."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     read = BucketSource.read
 
     def counted(self: Any, view: memoryview, start: int) -> int:
-        found.append((start, start + len(view)))
+        results.append((start, start + len(view)))
         return read(self, view, start)
 
     monkeypatch.setattr(BucketSource, "read", counted)
-    return found
+    return results
 
 
 def put(s3: Any, content: bytes, address: BucketPath = KEY) -> None:
@@ -194,10 +194,10 @@ def batches(
     data: Data,
     number: int,
     workers: int = 0,
-    places: list[Place] | None = None,
+    positions: list[LanePosition] | None = None,
     opened: Callable[[], None] = lambda: None,
 ) -> list[Batch]:
-    """First batches from some places on; `opened` is called when this process has opened all files."""
+    """First batches from some positions on; `opened` is called when this process has opened all files."""
     share = BatchShare(GLOBAL_BATCH, 2)
     if not isinstance(data.source, Streams):
         loader = Loader(data.train, share, seed=3, shuffle=True)
@@ -206,26 +206,26 @@ def batches(
     source, order = data.source.source, LaneOrder(num_lanes(GLOBAL_BATCH), 3, True)
     policy = WorkerPolicy(workers, 0, 60.0)
 
-    def open_lanes(places: Any, rows_per_lane: int) -> Lanes:
+    def open_lanes(positions: Any, rows_per_lane: int) -> Lanes:
         if workers:
             opened()
-            return Workers(source, order, policy, places, rows_per_lane)
+            return Workers(source, order, policy, positions, rows_per_lane)
         open_lane = source.opened()
         opened()
-        return LocalLanes(lambda lane, place: open_lane(order, lane, place), places, rows_per_lane)
+        return LocalLanes(lambda lane, position: open_lane(order, lane, position), positions, rows_per_lane)
 
-    each = StreamLoader(open_lanes, order.lanes, share, end_id=0, places=places or ())
-    found = each.prefetched(0)
+    item = StreamLoader(open_lanes, order.lanes, share, end_id=0, positions=positions or ())
+    result = item.prefetched(0)
     try:
-        return list(islice(found, number))
+        return list(islice(result, number))
     finally:
-        found.close()
-        if places is not None:
-            places[:] = [each.cursor()[lane] for lane in range(order.lanes)]
+        result.close()
+        if positions is not None:
+            positions[:] = [item.cursor()[lane] for lane in range(order.lanes)]
 
 
-def listed(found: list[Batch]) -> list[Any]:
-    return [(batch.inputs.tolist(), batch.targets.tolist()) for batch in found]
+def listed(result: list[Batch]) -> list[Any]:
+    return [(batch.inputs.tolist(), batch.targets.tolist()) for batch in result]
 
 
 @pytest.mark.parametrize(
@@ -254,13 +254,13 @@ def test_a_bucket_gives_the_rows_of_a_disk(
 
 
 def test_a_mixture_and_an_evaluation_may_lie_in_a_bucket(corpora: Path, bucket: str, tmp_path: Path) -> None:
-    found = []
+    results = []
     for root in (bucket, str(corpora)):
         mixed = {"path": "", "mixture": (f"{root}/text.arrow", f"{root}/ids.arrow")}
         data = opened(tmp_path / root[-3:], corpora, root, "", **mixed, validation_path=f"{root}/shards.arrow")
         assert data.validation is not None
-        found.append((listed(batches(data, 6)), data.validation.rows(np.arange(2)).tolist()))
-    assert found[0] == found[1]
+        results.append((listed(batches(data, 6)), data.validation.rows(np.arange(2)).tolist()))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("packing", "stop"), [("concat", 4), ("best_fit", 7)])
@@ -269,10 +269,10 @@ def test_the_rows_go_on_as_they_would_have_though_the_cache_is_gone(
 ) -> None:
     data = opened(tmp_path, corpora, bucket, "text.arrow", packing=packing)
     straight = listed(batches(data, 12))
-    places: list[Place] = []
-    before = batches(data, stop, places=places)
+    positions: list[LanePosition] = []
+    before = batches(data, stop, positions=positions)
     fresh = opened(tmp_path / "fresh", corpora, bucket, "text.arrow", packing=packing)
-    assert listed(before) + listed(batches(fresh, 12 - stop, places=places)) == straight
+    assert listed(before) + listed(batches(fresh, 12 - stop, positions=positions)) == straight
 
 
 def test_opening_a_bucket_reads_metadata_only(
@@ -344,17 +344,17 @@ def test_faults_of_ranges_change_no_row_of_a_worker_or_end_it_with_the_address(
     with failing_s3(s3_variables, lambda: faults.pop(0) if faults else "") as variables:
         monkeypatch.setenv("AWS_ENDPOINT_URL", variables["AWS_ENDPOINT_URL"])
         data = opened(tmp_path, corpora, bucket, "text.arrow")
-        for name, found in (("torn", ["torn", "error", ""]), ("down", ["error"] * 99)):
+        for name, actual in (("torn", ["torn", "error", ""]), ("down", ["error"] * 99)):
             assert isinstance(data.source, Streams)
             source = replace(data.source.source, cache=tmp_path / name)  # type: ignore[type-var]
-            each = replace(data, source=replace(data.source, source=source))
-            faults[:] = found  # type: ignore[assignment]
+            item = replace(data, source=replace(data.source, source=source))
+            faults[:] = actual  # type: ignore[assignment]
             if name == "torn":
-                assert listed(batches(each, 8, workers)) == theirs
+                assert listed(batches(item, 8, workers)) == theirs
                 assert not faults
             else:
                 with pytest.raises(StorageError, match=f"{bucket}/text.arrow: .*start again when it does"):
-                    batches(each, 8, workers)
+                    batches(item, 8, workers)
 
 
 def test_mistakes_are_named(

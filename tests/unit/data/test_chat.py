@@ -94,9 +94,9 @@ def test_drawn_conversations_are_written_as_transformers_writes_them(
 ) -> None:
     template, theirs = ChatTemplate(configure(folder, TEMPLATES[name])), peer(folder, TEMPLATES[name])
     answers = [number for number, turn in enumerate(talk) if turn["role"] == "assistant"]
-    found = documents(template, talk)
-    assert len(found) == len(answers)
-    for number, (prompt, answer) in zip(answers, found, strict=True):
+    actual = documents(template, talk)
+    assert len(actual) == len(answers)
+    for number, (prompt, answer) in zip(answers, actual, strict=True):
         if number:  # transformers refuses a conversation without turns
             assert prompt == theirs.apply_chat_template(talk[:number], tokenize=False, add_generation_prompt=True)
         whole = theirs.apply_chat_template(talk[: number + 1], tokenize=False)

@@ -160,8 +160,8 @@ def test_a_section_continues_unless_the_next_one_is_left_out(
     (tmp_path / "b.txt").write_bytes(b"another")
     prepare(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "o.arrow", sections=True, on_bad="skip")
     corpus = PreparedCorpus(tmp_path / "o.arrow")
-    found = [(corpus.text(number), corpus.continues(number)) for number in range(len(corpus))]
-    assert found == [*expected, ("another", False)]
+    actual = [(corpus.text(number), corpus.continues(number)) for number in range(len(corpus))]
+    assert actual == [*expected, ("another", False)]
 
 
 def test_a_changed_time_makes_the_corpus_again_and_equal_content_keeps_its_identity(tmp_path: Path) -> None:

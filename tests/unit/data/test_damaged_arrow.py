@@ -52,8 +52,8 @@ def column(texts: Sequence[str | None], kind: Any) -> pa.Array:
 
 def damaged(content: bytes, damage: Sequence[tuple[float, bytes]]) -> bytes:
     changed = bytearray(content)
-    for place, new in damage:
-        at = int(place * (len(changed) - 1))
+    for offset, new in damage:
+        at = int(offset * (len(changed) - 1))
         changed[at : at + len(new)] = new
     return bytes(changed)
 
@@ -149,15 +149,15 @@ def test_no_number_of_a_file_leads_out_of_its_buffers(kind: Any, number: int, bu
 @pytest.mark.parametrize("index", [-1, 2, 100])
 def test_an_index_without_its_entry(index: int) -> None:
     indices = pa.array([0, index], pa.int8())
-    found = pa.DictionaryArray.from_arrays(indices, pa.array(["a", "b"]), safe=False)
+    result = pa.DictionaryArray.from_arrays(indices, pa.array(["a", "b"]), safe=False)
     with pytest.raises(pa.ArrowInvalid, match=f"entry {index} of a dictionary of 2"):
-        list(document_bytes(found, LIMIT))
+        list(document_bytes(result, LIMIT))
 
 
 def test_a_view_behind_a_null_is_not_followed() -> None:
     views = struct.pack("<i4sii", 3, b"one\0", 0, 0) + struct.pack("<i4sii", 1 << 30, b"????", 99, 1 << 30)
-    found = pa.Array.from_buffers(pa.binary_view(), 2, [pa.py_buffer(b"\x01"), pa.py_buffer(views), TEXT])
-    assert list(document_bytes(found, LIMIT)) == [b"one", None]
+    result = pa.Array.from_buffers(pa.binary_view(), 2, [pa.py_buffer(b"\x01"), pa.py_buffer(views), TEXT])
+    assert list(document_bytes(result, LIMIT)) == [b"one", None]
 
 
 @pytest.mark.parametrize("suffix", [".arrow", ".parquet"])

@@ -100,7 +100,7 @@ def expected_loss(models: Models, pieces: Sequence[Piece], *, doc_mask: bool) ->
     With masks, each document is read whole or as cut, alone. Without them, each token sees the row before itself.
     """
     ids = [token for piece in pieces for token in piece.document.ids[piece.first : piece.last]][: SEQ_LEN + 1]
-    is_target = [place >= piece.document.begin for piece in pieces for place in range(piece.first, piece.last)]
+    is_target = [index >= piece.document.begin for piece in pieces for index in range(piece.first, piece.last)]
     if not doc_mask:
         losses, chosen = models.losses(ids), torch.tensor(is_target[1 : SEQ_LEN + 1])
         return float(losses[chosen].sum()), int(chosen.sum())
@@ -130,15 +130,15 @@ def read(loader: Batches, num_rows: int) -> list[Batch]:
 
 def compare_road(models: Models, data: Data, documents: Sequence[Answered], packing: str) -> None:
     """Compare rows with and without masks; rows of `concat` pass the end of the corpus."""
-    num_rows = 2 + 2 * sum(len(each.ids) for each in documents) // SEQ_LEN
+    num_rows = 2 + 2 * sum(len(document.ids) for document in documents) // SEQ_LEN
     for doc_mask in (True, False):
         batches = read(loader_of(data, doc_mask=doc_mask), num_rows)
         if packing == "concat":
-            found = [pieces_of_stream(documents, SEQ_LEN, row) for row in range(num_rows)]
+            result = [pieces_of_stream(documents, SEQ_LEN, row) for row in range(num_rows)]
         else:
-            found = [pieces_of_whole(documents, batch.inputs[0, 0].tolist()) for batch in batches]
-            assert {piece.document for row in found for piece in row} == set(documents)
-        compare(models, batches, found, doc_mask=doc_mask)
+            result = [pieces_of_whole(documents, batch.inputs[0, 0].tolist()) for batch in batches]
+            assert {piece.document for row in result for piece in row} == set(documents)
+        compare(models, batches, result, doc_mask=doc_mask)
 
 
 class Conversations:
@@ -148,7 +148,7 @@ class Conversations:
         family, rng = FAMILIES[name], Random(seed)
         talks = drawn_talks(rng, 7)
         tokenizer = write_family(folder / "tokenizer", family)
-        self.documents = [each for talk in talks for each in answers_of(tokenizer, family, talk)]
+        self.documents = [answer for talk in talks for answer in answers_of(tokenizer, family, talk)]
         self.path, self.tokenizer = folder / "talks.arrow", folder / "tokenizer"
         prepare(
             write_talks(folder / "talks.jsonl", talks),
@@ -199,8 +199,8 @@ def test_rows_after_a_resume_keep_the_ends_of_their_documents(tmp_path: Path, se
     batches.close()
     resumed = read(loader_of(data, doc_mask=True, places=[places[0]]), 5 - seed % 5)
     for ours, expected in zip(resumed, straight[1 + seed % 5 :], strict=True):
-        for each in ("inputs", "targets", "starts"):
-            np.testing.assert_array_equal(getattr(ours, each), getattr(expected, each))
+        for item in ("inputs", "targets", "starts"):
+            np.testing.assert_array_equal(getattr(ours, item), getattr(expected, item))
 
 
 def inferring(rows: NDArray[np.int64], micro_batch: int, *, end_id: int, doc_mask: bool) -> Batch:
@@ -245,7 +245,7 @@ def test_texts_that_hold_the_end_of_text_have_their_losses_alone(
 ) -> None:
     texts = drawn_texts(Random(seed))
     documents = [Answered((*ids.tolist(), lettered.end_id), 0) for ids in lettered.encode(texts)]
-    assert sum(each.ids[:-1].count(lettered.end_id) for each in documents) > len(documents)
+    assert sum(document.ids[:-1].count(lettered.end_id) for document in documents) > len(documents)
     tokenizer = str(lettered.path.parent)
     if road == "text":
         path = write_corpus(tmp_path, "text", texts)
@@ -254,7 +254,7 @@ def test_texts_that_hold_the_end_of_text_have_their_losses_alone(
         made_by = lettered.path if road == "arrow ids" else None
         prepare(write_corpus(tmp_path, "a.jsonl", texts), out=tmp_path / "o.arrow", tokenizer=made_by)
         data = opened(tmp_path / "work", source="arrow", path=str(tmp_path / "o.arrow"), tokenizer=tokenizer)
-    num_rows = (sum(len(each.ids) for each in documents) - 1) // SEQ_LEN
+    num_rows = (sum(len(document.ids) for document in documents) - 1) // SEQ_LEN
     for doc_mask in (True, False):
         batches = read(loader_of(data, doc_mask=doc_mask), num_rows)
         rows = [pieces_of_stream(documents, SEQ_LEN, row) for row in range(num_rows)]
@@ -266,11 +266,11 @@ def test_in_token_files_each_end_of_text_ends_a_document(
     models: Models, tmp_path: Path, lettered: TextTokenizer, seed: int
 ) -> None:
     """Such a file says nothing else of its documents."""
-    ids = [token for each in lettered.encode(drawn_texts(Random(seed))) for token in (*each.tolist(), lettered.end_id)]
+    ids = [token for item in lettered.encode(drawn_texts(Random(seed))) for token in (*item.tolist(), lettered.end_id)]
     num_rows = (len(ids) - 1) // SEQ_LEN
     table = [ids[row * SEQ_LEN : (row + 1) * SEQ_LEN + 1] for row in range(num_rows)]
     np.save(tmp_path / "ids.npy", np.array(table, np.uint16))
-    ends = [place + 1 for place, token in enumerate(ids) if token == lettered.end_id]
+    ends = [index + 1 for index, token in enumerate(ids) if token == lettered.end_id]
     documents = [Answered(tuple(ids[first:last]), 0) for first, last in zip([0, *ends], ends, strict=False)]
     data = opened(
         tmp_path / "work", source="tokens", path=str(tmp_path / "ids.npy"), tokenizer=str(lettered.path.parent)

@@ -37,8 +37,8 @@ def check(source: Path, out: Path) -> None:
     assert summary["rows"] == summary["documents"] + summary["empty"] + sum(summary["skipped"].values())
     assert len(texts_of(out)) == summary["documents"] > 0
     assert all(text.strip() for text in texts_of(out)) or summary["documents"]
-    found = inspect_corpus(out, seq_len=8)
-    assert found["documents"] == summary["documents"]
+    result = inspect_corpus(out, seq_len=8)
+    assert result["documents"] == summary["documents"]
     raw = inspect_corpus(source, seq_len=8)
     assert (raw["documents"], raw["skipped"]) == (summary["documents"], summary["skipped"])
     bad = out.with_suffix(".bad.jsonl")
@@ -88,13 +88,13 @@ def test_any_lines_of_json(lines: list[bytes]) -> None:
     st.floats(0, 1),
     st.binary(max_size=4),
 )
-def test_any_file_that_is_cut_or_overwritten(name: str, texts: list[str], place: float, damage: bytes) -> None:
+def test_any_file_that_is_cut_or_overwritten(name: str, texts: list[str], share: float, damage: bytes) -> None:
     texts = [text.encode(errors="replace").decode() for text in texts]
 
     def work(folder: Path) -> None:
         source = write_corpus(folder / "src", name, texts)
         content = source.read_bytes()
-        at = int(place * len(content))
+        at = int(share * len(content))
         source.write_bytes(content[:at] + damage + (content[at + len(damage) :] if damage else b""))
         check(source, folder / "o.arrow")
 

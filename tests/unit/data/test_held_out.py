@@ -106,8 +106,8 @@ def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte(tmp_path: Path, 
         assert f"{summary.bits_per_byte:.4f} bits per byte" in str(summary)
         inputs = data.validation.rows(np.arange(rows))[:, :-1] & ID_MASK
         masked = targets[inputs != 0]
-        found = Summary.of(math.log(256), data, num_rows, doc_mask=True)
-        assert (found.val_tokens, found.val_bytes) == (masked.size, int(np.count_nonzero(masked)))
+        result = Summary.of(math.log(256), data, num_rows, doc_mask=True)
+        assert (result.val_tokens, result.val_bytes) == (masked.size, int(np.count_nonzero(masked)))
 
 
 def changed(tokenizer: Path, change: Callable[[dict[str, Any]], object]) -> Path:

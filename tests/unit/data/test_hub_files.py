@@ -49,8 +49,8 @@ def add(hub: Hub, files: dict[str, bytes] | None = None) -> str:
 def origin(path: Path) -> list[str]:
     with pa.memory_map(str(path)) as mapped:
         metadata = pa.ipc.open_file(mapped).schema.metadata
-    found: list[str] = json.loads(metadata.get(ORIGIN_KEY, b"[]"))
-    return found
+    result: list[str] = json.loads(metadata.get(ORIGIN_KEY, b"[]"))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def origin(path: Path) -> list[str]:
     ],
 )
 def test_an_address_names_a_data_set_and_its_files(text: str, repository: str, pattern: str, revision: str) -> None:
-    found = HubAddress.parse(text)
-    assert (found.name.repository, found.pattern, found.name.revision) == (repository, pattern, revision)
-    assert found.name.kind == "dataset"
-    assert HubAddress.parse(f"{found}") == found
+    result = HubAddress.parse(text)
+    assert (result.name.repository, result.pattern, result.name.revision) == (repository, pattern, revision)
+    assert result.name.kind == "dataset"
+    assert HubAddress.parse(f"{result}") == result
 
 
 @pytest.mark.parametrize("text", ["hf://", "hf://texts", "hf://acme/texts@", "hf:///acme/texts"])

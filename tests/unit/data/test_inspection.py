@@ -32,8 +32,8 @@ def test_quantiles_are_those_of_the_sorted_lengths(drawn: list[int], share: floa
     for part in np.array_split(np.array(drawn, np.int64), 3):
         lengths.add(part)
     wanted = sorted(drawn)[int(np.ceil(share * len(drawn))) - 1]
-    found = lengths.quantile(share)
-    assert found == wanted if wanted < 1 << 20 else wanted * 0.999 < found <= wanted
+    actual = lengths.quantile(share)
+    assert actual == wanted if wanted < 1 << 20 else wanted * 0.999 < actual <= wanted
     assert (lengths.number, lengths.total) == (len(drawn), sum(drawn))
     assert (lengths.shortest, lengths.longest) == (min(drawn), max(drawn))
 
@@ -43,21 +43,21 @@ def test_waste_is_that_of_the_packed_rows(drawn: list[int], seq_len: int) -> Non
     packing, lengths = PackingWaste(seq_len), np.array(drawn, np.int64)
     for part in np.array_split(lengths, 3):
         packing.add(part)
-    found = packing.to_json()
+    result = packing.to_json()
     fitted = best_fit(lengths, seq_len + 1)
-    assert found["rows"]["best_fit"] == fitted.num_rows
-    assert found["waste"]["best_fit"] == pytest.approx(waste_of(fitted, seq_len + 1))
-    assert found["cut"]["best_fit"] == sum(length > seq_len + 1 for length in drawn)
+    assert result["rows"]["best_fit"] == fitted.num_rows
+    assert result["waste"]["best_fit"] == pytest.approx(waste_of(fitted, seq_len + 1))
+    assert result["cut"]["best_fit"] == sum(length > seq_len + 1 for length in drawn)
     rows = rows_of_stream(np.arange(sum(drawn)), seq_len)
-    assert found["rows"]["concat"] == len(rows)
+    assert result["rows"]["concat"] == len(rows)
     if sum(drawn) > 1:
-        assert found["waste"]["concat"] == pytest.approx(1 - rows[:, 1:].size / (sum(drawn) - 1))
+        assert result["waste"]["concat"] == pytest.approx(1 - rows[:, 1:].size / (sum(drawn) - 1))
     bounds = np.cumsum([0, *drawn])
     whole = sum(
         length == 0 or any(row[0] <= begin and begin + length - 1 <= row[-1] for row in _spans(sum(drawn), seq_len))
         for begin, length in zip(bounds, drawn, strict=False)
     )
-    assert found["cut"]["concat"] == len(drawn) - whole
+    assert result["cut"]["concat"] == len(drawn) - whole
 
 
 def _spans(total: int, seq_len: int) -> list[tuple[int, int]]:
@@ -77,17 +77,17 @@ def test_ids_text_and_sources_have_the_same_statistics(
     prepare(source, out=tmp_path / "text.arrow", shard_bytes=shard_bytes)
     prepare(source, out=tmp_path / "ids.arrow", tokenizer=folder, shard_bytes=shard_bytes)
     paths = (tmp_path / "ids.arrow", tmp_path / "text.arrow", source)
-    found: list[dict[str, Any]] = [inspect_corpus(path, seq_len=64, tokenizer=folder) for path in paths]
+    result: list[dict[str, Any]] = [inspect_corpus(path, seq_len=64, tokenizer=folder) for path in paths]
     lengths = [ids.size + 1 for ids in load_tokenizer(folder, 1 << 32).encode(texts)]
-    for each in found:
-        assert (each["documents"], each["tokens"], each["unit"]) == (100, sum(lengths), "tokens")
-        assert (each["lengths"]["min"], each["lengths"]["max"]) == (min(lengths), max(lengths))
-        assert each["lengths"]["median"] == sorted(lengths)[49]
-        assert each["lengths"]["p99"] == sorted(lengths)[98]
-        assert each["waste"]["best_fit"] == waste_of(best_fit(np.array(lengths), 65), 65)
-        assert each["samples"][0]["begins"] in texts[0]
+    for item in result:
+        assert (item["documents"], item["tokens"], item["unit"]) == (100, sum(lengths), "tokens")
+        assert (item["lengths"]["min"], item["lengths"]["max"]) == (min(lengths), max(lengths))
+        assert item["lengths"]["median"] == sorted(lengths)[49]
+        assert item["lengths"]["p99"] == sorted(lengths)[98]
+        assert item["waste"]["best_fit"] == waste_of(best_fit(np.array(lengths), 65), 65)
+        assert item["samples"][0]["begins"] in texts[0]
     num_bytes = sum(len(text.encode()) for text in texts)
-    assert [each["bytes"] for each in found] == [2 * sum(lengths), num_bytes, num_bytes]
+    assert [item["bytes"] for item in result] == [2 * sum(lengths), num_bytes, num_bytes]
     plain = inspect_corpus(tmp_path / "text.arrow", seq_len=64)
     assert (plain["tokens"], plain["unit"], plain["lengths"]["max"]) == (
         None,
@@ -109,7 +109,7 @@ def test_another_tokenizer_and_damage_are_refused(tmp_path: Path) -> None:
         inspect_corpus(tmp_path / "absent", seq_len=4)
     content = (tmp_path / "o.arrow").read_bytes()
     (tmp_path / "o.arrow").write_bytes(content[:-100])
-    found = inspect_corpus(tmp_path / "o.arrow", seq_len=4)
-    assert found["skipped"] == {"truncated or damaged": 1}
+    result = inspect_corpus(tmp_path / "o.arrow", seq_len=4)
+    assert result["skipped"] == {"truncated or damaged": 1}
     with pytest.raises(DataError, match="cut short"):
         PreparedCorpus(tmp_path / "o.arrow")

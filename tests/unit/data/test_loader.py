@@ -112,8 +112,8 @@ def ramped(dp: tuple[int, int] = (0, 1), micro: int = 1, **order: Any) -> Loader
 
 def numbers(loader: Loader, step: int) -> list[int]:
     """Numbers of the rows of a rank's batch."""
-    found: list[int] = (loader.batch(step).inputs[..., 0].ravel() // (SEQ_LEN + 1)).tolist()
-    return found
+    result: list[int] = (loader.batch(step).inputs[..., 0].ravel() // (SEQ_LEN + 1)).tolist()
+    return result
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 1), (1, 4), (2, 2), (4, 1)])

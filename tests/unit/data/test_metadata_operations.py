@@ -109,27 +109,27 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str,
 
 
 def _phases(lines: list[str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    name, found = "", list[tuple[str, str]]()
+    name, result = "", list[tuple[str, str]]()
     for line in lines:
         if not (call := CALL.match(line)):
             continue
         if MARK in call["rest"]:
-            yield name, found
-            name, found = call["rest"].partition(MARK)[2].partition('"')[0], []
+            yield name, result
+            name, result = call["rest"].partition(MARK)[2].partition('"')[0], []
         else:
             is_open_file = re.match(r'\d+<[^>]*>, ""', call["rest"])
-            found.append(("fstat" if is_open_file else call["call"], call["rest"]))
+            result.append(("fstat" if is_open_file else call["call"], call["rest"]))
 
 
 @pytest.mark.parametrize("source", ["one", "many", "workers", "tokens", "text"])
 def test_no_step_looks_up_a_name(calls: dict[str, list[tuple[str, str]]], source: str) -> None:
     """Rows of ids are guarded against a change in place by the length and the time of the open file."""
-    found = Counter(call for call, _ in calls[f"steps {source}"])
-    reads = found.pop("preadv", 0) + found.pop("preadv2", 0)
+    result = Counter(call for call, _ in calls[f"steps {source}"])
+    reads = result.pop("preadv", 0) + result.pop("preadv2", 0)
     assert reads >= STEPS or source == "text", "rows of text come from a block in memory"
     if source in {"tokens", "text"}:
-        assert 0 < found.pop("fstat") <= STEPS + 2, "batches ahead"
-    assert not found, calls[f"steps {source}"][:5]
+        assert 0 < result.pop("fstat") <= STEPS + 2, "batches ahead"
+    assert not result, calls[f"steps {source}"][:5]
 
 
 def of_corpus(calls: list[tuple[str, str]], name: str) -> int:
@@ -137,7 +137,7 @@ def of_corpus(calls: list[tuple[str, str]], name: str) -> int:
 
 
 def shards_of(calls: list[tuple[str, str]]) -> int:
-    return len({found[0] for _, rest in calls if (found := re.search(r"many\.arrow/\d+\.arrow", rest))})
+    return len({result[0] for _, rest in calls if (result := re.search(r"many\.arrow/\d+\.arrow", rest))})
 
 
 def test_a_start_needs_a_few_operations_for_each_file(calls: dict[str, list[tuple[str, str]]]) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures: shares that hold before every row, each corpus in its own order, and any place to go on from."""
+"""Mixtures: shares that hold before every row, each corpus in its own order, and any position to go on from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nxtrain.data.dataset import Data
 from nxtrain.data.loader import BatchShare, Loader
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.samples import TableSamples
-from nxtrain.data.stream_loader import BEGIN, LaneOrder, LocalLanes, Place, StreamLoader, merged, places_of
+from nxtrain.data.stream_loader import BEGIN, LaneOrder, LanePosition, LocalLanes, StreamLoader, merged, positions_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.corpora import NumberedLane, prepare, write_corpus, write_tokenizer
 from tests.unit.data.conftest import open_at
@@ -90,9 +90,9 @@ def test_ranks_share_a_mixture_of_tables_in_which_each_corpus_has_its_own_epochs
         for step in range(12):
             ours = np.concatenate([rank.batch(step).inputs.reshape(-1, 3) for rank in ranks])
             assert ours.tolist() == alone.batch(step).inputs.reshape(-1, 3).tolist()
-    found = [int(row[0]) for step in range(15) for row in alone.batch(step).inputs.reshape(-1, 3)]
+    result = [int(row[0]) for step in range(15) for row in alone.batch(step).inputs.reshape(-1, 3)]
     for corpus, size in enumerate(sizes):
-        own = [row % 1000 for row in found if row // 1000 == corpus]
+        own = [row % 1000 for row in result if row // 1000 == corpus]
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
     progress = alone.progress(15)
@@ -109,41 +109,41 @@ def test_a_mixture_of_one_corpus_is_the_corpus() -> None:
     assert Loader(rows, BatchShare(4, 2), seed=9, shuffle=True).progress(3) == {}
 
 
-def lanes_of(mixture: Mixture, lanes: int, places: dict[int, Place]) -> LocalLanes:
+def lanes_of(mixture: Mixture, lanes: int, positions: dict[int, LanePosition]) -> LocalLanes:
     order = LaneOrder(lanes, 5, True)
 
-    def open_lane(lane: int, place: Place) -> MixedLane:
-        def open_part(corpus: int, begin: Place) -> NumberedLane:
+    def open_lane(lane: int, position: LanePosition) -> MixedLane:
+        def open_part(corpus: int, begin: LanePosition) -> NumberedLane:
             return NumberedLane(100 * corpus + lane, begin, None, -1)
 
-        return MixedLane(mixture, open_part, order, lane, place)
+        return MixedLane(mixture, open_part, order, lane, position)
 
-    return LocalLanes(open_lane, places, 1)
+    return LocalLanes(open_lane, positions, 1)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 12).map(float), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
 def test_lanes_keep_the_shares_at_every_step_and_go_on_from_any(weights: list[float], lanes: int) -> None:
     mixture = mixture_of(weights)
-    places: dict[int, Place] = dict.fromkeys(range(lanes), BEGIN)
-    straight, found = lanes_of(mixture, lanes, places), Counter[int]()
+    positions: dict[int, LanePosition] = dict.fromkeys(range(lanes), BEGIN)
+    straight, result = lanes_of(mixture, lanes, positions), Counter[int]()
     by_lane = Counter[tuple[int, int]]()
     steps = 24
     for step in range(steps):
-        ours = lanes_of(mixture, lanes, places).rows(step)  # a new start in every step
+        ours = lanes_of(mixture, lanes, positions).rows(step)  # a new start in every step
         rows = straight.rows(step)
         assert {lane: (r.tolist(), p) for lane, (r, p) in ours.items()} == {
             lane: (r.tolist(), p) for lane, (r, p) in rows.items()
         }
-        places = {lane: place for lane, (_, place) in ours.items()}
+        positions = {lane: position for lane, (_, position) in ours.items()}
         for lane, (row, _) in rows.items():
             corpus = int(row[0, 0]) // 100_000
             assert int(row[0, 0]) % 100_000 // 1000 == lane
-            found[corpus] += 1
+            result[corpus] += 1
             by_lane[corpus, lane] += 1
         done = (step + 1) * lanes
         for corpus, share in enumerate(mixture.shares):
-            assert abs(found[corpus] - Fraction(done * share, mixture.period)) < 1
+            assert abs(result[corpus] - Fraction(done * share, mixture.period)) < 1
     for corpus, share in enumerate(mixture.shares):
         for lane in range(lanes):  # no lane is without a corpus: five deviations of a draw
             mean = steps * share / mixture.period
@@ -156,7 +156,7 @@ class Corpora:
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokenizer = folder, write_tokenizer(folder / "t", VOCABULARY)
         for name, number in (("snow", 30), ("rain", 19)):
-            write_corpus(folder / name, "a.jsonl", [f"{name} {each} " * (each % 5 + 1) for each in range(number)])
+            write_corpus(folder / name, "a.jsonl", [f"{name} {item} " * (item % 5 + 1) for item in range(number)])
             prepare(folder / name, out=folder / f"{name}.arrow")
         prepare(folder / "rain", out=folder / "ids.arrow", tokenizer=self.tokenizer)
 
@@ -165,7 +165,7 @@ class Corpora:
         shape = {"seq_len": SEQ_LEN, "vocab_size": VOCABULARY, "validation_rows": 4}
         return open_at(self.folder / "work", **shape, source="arrow", mixture=mixture, **options)
 
-    def known(self) -> TextTokenizer:
+    def tokenizer_of_data(self) -> TextTokenizer:
         return load_tokenizer(self.tokenizer, VOCABULARY)
 
 
@@ -174,7 +174,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
     return Corpora(tmp_path_factory.mktemp("corpora"))
 
 
-def loaded(data: Data, dp: tuple[int, int] = (0, 1), places: list[Place] | None = None) -> StreamLoader:
+def loaded(data: Data, dp: tuple[int, int] = (0, 1), positions: list[LanePosition] | None = None) -> StreamLoader:
     source: Any = data.source
     order = LaneOrder(4, 1, True)
     return StreamLoader(
@@ -182,28 +182,28 @@ def loaded(data: Data, dp: tuple[int, int] = (0, 1), places: list[Place] | None 
         4,
         BatchShare(8, 1, *dp),
         end_id=data.end_id or 0,
-        places=places or (),
+        positions=positions or (),
         progress=partial(source.progress, 4),
     )
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_rows_of_a_mixture_of_text_and_ids_are_of_one_corpus_each(corpora: Corpora, packing: str) -> None:
-    """From the places that other ranks left in every step."""
+    """From the positions that other ranks left in every step."""
     options = {"weights": (3.0, 1.0), "tokenizer": str(corpora.tokenizer), "packing": packing}
     data = corpora.open("snow.arrow", "ids.arrow", **options)
-    known, alone = corpora.known(), loaded(data)
-    places: list[Place] = []
+    tokenizer, alone = corpora.tokenizer_of_data(), loaded(data)
+    positions: list[LanePosition] = []
     counts = Counter[str]()
     for step, batch in enumerate(islice(alone.prefetched(0), 12)):
-        ranks = [loaded(data, (rank, 1 + step % 2), places) for rank in range(1 + step % 2)]
+        ranks = [loaded(data, (rank, 1 + step % 2), positions) for rank in range(1 + step % 2)]
         ours = [next(rank.prefetched(step)) for rank in ranks]
         rows = batch.inputs.reshape(-1, SEQ_LEN)
-        assert np.concatenate([each.inputs.reshape(-1, SEQ_LEN) for each in ours]).tolist() == rows.tolist()
+        assert np.concatenate([own.inputs.reshape(-1, SEQ_LEN) for own in ours]).tolist() == rows.tolist()
         assert ranks[0].progress(step + 1) == alone.progress(step + 1)
-        places = places_of(merged([rank.cursor() for rank in ranks]), 4, corpora=2)
+        positions = positions_of(merged([rank.cursor() for rank in ranks]), 4, corpora=2)
         for row in rows.tolist():
-            text = known.tokenizer.decode(row)
+            text = tokenizer.tokenizer.decode(row)
             assert ("snow" in text) != ("rain" in text), text
             counts["snow" if "snow" in text else "rain"] += 1
         assert abs(counts["snow"] - 0.75 * 8 * (step + 1)) < 1
@@ -211,17 +211,17 @@ def test_rows_of_a_mixture_of_text_and_ids_are_of_one_corpus_each(corpora: Corpo
     assert [progress[f"tokens/{name}"] for name in ("snow", "ids")] == [SEQ_LEN * counts[n] for n in ("snow", "rain")]
     assert all(0 < progress[f"epochs/{name}"] < 9 for name in ("snow", "ids"))
     with pytest.raises(CheckpointError, match="a mixture of 2 corpora, and this run reads 1"):
-        places_of(merged([alone.cursor()]), 4)
+        positions_of(merged([alone.cursor()]), 4)
 
 
 def test_a_tokenizer_and_held_out_rows_come_from_all_corpora(corpora: Corpora) -> None:
     data = corpora.open("snow.arrow", "rain.arrow", validation_fraction=0.4)
     assert data.validation is not None
     assert data.tokenizer is not None
-    known = load_tokenizer(data.tokenizer, VOCABULARY)
-    assert known.tokenizer.token_to_id("snow") is not None
-    assert known.tokenizer.token_to_id("rain") is not None
-    text = known.tokenizer.decode(data.validation.rows(np.arange(data.validation.num_rows)).ravel().tolist())
+    tokenizer = load_tokenizer(data.tokenizer, VOCABULARY)
+    assert tokenizer.tokenizer.token_to_id("snow") is not None
+    assert tokenizer.tokenizer.token_to_id("rain") is not None
+    text = tokenizer.tokenizer.decode(data.validation.rows(np.arange(data.validation.num_rows)).ravel().tolist())
     assert "snow" in text
     assert "rain" in text
     other = corpora.open("snow.arrow", "rain.arrow", validation_fraction=0.4, weights=(2.0, 1.0))

@@ -109,12 +109,12 @@ def test_every_form_of_a_pair_gives_the_same_documents(tmp_path: Path) -> None:
         "repeated": [{"prompt": row["prompt"], **both} for row, both in zip(rows, whole, strict=True)],
         "mixed": [{**row, "prompt": plain["prompt"]} for row, plain in zip(turns, rows, strict=True)],
     }
-    found = {}
+    results = {}
     for name, form in forms.items():
         source = write_rows(tmp_path / f"{name}.jsonl", form)
         prepare(source, tmp_path / f"{name}.arrow", tmp_path / "base", chat=True)
-        found[name] = documents_of(tmp_path / f"{name}.arrow")
-    assert all(documents == found["turns"] for documents in found.values())
+        results[name] = documents_of(tmp_path / f"{name}.arrow")
+    assert all(documents == results["turns"] for documents in results.values())
 
 
 def test_a_prompt_that_both_strings_begin_with_ends_at_white_space(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_an_inspection_shows_pairs(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", VOCABULARY)
     rows = drawn_rows(Random(5), 5)
     prepare(write_rows(tmp_path / "pairs.jsonl", rows), tmp_path / "out.arrow", tokenizer)
-    found = inspect_corpus(tmp_path / "out.arrow", seq_len=64, tokenizer=tokenizer)
-    assert (found["pairs"], found["documents"]) == (5, 10)
-    assert [sample["pair"] for sample in found["samples"]] == [0, 2, 4]
-    assert rows[0]["prompt"].endswith(found["samples"][0]["prompt"][-4:])
-    assert found["samples"][0]["chosen"].startswith(" yes") and found["samples"][0]["rejected"].startswith(" no")
+    result = inspect_corpus(tmp_path / "out.arrow", seq_len=64, tokenizer=tokenizer)
+    assert (result["pairs"], result["documents"]) == (5, 10)
+    assert [sample["pair"] for sample in result["samples"]] == [0, 2, 4]
+    assert rows[0]["prompt"].endswith(result["samples"][0]["prompt"][-4:])
+    assert result["samples"][0]["chosen"].startswith(" yes") and result["samples"][0]["rejected"].startswith(" no")
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -205,14 +205,14 @@ def test_rows_hold_every_pair_whole_and_once(seed: int, tmp_path: Path) -> None:
     indices, seen = np.arange(samples.num_rows), []
     for row, padded in zip(samples.rows(indices), samples.answers(indices), strict=True):
         tokens = row[row != IGNORE_INDEX]
-        found = np.split(tokens, np.flatnonzero(tokens & END_BIT) + 1)[:-1]
+        actual = np.split(tokens, np.flatnonzero(tokens & END_BIT) + 1)[:-1]
         numbers = padded[padded >= 0].tolist()
-        assert len(found) == len(numbers) <= 2 * samples.pairs_per_row
+        assert len(actual) == len(numbers) <= 2 * samples.pairs_per_row
         assert numbers[1::2] == [number + 1 for number in numbers[::2]] and all(n % 2 == 0 for n in numbers[::2])
-        for ids, number in zip(found, numbers, strict=True):
+        for ids, number in zip(actual, numbers, strict=True):
             wanted, num_prompt = documents[number]
             assert (ids & ID_MASK & ~PROMPT_BIT).tolist() == wanted
-            assert (ids & PROMPT_BIT != 0).tolist() == [place < num_prompt for place in range(len(wanted))]
+            assert (ids & PROMPT_BIT != 0).tolist() == [index < num_prompt for index in range(len(wanted))]
         seen += numbers[::2]
     assert sorted(seen) == [2 * pair for pair in fitting]
 
@@ -220,7 +220,7 @@ def test_rows_hold_every_pair_whole_and_once(seed: int, tmp_path: Path) -> None:
 def answers_in(batch: Batch) -> list[tuple[int, ...]]:
     """Targets of each answer, found by its number."""
     assert batch.answers is not None
-    found = []
+    results = []
     shape = (-1, batch.targets.shape[-1])
     lengths = batch.answers.lengths.reshape(-1, batch.answers.lengths.shape[-1])
     for numbers, targets, of_row in zip(
@@ -230,8 +230,8 @@ def answers_in(batch: Batch) -> list[tuple[int, ...]]:
             own = targets[(numbers == number) & (targets != IGNORE_INDEX)]
             assert len(own) == length
             if length:
-                found.append(tuple(own.tolist()))
-    return found
+                results.append(tuple(own.tolist()))
+    return results
 
 
 @pytest.mark.parametrize(("dp", "micro"), [(1, 4), (2, 1), (2, 2), (4, 1)])
@@ -244,15 +244,15 @@ def test_ranks_and_micro_batches_share_whole_pairs(dp: int, micro: int, tmp_path
         Loader(samples, BatchShare(4, micro, rank, dp), seed=0, shuffle=False, doc_mask=True) for rank in range(dp)
     ]
     for step in range(samples.num_rows // 4):
-        found = []
+        results = []
         for loader in of_ranks:
             batch = loader.batch(step)
-            found += answers_in(batch)
+            results += answers_in(batch)
             assert batch.answers is not None and batch.answers.reference is not None
             numbers = samples.answers(loader.indices(step)).reshape(batch.answers.reference.shape)
             assert (batch.answers.reference == np.where(numbers < 0, 0, numbers)).all()
         wanted = samples.answers(np.arange(4 * step, 4 * step + 4))
-        assert found == [answers[number] for number in wanted.ravel() if number >= 0]
+        assert results == [answers[number] for number in wanted.ravel() if number >= 0]
 
 
 def test_rows_after_the_last_have_no_pair(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_pairs_that_are_held_out_are_the_others(tmp_path: Path) -> None:
     train, _ = samples_of(tmp_path, Random(6), 60, held_out=0.3)
     corpus, given = PreparedCorpus(tmp_path / "out.arrow"), {"seq_len": 90, "vocab_size": VOCABULARY}
     held_out = PairSamples(corpus, **given, pairs_per_row=3, held_out=0.3, on_held_out_side=True)
-    sides = [set(each.answers(np.arange(each.num_rows)).ravel().tolist()) - {-1} for each in (train, held_out)]
+    sides = [set(item.answers(np.arange(item.num_rows)).ravel().tolist()) - {-1} for item in (train, held_out)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 120 and 20 < len(sides[1]) < 60
 
 

@@ -150,9 +150,9 @@ def test_a_truncated_file_keeps_what_is_whole_and_counts_the_rest(name: str, tmp
     with pytest.raises(DataError, match=rf"{name}, row [\d,]+: {DAMAGED}: "):
         prepare(source, good, out=tmp_path / "o.arrow")
     outcome = prepare(source, good, out=tmp_path / "o.arrow", on_bad="skip")
-    found = texts_of(tmp_path / "o.arrow")
-    assert found == [*texts[: len(found) - 1], "last"]
-    assert len(found) > 1000 or name in {"a.arrow", "a.parquet"}, "their index is at the end"
+    result = texts_of(tmp_path / "o.arrow")
+    assert result == [*texts[: len(result) - 1], "last"]
+    assert len(result) > 1000 or name in {"a.arrow", "a.parquet"}, "their index is at the end"
     assert outcome.summary["skipped"] == {DAMAGED: 1}
     assert conserves_rows(outcome.summary)
 
@@ -162,8 +162,8 @@ def test_a_damaged_row_group_does_not_hide_the_next(tmp_path: Path) -> None:
     source = tmp_path / "a.parquet"
     pq.write_table(table(texts), source, row_group_size=100, compression="none", use_dictionary=False)
     content = bytearray(source.read_bytes())
-    place = pq.ParquetFile(source).metadata.row_group(1).column(1).data_page_offset
-    content[place : place + 30] = bytes(30)
+    offset = pq.ParquetFile(source).metadata.row_group(1).column(1).data_page_offset
+    content[offset : offset + 30] = bytes(30)
     source.write_bytes(content)
     outcome = prepare(source, out=tmp_path / "o.arrow", on_bad="skip")
     assert texts_of(tmp_path / "o.arrow") == [*texts[:100], *texts[200:]]
@@ -302,11 +302,11 @@ def test_opening_reads_a_few_kilobytes_of_each_batch_and_maps_nothing(
 ) -> None:
     """A mapped batch is read ahead by the system, which for all batches is the whole file."""
     num_documents = write_sparse(tmp_path / "o.arrow", 96 << 20)
-    read, found = os.preadv, list[int]()
+    read, result = os.preadv, list[int]()
 
     def counted(file: int, buffers: list[memoryview], start: int) -> int:
-        found.append(read(file, buffers, start))
-        return found[-1]
+        result.append(read(file, buffers, start))
+        return result[-1]
 
     def refuse(path: str) -> None:
         raise AssertionError(path)
@@ -315,7 +315,7 @@ def test_opening_reads_a_few_kilobytes_of_each_batch_and_maps_nothing(
     monkeypatch.setattr(pa, "memory_map", refuse)
     corpus = PreparedCorpus(tmp_path / "o.arrow")
     assert len(corpus) == num_documents
-    assert 0 < sum(found) < 12 * (20 << 10) + (20 << 10)
+    assert 0 < sum(result) < 12 * (20 << 10) + (20 << 10)
     assert [corpus.content(number) for number in (0, num_documents - 1)] == [bytes(4096)] * 2
 
 

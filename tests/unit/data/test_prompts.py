@@ -62,8 +62,8 @@ def write(folder: Path, kind: str) -> Path:
 
 def wanted(tokenizer: TextTokenizer) -> Pieces:
     """Ids of each prompt and of each answer, encoded apart."""
-    found = [tuple(ids.tolist() for ids in tokenizer.encode(row)) for row in ROWS]
-    return [(prompt, [*answer, tokenizer.end_id]) for prompt, answer in found]
+    actual = [tuple(ids.tolist() for ids in tokenizer.encode(row)) for row in ROWS]
+    return [(prompt, [*answer, tokenizer.end_id]) for prompt, answer in actual]
 
 
 def prepared(folder: Path, kind: str, **options: Any) -> PreparedCorpus:
@@ -111,8 +111,8 @@ def test_targets_are_the_answers_and_no_other_token(
     batch = batch_of(rows, 1, end_id=0, doc_mask=doc_mask)
     counted = 0
     for inputs, targets, row in zip(batch.inputs.reshape(2, -1), batch.targets.reshape(2, -1), rows, strict=True):
-        for place, (given_id, target) in enumerate(zip(inputs.tolist(), targets.tolist(), strict=True)):
-            plain = [int(token) & ID_MASK if token >= 0 else None for token in row[place : place + 2]]
+        for index, (given_id, target) in enumerate(zip(inputs.tolist(), targets.tolist(), strict=True)):
+            plain = [int(token) & ID_MASK if token >= 0 else None for token in row[index : index + 2]]
             assert given_id == (plain[0] or 0)
             is_counted = plain[1] is not None and plain[1] not in prompts and not (doc_mask and given_id == 0)
             assert target == (plain[1] if is_counted else IGNORE_INDEX)

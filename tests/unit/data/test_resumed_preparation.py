@@ -49,11 +49,11 @@ def sources(tmp_path: Path) -> list[Path]:
     folder = tmp_path / "src"
     names = ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "stream.arrow", "save_to_disk", "text")
     paths = [write_corpus(folder / str(number), name, texts) for number, name in enumerate(names)]
-    for place in (0, len(paths)):
-        bad = folder / f"bad{place}.jsonl"
+    for position in (0, len(paths)):
+        bad = folder / f"bad{position}.jsonl"
         lines = [b'{"text": "fine %d"}' % number for number in range(30)]
         bad.write_bytes(b"\n".join([*lines[:9], b"{", *lines[9:], b'{"text": ""}', b"{}", b'"x"']))
-        paths.insert(place, bad)
+        paths.insert(position, bad)
     truncated = folder / "truncated.jsonl.gz"
     truncated.write_bytes(paths[2].read_bytes()[:-30])
     last = folder / "last.jsonl.gz"
@@ -156,17 +156,17 @@ class Counting(Watcher):
         self.batches += 1
 
 
-@pytest.mark.parametrize("place", [0, 1, 20, 35, 60, 199])
+@pytest.mark.parametrize("number", [0, 1, 20, 35, 60, 199])
 @pytest.mark.parametrize("line", ["{", '{"other": 1}', '{"text": 3}'])
 @pytest.mark.parametrize("shard_bytes", [0, 3000])
 def test_a_refusal_leaves_only_what_spares_the_next_start_some_work(
-    place: int, line: str, shard_bytes: int, tmp_path: Path
+    number: int, line: str, shard_bytes: int, tmp_path: Path
 ) -> None:
     lines = [json.dumps({"text": text}) for text in documents(200)]
-    lines[place] = line
+    lines[number] = line
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     watcher = Counting()
-    with pytest.raises(DataError, match=f"row {place + 1}"):
+    with pytest.raises(DataError, match=f"row {number + 1}"):
         prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", watcher=watcher, shard_bytes=shard_bytes)
     left = {path.name for path in tmp_path.iterdir()} - {"a.jsonl"}
     assert left == ({"o.arrow.partial"} if watcher.batches else set())

@@ -68,20 +68,20 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def read(path: Path) -> tuple[Read, dict[bytes, bytes], str]:
     """All that training takes from a corpus."""
-    found = PreparedCorpus(path)
-    contents = [found.content(number) for number in range(len(found))]
-    prompts = [found.prompt(number, content) for number, content in enumerate(contents)]
-    return list(zip(contents, prompts, strict=True)), found.metadata, found.identity
+    result = PreparedCorpus(path)
+    contents = [result.content(number) for number in range(len(result))]
+    prompts = [result.prompt(number, content) for number, content in enumerate(contents)]
+    return list(zip(contents, prompts, strict=True)), result.metadata, result.identity
 
 
 def regions(path: Path, shard: int) -> Iterator[tuple[str, int, int]]:
     """Name, begin and end of each region of a file."""
-    found = PreparedCorpus(path)
-    file = found.files[shard]
+    result = PreparedCorpus(path)
+    file = result.files[shard]
     assert isinstance(file, CheckedFile)
     num_bytes, covered, last = file.num_bytes, file._covered, 0
     footer = num_bytes - 10 - int.from_bytes(read_exactly(file, 4, num_bytes - 10), "little")
-    for batch in (each for each in found._batches if each.file == shard):
+    for batch in (item for item in result._batches if item.file == shard):
         yield "begin and metadata", last, batch.offsets
         yield "offsets", batch.offsets, batch.offsets + 8 * (batch.rows + 1)
         yield "values", batch.values, batch.values + batch.size
@@ -116,18 +116,18 @@ def damages(path: Path, seed: int) -> Iterator[tuple[str, Path, bytes]]:
 
 def silent(path: Path, seed: int) -> list[str]:
     """Regions whose damage changes what training reads without an error."""
-    wanted, found = read(path), []
+    wanted, actual = read(path), []
     for name, file, content in damages(path, seed):
         whole = file.read_bytes()
         file.write_bytes(content)
         try:
             if read(path) != wanted:
-                found.append(name)
+                actual.append(name)
         except DataError as error:
             assert "prepare" in str(error)
         finally:
             file.write_bytes(whole)
-    return found
+    return actual
 
 
 def test_damage_of_no_region_is_trained_on(corpus: Path) -> None:
@@ -137,8 +137,8 @@ def test_damage_of_no_region_is_trained_on(corpus: Path) -> None:
 def unsealed(file: DataFile, footer_start: int) -> CheckedFile | None:
     """File without a comparison of its footer."""
     start = footer_start - SEAL_BYTES
-    found = bytes(read_exactly(file, SEAL_BYTES, max(0, start)))
-    magic, num_bytes = struct.unpack_from("<8sQ", found)
+    result = bytes(read_exactly(file, SEAL_BYTES, max(0, start)))
+    magic, num_bytes = struct.unpack_from("<8sQ", result)
     return CheckedFile(file, num_bytes) if magic == b"NXTSEAL1" and num_bytes < file.num_bytes else None
 
 
@@ -174,12 +174,12 @@ def test_a_verification_finds_every_damage_and_names_its_place(corpus: Path) -> 
 
 
 def test_a_block_is_read_for_its_checksum_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, verified = PreparedCorpus(corpus), list[int]()
+    result, verified = PreparedCorpus(corpus), list[int]()
     monkeypatch.setattr(seal, "xxh3_64_intdigest", _counting(xxh3_64_intdigest, verified))
     for _ in range(2):
-        assert [len(found.content(number)) > 0 for number in range(len(found))] == [True] * 240
-    num_blocks = sum(-(-file._covered // BLOCK_BYTES) for file in found.files if isinstance(file, CheckedFile))
-    assert num_blocks - len(found.files) <= len(verified) <= num_blocks
+        assert [len(result.content(number)) > 0 for number in range(len(result))] == [True] * 240
+    num_blocks = sum(-(-file._covered // BLOCK_BYTES) for file in result.files if isinstance(file, CheckedFile))
+    assert num_blocks - len(result.files) <= len(verified) <= num_blocks
 
 
 def _counting(digest: Callable[[Any], int], calls: list[int]) -> Callable[[Any], int]:

@@ -1,4 +1,4 @@
-"""Rows that are packed while they are consumed: their order, their tokens, and their place after any step."""
+"""Rows that are packed while they are consumed: their order, their tokens, and their position after any step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import (
     MAX_LANES,
     LaneOrder,
+    LanePosition,
     LocalLanes,
-    Place,
     StreamLoader,
     merged,
     num_lanes,
-    places_of,
+    positions_of,
 )
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.corpora import drop_checksums, prepare, write_corpus, write_tokenizer
@@ -55,8 +55,8 @@ def documents(
     folder = tmp_path_factory.mktemp("corpus")
     options: dict[str, Any] = {"tokenizer": tokenizer.path} if request.param == "ids" else {}
     prepare(write_corpus(folder / "src", "a.jsonl", TEXTS), out=folder / "o.arrow", **options)
-    known = None if request.param == "ids" else tokenizer
-    return Documents(PreparedCorpus(folder / "o.arrow"), known, VOCABULARY)
+    given = None if request.param == "ids" else tokenizer
+    return Documents(PreparedCorpus(folder / "o.arrow"), given, VOCABULARY)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def loader(
     *,
     dp: tuple[int, int] = (0, 1),
     micro: int = 1,
-    places: Sequence[Place] = (),
+    positions: Sequence[LanePosition] = (),
     shuffle: bool = True,
     skips: Skips = (),
     ramp: BatchSizes | None = None,
@@ -86,13 +86,13 @@ def loader(
         lanes,
         BatchShare(GLOBAL_BATCH, micro, *dp, ramp=ramp),
         end_id=0,
-        places=places,
+        positions=positions,
         skips=skips,
     )
 
 
-def taken(each: StreamLoader, number: int, depth: int = 2) -> list[Batch]:
-    batches = each.prefetched(0, depth)
+def taken(item: StreamLoader, number: int, depth: int = 2) -> list[Batch]:
+    batches = item.prefetched(0, depth)
     try:
         return list(islice(batches, number))
     finally:
@@ -102,8 +102,8 @@ def taken(each: StreamLoader, number: int, depth: int = 2) -> list[Batch]:
 def rows_of(batch: Batch) -> list[list[int]]:
     """Inputs and targets of each row, side by side."""
     inputs, targets = (x.reshape(-1, SEQ_LEN) for x in (batch.inputs, batch.targets))
-    found: list[list[int]] = np.concatenate([inputs, targets], axis=1).tolist()
-    return found
+    result: list[list[int]] = np.concatenate([inputs, targets], axis=1).tolist()
+    return result
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -112,14 +112,14 @@ def test_lanes_hold_every_document_once_an_epoch_for_three_epochs(
 ) -> None:
     total, lanes = len(TEXTS), 4
     wanted = {number: ids_of(tokenizer, text) for number, text in enumerate(TEXTS)}
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     for lane in range(lanes):
         ours = documents.lane(LaneOrder(lanes, SEED, shuffle), lane)
-        found |= {lane + ordinal * lanes: ids.tolist() for ordinal, ids in islice(ours, 3 * total // lanes + 1)}
+        results |= {lane + ordinal * lanes: ids.tolist() for ordinal, ids in islice(ours, 3 * total // lanes + 1)}
     for epoch in range(3):
-        places = np.arange(epoch * total, (epoch + 1) * total)
-        order = shuffled(places, total, SEED).tolist() if shuffle else list(range(total))
-        assert [found[place] for place in places.tolist()] == [wanted[number] for number in order]
+        positions = np.arange(epoch * total, (epoch + 1) * total)
+        order = shuffled(positions, total, SEED).tolist() if shuffle else list(range(total))
+        assert [results[index] for index in positions.tolist()] == [wanted[number] for number in order]
         assert sorted(order) == list(range(total))
 
 
@@ -133,12 +133,12 @@ def test_concat_is_one_stream_per_lane_whose_rows_share_a_token(documents: Docum
 
 def pieces(row: NDArray[np.int32]) -> list[list[int]]:
     """Documents of a row, each up to its mark; the last one may be a whole row without one."""
-    found: list[list[int]] = [[]]
+    result: list[list[int]] = [[]]
     for token in row[row != IGNORE_INDEX].tolist():
-        found[-1].append(token & ID_MASK)
+        result[-1].append(token & ID_MASK)
         if token & END_BIT:
-            found.append([])
-    return [piece for piece in found if piece]
+            result.append([])
+    return [piece for piece in result if piece]
 
 
 @settings(max_examples=60)
@@ -150,20 +150,20 @@ def test_best_fit_gives_every_token_once_and_cuts_only_documents_above_a_row(
     endless = enumerate(given_documents * 400)
     lane = BestFitLane(endless, SEQ_LEN, (0, 0), seed)
     lane.row()
-    while lane.place[1]:  # to the end of the window
+    while lane.position[1]:  # to the end of the window
         lane.row()
-    window = (given_documents * 400)[: lane.place[0]]
+    window = (given_documents * 400)[: lane.position[0]]
     again = BestFitLane(enumerate(given_documents * 400), SEQ_LEN, (0, 0), seed)
     rows = []
-    while again.place != lane.place:
+    while again.position != lane.position:
         rows.append(again.row())
     assert sum(int((row != IGNORE_INDEX).sum()) for row in rows) == sum(ids.size for ids in window)
-    found = Counter(tuple(piece) for row in rows for piece in pieces(row))
+    result = Counter(tuple(piece) for row in rows for piece in pieces(row))
     capacity = SEQ_LEN + 1
     whole = Counter(
         tuple(ids[start : start + capacity].tolist()) for ids in window for start in range(0, ids.size, capacity)
     )
-    assert found == whole  # a document that fits is one piece of its own
+    assert result == whole  # a document that fits is one piece of its own
     assert sum(ids.size for ids in window) >= 3 * capacity > sum(ids.size for ids in window[:-1])
 
 
@@ -196,17 +196,17 @@ def test_ranks_share_what_one_rank_reads(
 def test_from_every_step_of_three_epochs_the_rows_go_on_as_they_would_have(
     documents: Documents, packing: Packing, shuffle: bool
 ) -> None:
-    """One, two and again one rank, each from the places that the ranks before it left."""
+    """One, two and again one rank, each from the positions that the ranks before it left."""
     total = sum(len(ids) for _, ids in islice(documents.lane(IN_ORDER, 0), len(TEXTS)))
     steps = 3 * total // (GLOBAL_BATCH * SEQ_LEN) + 2
     straight = [rows_of(batch) for batch in taken(loader(documents, packing, shuffle=shuffle), steps)]
-    places: Sequence[Place] = ()
+    positions: Sequence[LanePosition] = ()
     for step in range(steps):
         dp = 1 + step % 2
-        ranks = [loader(documents, packing, dp=(r, dp), places=places, shuffle=shuffle) for r in range(dp)]
-        found = [row for rank in ranks for row in rows_of(taken(rank, 1)[0])]
-        assert found == straight[step]
-        places = places_of(merged([rank.cursor() for rank in ranks]), num_lanes(GLOBAL_BATCH))
+        ranks = [loader(documents, packing, dp=(r, dp), positions=positions, shuffle=shuffle) for r in range(dp)]
+        result = [row for rank in ranks for row in rows_of(taken(rank, 1)[0])]
+        assert result == straight[step]
+        positions = positions_of(merged([rank.cursor() for rank in ranks]), num_lanes(GLOBAL_BATCH))
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -216,8 +216,8 @@ def test_batches_are_left_out_behind_their_steps_and_the_cursor_counts_them(
     straight = [rows_of(batch) for batch in taken(loader(documents, packing), 9)]
     skipping = loader(documents, packing, skips=((0, 1), (2, 3)))
     assert [rows_of(batch) for batch in taken(skipping, 4)] == [straight[at] for at in (1, 2, 6, 7)]
-    places = places_of(merged([skipping.cursor()]), num_lanes(GLOBAL_BATCH))
-    assert rows_of(taken(loader(documents, packing, places=places), 1)[0]) == straight[8]
+    positions = positions_of(merged([skipping.cursor()]), num_lanes(GLOBAL_BATCH))
+    assert rows_of(taken(loader(documents, packing, positions=positions), 1)[0]) == straight[8]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -229,20 +229,20 @@ def test_steps_of_a_ramp_take_rows_of_all_lanes_on_any_number_of_ranks_and_after
     lanes = num_lanes(unit)
     alone = loader(documents, packing, ramp=BatchSizes(unit))
     in_units = [rows_of(batch) for batch in taken(alone, sum(ramp.at(step) // unit for step in range(5)))]
-    places: Sequence[Place] = ()
+    positions: Sequence[LanePosition] = ()
     for step in range(5):
         parts = [in_units.pop(0) for _ in range(ramp.at(step) // unit)]
         per_lane = unit // lanes
         wanted = [row for at in range(0, unit, per_lane) for part in parts for row in part[at : at + per_lane]]
         dp = 1 + step % 2
-        ranks = [loader(documents, packing, dp=(r, dp), places=places, ramp=ramp) for r in range(dp)]
-        found = []
+        ranks = [loader(documents, packing, dp=(r, dp), positions=positions, ramp=ramp) for r in range(dp)]
+        results = []
         for rank in ranks:
             batches = rank.prefetched(step)
-            found += rows_of(next(batches))
+            results += rows_of(next(batches))
             batches.close()
-        assert found == wanted
-        places = places_of(merged([rank.cursor() for rank in ranks]), lanes)
+        assert results == wanted
+        positions = positions_of(merged([rank.cursor() for rank in ranks]), lanes)
 
 
 def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(documents: Documents) -> None:
@@ -250,7 +250,7 @@ def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(
     batches = one.prefetched(0, depth=5)
     next(batches)
     batches.close()
-    other = loader(documents, "concat", places=places_of(merged([one.cursor()]), num_lanes(GLOBAL_BATCH)))
+    other = loader(documents, "concat", positions=positions_of(merged([one.cursor()]), num_lanes(GLOBAL_BATCH)))
     assert rows_of(taken(other, 1)[0]) == rows_of(taken(loader(documents, "concat"), 2)[1])
 
 
@@ -258,8 +258,8 @@ def test_held_out_documents_are_never_trained_on(documents: Documents, tokenizer
     share = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.3)
     held = {number for number in range(len(TEXTS)) if is_held_out(documents.corpus.content(number), share.held_out)}
     assert 3 < len(held) < 25
-    found = {tuple(ids.tolist()) for _, ids in islice(share.lane(LaneOrder(1, SEED, True), 0), 2 * len(TEXTS))}
-    assert found == {tuple(ids_of(tokenizer, TEXTS[number])) for number in range(len(TEXTS)) if number not in held}
+    result = {tuple(ids.tolist()) for _, ids in islice(share.lane(LaneOrder(1, SEED, True), 0), 2 * len(TEXTS))}
+    assert result == {tuple(ids_of(tokenizer, TEXTS[number])) for number in range(len(TEXTS)) if number not in held}
     everything = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.999999)
     with pytest.raises(DataError, match="holds out every document"):
         next(everything.lane(LaneOrder(1, SEED, True), 0))
@@ -271,7 +271,7 @@ def test_lanes_divide_the_batch_whatever_it_is() -> None:
         assert num_lanes(batch) <= MAX_LANES
     assert [num_lanes(batch) for batch in (1, 8, 37, 1024)] == [1, 8, 1, 32]
     with pytest.raises(CheckpointError, match=r"8 lanes, and train\.global_batch here makes 4"):
-        places_of({"places": [[0, 0]] * 8}, 4)
+        positions_of({"places": [[0, 0]] * 8}, 4)
 
 
 def test_damage_and_ids_outside_of_the_vocabulary_are_named(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -83,10 +83,10 @@ def test_links_to_folders_are_named_and_hidden_entries_are_no_part(tmp_path: Pat
     root = tree(tmp_path / "text", "a.txt", "b/c.txt", ".hidden/d.txt", "b/.e.txt")
     (root / "link").symlink_to("b")
     (root / "f.txt").symlink_to("a.txt")
-    found = walk(root)
-    assert [str(path.relative_to(root)) for path in found.files] == ["a.txt", "b/c.txt", "f.txt"]
-    assert found.skipped == {root / "link": "a link to a folder, which is not followed"}
-    assert text_files(str(root)).skipped == found.skipped
+    result = walk(root)
+    assert [str(path.relative_to(root)) for path in result.files] == ["a.txt", "b/c.txt", "f.txt"]
+    assert result.skipped == {root / "link": "a link to a folder, which is not followed"}
+    assert text_files(str(root)).skipped == result.skipped
 
 
 def test_a_folder_that_is_itself_a_link_is_read(tmp_path: Path) -> None:

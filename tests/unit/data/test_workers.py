@@ -25,13 +25,13 @@ from nxtrain.data.arrow.streams import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import (
     LaneOrder,
+    LanePosition,
     LaneRows,
     LocalLanes,
-    Place,
     StreamLoader,
     merged,
     num_lanes,
-    places_of,
+    positions_of,
 )
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.data.workers import AHEAD, WorkerPolicy, Workers
@@ -44,7 +44,7 @@ THREE_EPOCHS = 40
 """Steps in which every lane of the corpus has begun its fourth epoch."""
 GRID = [(dp, workers) for workers in (0, 2, 4) for dp in (2, 1, 4)]
 """Data parallel ranks, and workers of each."""
-Taken = tuple[list[Batch], list[dict[int, Place]]]
+Taken = tuple[list[Batch], list[dict[int, LanePosition]]]
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +61,32 @@ def policy(number: int = 2, restarts: int = 3, timeout_s: float = IN_TIME_S) -> 
     return WorkerPolicy(number, restarts, timeout_s, rank=6)
 
 
-def taken(source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int, places: Sequence[Place] = ()) -> Taken:
-    """Batches of a rank from some places on, and the cursor behind each."""
+def taken(
+    source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int, positions: Sequence[LanePosition] = ()
+) -> Taken:
+    """Batches of a rank from some positions on, and the cursor behind each."""
     local = partial(LocalLanes, partial(source.opened(), ORDER))
-    each = StreamLoader(
+    item = StreamLoader(
         partial(Workers, source, ORDER, policy(workers)) if workers else local,
         ORDER.lanes,
         BatchShare(GLOBAL_BATCH, 1, *dp),
         end_id=0,
         doc_mask=True,
-        places=places,
+        positions=positions,
     )
-    batches = each.prefetched(0)
+    batches = item.prefetched(0)
     try:
-        found = [(batch, each.cursor()) for batch in islice(batches, steps)]
+        result = [(batch, item.cursor()) for batch in islice(batches, steps)]
     finally:
         batches.close()
-    return [batch for batch, _ in found], [cursor for _, cursor in found]
+    return [batch for batch, _ in result], [cursor for _, cursor in result]
 
 
 def joined(batches: Sequence[Batch]) -> tuple[list[list[int]], ...]:
     """Inputs, targets and starts of the rows of all ranks."""
     names = ("inputs", "targets", "starts")
-    found = ([vars(batch)[name].reshape(-1, SEQ_LEN) for batch in batches] for name in names)
-    return tuple(np.concatenate(each).tolist() for each in found)
+    result = ([vars(batch)[name].reshape(-1, SEQ_LEN) for batch in batches] for name in names)
+    return tuple(np.concatenate(item).tolist() for item in result)
 
 
 @pytest.mark.parametrize(("packing", "dp", "workers"), [("concat", 1, 4), ("best_fit", 2, 2), ("concat", 4, 2)])
@@ -97,16 +99,18 @@ def test_order_and_bits_depend_neither_on_workers_nor_on_ranks(
     for step, batch in enumerate(alone):
         ours = [batches[step] for batches, _ in ranks]
         for name in ("inputs", "targets", "starts"):
-            assert np.concatenate([vars(each)[name] for each in ours]).tolist() == vars(batch)[name].tolist()
-        assert sum(each.num_tokens for each in ours) == batch.num_tokens
-        assert merged([found[step] for _, found in ranks]) == merged([cursors[step]])
+            assert np.concatenate([vars(own)[name] for own in ours]).tolist() == vars(batch)[name].tolist()
+        assert sum(own.num_tokens for own in ours) == batch.num_tokens
+        assert merged([result[step] for _, result in ranks]) == merged([cursors[step]])
 
 
 class LocalWorker:
     """A worker's lanes in this process: what `Workers` deals out, without a process for each."""
 
-    def __init__(self, source: CorpusLanes, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
-        self._lanes = LocalLanes(partial(source.opened(), order), places, rows_per_lane)
+    def __init__(
+        self, source: CorpusLanes, order: LaneOrder, positions: dict[int, LanePosition], rows_per_lane: int
+    ) -> None:
+        self._lanes = LocalLanes(partial(source.opened(), order), positions, rows_per_lane)
 
     def answer(self, timeout_s: float) -> LaneRows:
         del timeout_s
@@ -127,17 +131,19 @@ def test_three_epochs_have_one_order_for_every_number_of_ranks_and_workers(
     monkeypatch.setattr(streams, "WINDOW_ROWS", 3)
     source = CorpusLanes(**{**vars(corpus), "packing": packing})
     straight, cursors = taken(source, 0, (0, 1), THREE_EPOCHS)
-    assert min(place[0] for place in cursors[-1].values()) * ORDER.lanes >= 3 * 40, "each lane has had three epochs"
+    assert min(position[0] for position in cursors[-1].values()) * ORDER.lanes >= 3 * 40, (
+        "each lane has had three epochs"
+    )
     for dp, workers in GRID:
         ranks = [taken(source, workers, (rank, dp), THREE_EPOCHS)[0] for rank in range(dp)]
         assert [joined(batches) for batches in zip(*ranks, strict=True)] == [joined([batch]) for batch in straight]
-    places: list[Place] = []
+    positions: list[LanePosition] = []
     for step, whole in enumerate(straight):
         dp, workers = GRID[step % len(GRID)]
-        found = [taken(source, workers, (rank, dp), 1, places) for rank in range(dp)]
-        assert joined([batches[0] for batches, _ in found]) == joined([whole])
-        places = places_of(merged([cursors[0] for _, cursors in found]), ORDER.lanes)
-        assert places == places_of(merged([cursors[step]]), ORDER.lanes)
+        result = [taken(source, workers, (rank, dp), 1, positions) for rank in range(dp)]
+        assert joined([batches[0] for batches, _ in result]) == joined([whole])
+        positions = positions_of(merged([cursors[0] for _, cursors in result]), ORDER.lanes)
+        assert positions == positions_of(merged([cursors[step]]), ORDER.lanes)
 
 
 @pytest.fixture(autouse=True)
@@ -147,19 +153,19 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def working(source: NumberedLanes | CorpusLanes, **options: float) -> Iterator[Workers]:
-    places = dict.fromkeys(range(3), (0, 0))
-    workers = Workers(source, LaneOrder(3, 0, True), policy(**options), places, 2)  # type: ignore[arg-type]
+    positions = dict.fromkeys(range(3), (0, 0))
+    workers = Workers(source, LaneOrder(3, 0, True), policy(**options), positions, 2)  # type: ignore[arg-type]
     try:
         yield workers
     finally:
         workers.close()
 
 
-def listed(rows: LaneRows) -> dict[int, tuple[list[list[int]], Place]]:
-    return {lane: (found.tolist(), place) for lane, (found, place) in rows.items()}
+def listed(rows: LaneRows) -> dict[int, tuple[list[list[int]], LanePosition]]:
+    return {lane: (result.tolist(), position) for lane, (result, position) in rows.items()}
 
 
-def wanted(step: int) -> dict[int, tuple[list[list[int]], Place]]:
+def wanted(step: int) -> dict[int, tuple[list[list[int]], LanePosition]]:
     return {lane: ([[1000 * lane + 2 * step + row] * 5 for row in (1, 2)], (2 * step + 2, 0)) for lane in range(3)}
 
 
@@ -175,11 +181,11 @@ def test_a_killed_worker_is_named_and_the_rows_go_on_as_they_would_have(capfd: p
                 workers.members[number].signal(signal.SIGKILL)
             assert listed(workers.rows(step)) == wanted(step)
         assert pids.isdisjoint(worker.pid for worker in workers.members)
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     for pid in pids:
-        assert f"of rank 6 (process {pid}) was ended by SIGKILL, before its rows of step" in told
-    assert told.count("it was reading numbers.arrow, document ") >= len(pids) - 1
-    assert told.count("a new one goes on after the last row that was taken") == len(pids)
+        assert f"of rank 6 (process {pid}) was ended by SIGKILL, before its rows of step" in printed
+    assert printed.count("it was reading numbers.arrow, document ") >= len(pids) - 1
+    assert printed.count("a new one goes on after the last row that was taken") == len(pids)
 
 
 def test_a_worker_that_hangs_is_replaced_in_time(capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +195,10 @@ def test_a_worker_that_hangs_is_replaced_in_time(capfd: pytest.CaptureFixture[st
         workers.members[1].signal(signal.SIGSTOP)
         assert [listed(workers.rows(step)) for step in range(1, 8)] == [wanted(step) for step in range(1, 8)]
         assert time.monotonic() - began < IN_TIME_S
-    told = capfd.readouterr().err
-    assert "data worker 1 of rank 6 (process " in told
-    assert "has not answered for 0.5 seconds" in told
-    assert told.count("WARNING") == 1
+    printed = capfd.readouterr().err
+    assert "data worker 1 of rank 6 (process " in printed
+    assert "has not answered for 0.5 seconds" in printed
+    assert printed.count("WARNING") == 1
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -216,8 +222,8 @@ def test_damage_is_named_with_the_worker_and_no_worker_is_replaced(
     path = tmp_path / "o.arrow"
     path.write_bytes(corpus.paths[0].read_bytes().replace(b"document 7\n", b"documen\xff 7\n"))
     damaged = CorpusLanes(**{**vars(corpus), "paths": (path,)})
-    told = r"o\.arrow is damaged: bytes .* documents 0 to 39, are not .*\(found by data worker \d of rank 6\)"
-    with working(damaged) as workers, pytest.raises(DataError, match=told):
+    printed = r"o\.arrow is damaged: bytes .* documents 0 to 39, are not .*\(found by data worker \d of rank 6\)"
+    with working(damaged) as workers, pytest.raises(DataError, match=printed):
         for step in range(40):
             workers.rows(step)
     assert "WARNING" not in capfd.readouterr().err

@@ -79,9 +79,9 @@ def test_the_address_and_the_reason_are_named(
         return connect(where, timeout, **rest)
 
     monkeypatch.setattr(socket, "create_connection", fail)
-    found = unreachable(limit_s=3.0)
-    assert says in found
-    assert "ip link set lo up" in found
+    result = unreachable(limit_s=3.0)
+    assert says in result
+    assert "ip link set lo up" in result
 
 
 def test_a_machine_without_addresses_of_its_own_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ def test_a_run_that_does_not_ask_for_logs_gets_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("neuron", [False, True])
 def test_every_variable_has_its_value_reason_and_source(tmp_path: Path, neuron: bool) -> None:
     config = load(TINY, [ON, f"run.dir={tmp_path}"]).config
-    found = debug_variables(config, {}, neuron=neuron)
-    assert {each.name: each.value for each in found} == wanted(tmp_path / "logs") | (NEURON if neuron else {})
-    assert all(each.reason and each.source for each in found)
+    actual = debug_variables(config, {}, neuron=neuron)
+    assert {item.name: item.value for item in actual} == wanted(tmp_path / "logs") | (NEURON if neuron else {})
+    assert all(item.reason and item.source for item in actual)
 
 
 def test_the_launcher_sets_them_and_its_agent_writes_a_file_of_each_rank(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_torchs_profiler_is_quiet_where_there_is_no_gpu() -> None:
 
 def test_on_neuron_devices_the_runtime_writes_beside_the_rank(tmp_path: Path) -> None:
     shell = {"NEURON_RT_LOG_LEVEL": "DEBUG"}
-    found = local_command(TINY, [ON, f"run.dir={tmp_path}", *ON_TRN2, "train.global_batch=1024"], 64, shell).env
-    assert found.items() >= (NEURON | shell).items()
+    result = local_command(TINY, [ON, f"run.dir={tmp_path}", *ON_TRN2, "train.global_batch=1024"], 64, shell).env
+    assert result.items() >= (NEURON | shell).items()
 
 
 def test_a_rank_of_another_launcher_starts_anew_with_them_once_and_keeps_what_the_shell_chose(

@@ -65,13 +65,13 @@ def environment(
     return neuron_environment(run(**sections), INSTANCES[instance], sdk)
 
 
-def values(found: Environment, **shell: str) -> dict[str, str]:
-    return {variable.name: variable.value for variable in found.beside(shell)}
+def values(result: Environment, **shell: str) -> dict[str, str]:
+    return {variable.name: variable.value for variable in result.beside(shell)}
 
 
 def problem(shell: dict[str, str], **sections: dict[str, object]) -> Problem:
-    (found,) = neuron_environment(run(**sections), INSTANCES["trn1.32xlarge"], RECOMMENDED).conflicts(shell)
-    return found
+    (result,) = neuron_environment(run(**sections), INSTANCES["trn1.32xlarge"], RECOMMENDED).conflicts(shell)
+    return result
 
 
 def test_the_tables_cover_every_instance_and_release() -> None:
@@ -81,10 +81,10 @@ def test_the_tables_cover_every_instance_and_release() -> None:
 
 @pytest.mark.parametrize(("instance", "sdk", "update"), [*product(PER_INSTANCE, PER_SDK, PER_UPDATE)])
 def test_the_environment_is_that_of_the_tables(instance: str, sdk: tuple[int, int], update: str) -> None:
-    found = environment(instance, SdkVersion(*sdk), precision={"update": update})
+    actual = environment(instance, SdkVersion(*sdk), precision={"update": update})
     tables = (ALWAYS, PER_INSTANCE[instance], PER_SDK[sdk], PER_UPDATE[update])
     expected = {name: value for table in tables for name, value in table.items()}
-    assert values(found) == {**expected, "NEURON_CC_FLAGS": TARGETS[instance]}
+    assert values(actual) == {**expected, "NEURON_CC_FLAGS": TARGETS[instance]}
 
 
 def test_several_nodes_talk_over_efa() -> None:
@@ -93,30 +93,30 @@ def test_several_nodes_talk_over_efa() -> None:
 
 
 def test_configuration_keys_reach_the_variables_that_they_decide() -> None:
-    found = values(environment(recovery={"hang_timeout_s": 99.2}, compile={"cache_dir": "/local/cache"}))
-    assert found["NEURON_RT_EXEC_TIMEOUT"] == "397"
-    assert found["NEURON_COMPILE_CACHE_URL"] == "/local/cache"
+    result = values(environment(recovery={"hang_timeout_s": 99.2}, compile={"cache_dir": "/local/cache"}))
+    assert result["NEURON_RT_EXEC_TIMEOUT"] == "397"
+    assert result["NEURON_COMPILE_CACHE_URL"] == "/local/cache"
 
 
 def test_the_runtime_profiles_only_if_steps_are_profiled_and_into_the_run_folder() -> None:
     profiled = {"run": {"dir": "/fsx/run"}, "metrics": {"profile_steps": [3, 4], "profile_ranks": [0, 9]}}
-    found = neuron_environment(RunConfig.model_validate(profiled), INSTANCES["trn1.32xlarge"], RECOMMENDED)
+    result = neuron_environment(RunConfig.model_validate(profiled), INSTANCES["trn1.32xlarge"], RECOMMENDED)
     plain = neuron_environment(
         RunConfig.model_validate({"run": {"dir": "/fsx/run"}}), INSTANCES["trn1.32xlarge"], NEWEST
     )
-    inspect = {name: value for name, value in values(found).items() if "INSPECT" in name}
+    inspect = {name: value for name, value in values(result).items() if "INSPECT" in name}
     assert inspect == {
         "NEURON_RT_INSPECT_ENABLE": "1",
         "NEURON_RT_INSPECT_OUTPUT_DIR": "/fsx/run/logs/profiles/neuron",
         "NEURON_RT_INSPECT_DEVICE_PROFILE": "0",
     }
     assert not [name for name in values(plain) if "INSPECT" in name]
-    shown = {variable.name: variable for variable in found.variables}
+    shown = {variable.name: variable for variable in result.variables}
     assert "ranks 0, 9 only" in shown["NEURON_RT_INSPECT_ENABLE"].reason
     assert {shown[name].source for name in inspect} == {"tools/neuron-explorer/environment-variables.rst"}
-    (elsewhere,) = found.conflicts({"NEURON_RT_INSPECT_OUTPUT_DIR": "/tmp", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"})
+    (elsewhere,) = result.conflicts({"NEURON_RT_INSPECT_OUTPUT_DIR": "/tmp", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"})
     assert (elsewhere.key, elsewhere.hint) == ("NEURON_RT_INSPECT_OUTPUT_DIR", "unset it and use run.dir")
-    assert values(found, NEURON_RT_INSPECT_DEVICE_PROFILE="1")["NEURON_RT_INSPECT_DEVICE_PROFILE"] == "1"
+    assert values(result, NEURON_RT_INSPECT_DEVICE_PROFILE="1")["NEURON_RT_INSPECT_DEVICE_PROFILE"] == "1"
 
 
 @pytest.mark.parametrize(("preset", "has"), [("llama2-7b", True), ("llama3-8b", False), ("", False)])
@@ -128,9 +128,9 @@ def test_the_distribution_strategy_is_for_llama_2_alone(preset: str, has: bool) 
 def test_the_distribution_strategy_never_stands_beside_the_flash_kernel() -> None:
     def conflicts(flash: bool, **shell: str) -> list[tuple[str, str]]:
         config = run(model={"preset": "llama2-7b"})
-        found = neuron_environment(config, INSTANCES["trn1.32xlarge"], RECOMMENDED, flash=flash)
-        assert any(flag.name == "--distribution-strategy" for flag in found.compiler_flags) is not flash
-        return [(problem.key, problem.hint) for problem in found.conflicts(shell)]
+        result = neuron_environment(config, INSTANCES["trn1.32xlarge"], RECOMMENDED, flash=flash)
+        assert any(flag.name == "--distribution-strategy" for flag in result.compiler_flags) is not flash
+        return [(problem.key, problem.hint) for problem in result.conflicts(shell)]
 
     strategy, downcast = {"NEURON_CC_FLAGS": "--distribution-strategy llm-training"}, {"XLA_DOWNCAST_BF16": "0"}
     assert conflicts(False, **strategy, **downcast) == []
@@ -140,8 +140,8 @@ def test_the_distribution_strategy_never_stands_beside_the_flash_kernel() -> Non
 
 
 def test_everything_has_a_reason_and_all_but_thread_counts_a_source() -> None:
-    found = environment("trn2.48xlarge", cluster={"nodes": 2}, model={"preset": "llama2-7b"})
-    for variable in (*found.variables, *found.compiler_flags):
+    result = environment("trn2.48xlarge", cluster={"nodes": 2}, model={"preset": "llama2-7b"})
+    for variable in (*result.variables, *result.compiler_flags):
         assert variable.reason
         assert variable.source or variable.name == "OMP_NUM_THREADS"
 
@@ -153,11 +153,11 @@ def test_nxd_is_told_to_be_quiet_where_it_may_be_used_unless_the_shell_wants_mor
 
 @pytest.mark.parametrize("dead", DEAD, ids=lambda dead: dead.name)
 def test_a_dead_variable_is_refused_with_its_replacement(dead: Dead) -> None:
-    found = neuron_environment(run(), INSTANCES["trn1.32xlarge"], NEWEST)
-    (refused,) = found.conflicts({dead.name: "1"})
+    result = neuron_environment(run(), INSTANCES["trn1.32xlarge"], NEWEST)
+    (refused,) = result.conflicts({dead.name: "1"})
     assert (refused.key, refused.origin, refused.hint) == (dead.name, "environment", dead.instead)
     assert refused.reason == f"1 {dead.reason}"
-    assert found.conflicts({dead.name: "0"}) == []
+    assert result.conflicts({dead.name: "0"}) == []
 
 
 def test_graphs_in_flight_are_those_of_the_configuration() -> None:
@@ -200,10 +200,10 @@ def test_other_rounding_than_the_run_was_configured_for_is_refused_both_ways() -
 
 
 def test_other_logical_cores_than_the_table_has_are_refused() -> None:
-    found = environment("trn2.48xlarge")
+    result = environment("trn2.48xlarge")
     both = {"NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_RT_VIRTUAL_CORE_SIZE": "1"}
-    assert [refused.key for refused in found.conflicts(both)] == list(both)
-    (refused,) = found.conflicts({"NEURON_CC_FLAGS": "-lnc 1"})
+    assert [refused.key for refused in result.conflicts(both)] == list(both)
+    (refused,) = result.conflicts({"NEURON_CC_FLAGS": "-lnc 1"})
     assert refused.reason == "-lnc 1, but this run needs --logical-nc-config=2"
 
 
@@ -225,11 +225,11 @@ def test_a_compiler_flag_that_contradicts_ours_is_refused(flags: str, reason: st
 
 def test_compiler_flags_of_the_shell_follow_ours_once() -> None:
     shell = "-O 1 --auto-cast none --dump='/a b' --cache_dir=compile_cache --retry_failed_compilation"
-    found = environment()
-    assert found.conflicts({"NEURON_CC_FLAGS": shell}) == []
-    merged = values(found, NEURON_CC_FLAGS=shell)["NEURON_CC_FLAGS"]
+    result = environment()
+    assert result.conflicts({"NEURON_CC_FLAGS": shell}) == []
+    merged = values(result, NEURON_CC_FLAGS=shell)["NEURON_CC_FLAGS"]
     assert merged == f"{TARGETS['trn1.32xlarge']} -O 1 '--dump=/a b' --cache_dir=compile_cache"
-    assert values(found, NEURON_CC_FLAGS=merged)["NEURON_CC_FLAGS"] == merged
+    assert values(result, NEURON_CC_FLAGS=merged)["NEURON_CC_FLAGS"] == merged
 
 
 def test_flags_that_no_shell_can_split_are_an_error_and_no_traceback() -> None:

@@ -28,16 +28,16 @@ RDMA = {"FI_EFA_USE_DEVICE_RDMA": "1"}
     ],
 )
 def test_each_machine_has_its_variables_with_reason_and_source(overrides: list[str], wanted: dict[str, str]) -> None:
-    found = gpu_variables(load(TINY, [ON_GPU, *overrides]).config, {})
-    assert {each.name: each.value for each in found} == wanted
-    assert all(each.reason and each.source for each in found)
+    actual = gpu_variables(load(TINY, [ON_GPU, *overrides]).config, {})
+    assert {item.name: item.value for item in actual} == wanted
+    assert all(item.reason and item.source for item in actual)
 
 
 def test_values_of_the_shell_win_and_other_backends_have_none() -> None:
     config = load(TINY, [ON_GPU]).config
-    found = {each.name: each.value for each in gpu_variables(config, {"NCCL_DEBUG": "INFO"})}
-    assert found == ALONE | {"NCCL_DEBUG": "INFO"}
-    newer = {each.name for each in gpu_variables(config, {"PYTORCH_ALLOC_CONF": "backend:native"})}
+    result = {variable.name: variable.value for variable in gpu_variables(config, {"NCCL_DEBUG": "INFO"})}
+    assert result == ALONE | {"NCCL_DEBUG": "INFO"}
+    newer = {variable.name for variable in gpu_variables(config, {"PYTORCH_ALLOC_CONF": "backend:native"})}
     assert newer == ALONE.keys() - {"PYTORCH_CUDA_ALLOC_CONF"}
     assert gpu_variables(load(TINY, ["backend.name=cpu"]).config, {}) == ()
 

@@ -51,34 +51,34 @@ def environment(reads: Reads = lambda name: True, **sections: dict[str, object])
     return native_environment(run(**sections), TRN2, SdkVersion(2, 33), PurePath("/locks"), reads)
 
 
-def values(found: Environment, **shell: str) -> dict[str, str]:
-    return {variable.name: variable.value for variable in found.beside(shell)}
+def values(result: Environment, **shell: str) -> dict[str, str]:
+    return {variable.name: variable.value for variable in result.beside(shell)}
 
 
 def test_every_variable_has_its_value_and_reason_and_nothing_is_of_xla() -> None:
-    found = environment(cluster={"nodes": 2}, model={"preset": "llama2-7b"})
+    result = environment(cluster={"nodes": 2}, model={"preset": "llama2-7b"})
     network = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-    assert values(found) == {**CERTAIN, **PROBED, **network}
-    assert all(variable.reason for variable in found.variables)
-    assert all(variable.source or variable.name == "OMP_NUM_THREADS" for variable in found.variables)
+    assert values(result) == {**CERTAIN, **PROBED, **network}
+    assert all(variable.reason for variable in result.variables)
+    assert all(variable.source or variable.name == "OMP_NUM_THREADS" for variable in result.variables)
 
 
-@pytest.mark.parametrize("known", [*PROBED])
-def test_a_name_is_set_only_where_the_packages_read_it(known: str) -> None:
-    found = environment(lambda name: name == known)
-    assert values(found) == {**CERTAIN, known: PROBED[known]}
-    others = {name for name in PROBED if name != known and not ("HOST_CC" in name and "HOST_CC" in known)}
-    assert {name for note in found.notes for name in PROBED if name in note.split()} == others
+@pytest.mark.parametrize("name", [*PROBED])
+def test_a_name_is_set_only_where_the_packages_read_it(name: str) -> None:
+    result = environment(lambda asked: asked == name)
+    assert values(result) == {**CERTAIN, name: PROBED[name]}
+    others = {other for other in PROBED if other != name and not ("HOST_CC" in other and "HOST_CC" in name)}
+    assert {other for note in result.notes for other in PROBED if other in note.split()} == others
 
 
 def test_elsewhere_the_documented_name_is_shown_with_the_condition() -> None:
-    found = environment(lambda name: None)
-    assert values(found) == {
+    result = environment(lambda name: None)
+    assert values(result) == {
         name: value for name, value in {**CERTAIN, **PROBED}.items() if name != "NEURON_RT_ENABLE_HOST_CC"
     }
-    shown = {variable.name: variable.reason for variable in found.variables}
+    shown = {variable.name: variable.reason for variable in result.variables}
     assert shown["TORCH_NEURONX_HLO_CACHE_DIR"].endswith("if torch-neuronx on the instance reads it")
-    assert found.notes == ()
+    assert result.notes == ()
 
 
 def test_names_are_found_as_whole_words_in_code(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_the_optimization_level_goes_by_the_variable_of_its_own() -> None:
     [("bf16_stochastic", "hardware", "1"), ("bf16_stochastic", "auto", "0"), ("fp32", "hardware", "0")],
 )
 def test_the_hardware_rounds_only_where_it_is_asked_to(update: str, rounding: str, enabled: str) -> None:
-    found = values(environment(precision={"update": update}, backend={"rounding": rounding}))
-    assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == enabled
-    assert found.get("NEURON_RT_STOCHASTIC_ROUNDING_SEED") == ("7" if enabled == "1" else None)
+    result = values(environment(precision={"update": update}, backend={"rounding": rounding}))
+    assert result["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == enabled
+    assert result.get("NEURON_RT_STOCHASTIC_ROUNDING_SEED") == ("7" if enabled == "1" else None)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_overlap_of_collectives_is_the_shells_choice() -> None:
 )
 def test_each_rank_sees_one_core(shell: dict[str, str], world: int, cores: list[dict[str, str] | str]) -> None:
     for rank, wanted in enumerate(cores):
-        found, problems = rank_variables(shell, rank, world)
-        given = {variable.name: variable.value for variable in found}
+        actual, problems = rank_variables(shell, rank, world)
+        given = {variable.name: variable.value for variable in actual}
         shown = shell.get("NEURON_RT_VISIBLE_CORES")
         assert given == (
             wanted if isinstance(wanted, dict) else {"NEURON_RT_VISIBLE_CORES": wanted, "NXTRAIN_VISIBLE_CORES": shown}
@@ -188,7 +188,7 @@ def test_cores_that_do_not_suffice_are_refused(shown: str, reason: str) -> None:
     assert problem.hint.endswith("unset it")
     native = ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge", "parallel.tp=4"]
     wanted = neuron.needs(load(TINY, native).config, {"NEURON_RT_VISIBLE_CORES": shown}, 4)
-    assert [each.key for each in wanted.problems] == ["NEURON_RT_VISIBLE_CORES"]
+    assert [item.key for item in wanted.problems] == ["NEURON_RT_VISIBLE_CORES"]
 
 
 def test_an_unknown_instance_starts_with_what_the_runtime_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +209,10 @@ def test_nodes_may_share_graphs_over_a_network_while_locks_stay_local(
     monkeypatch.setattr(cache_dir, "MOUNTS", mounts)
     overrides = ["cluster.instance=trn2.48xlarge", f"compile.cache_dir={tmp_path}/graphs"]
     native = neuron.needs(load(TINY, ["backend.name=neuron-native", *overrides]).config, {}, 1)
-    found = {variable.name: variable.value for variable in native.variables}
+    result = {variable.name: variable.value for variable in native.variables}
     assert native.problems == ()
-    assert found["TORCH_NEURONX_NEFF_CACHE_DIR"] == f"{tmp_path}/graphs/neff"
-    assert found["TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR"].startswith("/var/tmp/nxtrain-locks-")
+    assert result["TORCH_NEURONX_NEFF_CACHE_DIR"] == f"{tmp_path}/graphs/neff"
+    assert result["TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR"].startswith("/var/tmp/nxtrain-locks-")
     lazy = neuron.needs(load(TINY, ["backend.name=neuron", *overrides]).config, {}, 1)
     assert [problem.key for problem in lazy.problems] == ["compile.cache_dir"]
 

@@ -42,8 +42,8 @@ def test_what_dry_run_prints_sets_the_environment_in_a_shell() -> None:
     command = local_command(TINY, ON_TRN2, None, {})
     exports, _ = str(command).rsplit("\n", 1)
     done = subprocess.run(["bash", "-ec", f"{exports}\nenv -0"], capture_output=True, text=True, timeout=20, check=True)
-    found = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
-    assert found.items() >= command.env.items()
+    result = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+    assert result.items() >= command.env.items()
     assert len(command.env) > 10
 
 
@@ -129,9 +129,9 @@ def test_attention_that_cannot_be_is_refused_before_a_rank_starts(monkeypatch: p
 
 def test_torchneuron_is_for_the_second_generation() -> None:
     native = ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"]
-    found = local_command(TINY, native, None, {}).env
-    assert found["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(f"{host_name()}/neff")
-    assert not any(name.startswith(("PJRT", "XLA")) for name in found)
+    result = local_command(TINY, native, None, {}).env
+    assert result["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(f"{host_name()}/neff")
+    assert not any(name.startswith(("PJRT", "XLA")) for name in result)
     with pytest.raises(ConfigError, match=r"trn1\.32xlarge .*first generation.*\n.*backend\.name=neuron"):
         local_command(TINY, [native[0], "cluster.instance=trn1.32xlarge"], None, {})
 
@@ -198,7 +198,7 @@ def test_ranks_that_are_not_profiled_turn_the_runtimes_profile_off_once(
     for _ in range(2):
         environ = started[-1].environ if started else {**launched, "RANK": rank}
         reexec_with_environment(config, environ, local_world=4)
-    assert [each.environ["NEURON_RT_INSPECT_ENABLE"] for each in started] == ["0"] * (profiles == "0")
+    assert [start.environ["NEURON_RT_INSPECT_ENABLE"] for start in started] == ["0"] * (profiles == "0")
 
 
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_a_rank_without_neuron_devices_is_left_to_its_backend(monkeypatch: pytes
 
 def test_the_cache_is_the_folder_of_this_machine_on_a_disk_of_its_own(tmp_path: Path) -> None:
     config = load(TINY, [*ON_TRN2, f"compile.cache_dir={tmp_path}/{{host}}"]).config
-    found = {variable.name: variable.value for variable in neuron.needs(config, {}, 1).variables}
-    assert found["NEURON_COMPILE_CACHE_URL"] == str(tmp_path / host_name())
+    result = {variable.name: variable.value for variable in neuron.needs(config, {}, 1).variables}
+    assert result["NEURON_COMPILE_CACHE_URL"] == str(tmp_path / host_name())
     bucket = load(TINY, [*ON_TRN2, "compile.cache_dir=s3://bucket/graphs"]).config
     assert [problem.key for problem in neuron.needs(bucket, {}, 1).problems] == ["compile.cache_dir"]

@@ -63,13 +63,13 @@ def plain_texts(config: str) -> dict[str, str]:
 @cache
 def text_keys() -> list[str]:
     """Keys of a configuration that take a text of the user."""
-    found = []
+    results = []
     for key, value in values(load(Path(RECIPE), ()).config).items():
         if isinstance(value, str | Path) or value is None:
             with suppress(ConfigError):
                 load(Path(RECIPE), (f"{key}=/a b",))
-                found.append(key)
-    return found
+                results.append(key)
+    return results
 
 
 @pytest.mark.parametrize("config", PLAIN)
@@ -117,13 +117,13 @@ def is_inert(config: str, texts: Mapping[str, str], image: str, claim: str) -> b
 def _judge_yaml(text: str, plain: str, run: ClusterJob, own: set[str]) -> None:
     """Hold a file to a plain one: its fields are the same, and its texts too, but for those of the user."""
     assert text.isascii()
-    documents, expected = (list(yaml.safe_load_all(each)) for each in (text, plain))
-    fields, plain_fields = (list(texts_and_paths(each)) for each in (documents, expected))
+    documents, expected = (list(yaml.safe_load_all(item)) for item in (text, plain))
+    fields, plain_fields = (list(texts_and_paths(item)) for item in (documents, expected))
     assert {path for path, _ in fields} == {path for path, _ in plain_fields}
-    known = {value for _, value in plain_fields}
+    plain_values = {value for _, value in plain_fields}
     for path, value in fields:
         read = expanded(str(value)) if "/args/" in path else value
-        assert value in known or read in own or run.name in str(value), (path, value)
+        assert value in plain_values or read in own or run.name in str(value), (path, value)
     for document in documents:
         if document.get("kind") == "ConfigMap":
             assert loaded_values(document["data"][CONFIG_FILE]) == values(run.config)

@@ -68,9 +68,9 @@ def job(*overrides: str, options: LaunchOptions = LaunchOptions()) -> ClusterJob
 
 def test_kept_files_are_rendered() -> None:
     expected = {path: path.read_text(encoding="ascii") for path in GOLDEN.rglob("*") if path.parent != GOLDEN}
-    found = all_files()
-    assert set(expected) == {path for path in found if path.is_relative_to(GOLDEN)}
-    stale = [str(path.relative_to(ROOT)) for path, text in found.items() if path.read_text(encoding="ascii") != text]
+    actual = all_files()
+    assert set(expected) == {path for path in actual if path.is_relative_to(GOLDEN)}
+    stale = [str(path.relative_to(ROOT)) for path, text in actual.items() if path.read_text(encoding="ascii") != text]
     assert stale == [], "run python -m tests.support.launch_cases, and judge the difference"
 
 
@@ -101,10 +101,10 @@ def test_the_command_offers_every_target() -> None:
 def expanded(text: str) -> str:
     """Text as Kubernetes expands it with HOME defined, after k8s.io/kubernetes/third_party/forked/golang/expansion."""
 
-    def one(found: re.Match[str]) -> str:
-        if found[0] == "$$":
+    def one(result: re.Match[str]) -> str:
+        if result[0] == "$$":
             return "$"
-        return "/root" if found[1] == "HOME" else found[0]
+        return "/root" if result[1] == "HOME" else result[0]
 
     return re.sub(r"\$\$|\$\(([^)]*)\)", one, text)
 
@@ -234,7 +234,7 @@ def _call(text: str) -> dict[str, Any]:
         def fit(self, inputs: Mapping[str, str], wait: bool) -> None:
             called["inputs"] = inputs
 
-    uploader = types.SimpleNamespace(upload=lambda file, place: place)
+    uploader = types.SimpleNamespace(upload=lambda file, target: target)
     modules = {
         "sagemaker": types.ModuleType("sagemaker"),
         "sagemaker.estimator": types.SimpleNamespace(Estimator=Estimator),

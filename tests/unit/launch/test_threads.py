@@ -43,8 +43,8 @@ def test_the_number_follows_the_products_of_a_block_up_to_the_ranks_share(
     entries = width * width * 2 + 2 * width * width // 2 + 3 * width * inner
     operations = (2 * entries + 2 * width * length) * batch * length / tp
     wanted = min(max(1, cores // tp), max(1, int(operations // OPS)))
-    found = local_command(TINY, overrides, None, {}).env
-    assert found == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
+    actual = local_command(TINY, overrides, None, {}).env
+    assert actual == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
 
 
 def test_a_small_model_has_one_thread_which_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,12 @@ def test_the_openmp_of_torch_reads_the_variable() -> None:
     shell = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     chosen = threads.thread_variables(load(TINY, ()).config, {"OMP_NUM_THREADS": "2"}, 1)
     argv = [sys.executable, "-c", "import torch; torch.ones(9) @ torch.ones(9)"]
-    env = {**shell, **{each.name: each.value for each in chosen}, "OMP_NUM_THREADS": "2", "OMP_DISPLAY_ENV": "verbose"}
+    env = {
+        **shell,
+        **{choice.name: choice.value for choice in chosen},
+        "OMP_NUM_THREADS": "2",
+        "OMP_DISPLAY_ENV": "verbose",
+    }
     said = subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
     assert "OMP_NUM_THREADS = '2'" in said
@@ -125,9 +130,11 @@ def test_the_number_of_inference_follows_the_tokens_at_once_or_the_read_of_the_w
     entries = width * width * 2 + 2 * width * width // 2 + 3 * width * inner
     operations = (2 * entries + 2 * width) * max(tokens, 8)
     wanted = min(max(1, cores // ranks), max(1, operations // OPS))
-    found = {each.name: each.value for each in threads.inference_variables((llama, model), tokens, {}, ranks)}
-    assert found == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
-    unknown = {each.name: each.value for each in threads.inference_variables(None, tokens, {}, ranks)}
+    actual = {
+        variable.name: variable.value for variable in threads.inference_variables((llama, model), tokens, {}, ranks)
+    }
+    assert actual == {"OMP_NUM_THREADS": str(wanted), **(PASSIVE if wanted > 1 else {})}
+    unknown = {variable.name: variable.value for variable in threads.inference_variables(None, tokens, {}, ranks)}
     share = max(1, cores // ranks)
     assert unknown == {"OMP_NUM_THREADS": str(share), **(PASSIVE if share > 1 else {})}
 
@@ -138,10 +145,10 @@ def test_inference_starts_anew_once_and_the_shells_values_win(
 ) -> None:
     on_cores(monkeypatch, 8)
     neuron.reexec_for_inference(None, 1, shell, local_world=1)
-    found = started.pop().environ if started else shell
-    assert found.items() >= shell.items()
-    assert found["OMP_NUM_THREADS"] == shell.get("OMP_NUM_THREADS", "8")
-    neuron.reexec_for_inference(None, 1, found, local_world=1)
+    result = started.pop().environ if started else shell
+    assert result.items() >= shell.items()
+    assert result["OMP_NUM_THREADS"] == shell.get("OMP_NUM_THREADS", "8")
+    neuron.reexec_for_inference(None, 1, result, local_world=1)
     assert not started
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "a device"))
     neuron.reexec_for_inference(None, 1, {}, local_world=1)

@@ -93,8 +93,8 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
     run.start(0, 10, outcome)
     run.machine.wait(5.0)
     recorded_goodput = run.start(8, 12, "done", tail_s=0.125)
-    found = run.parts()
-    assert found == Goodput(
+    result = run.parts()
+    assert result == Goodput(
         starts=2,
         wall_s=run.machine().since(began),
         productive_s=7.0 + 3.0,  # steps 2 to 8, and 10 to 12
@@ -107,16 +107,16 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
         eval_s=3 * 2.0,
         other_s=0.125,
     )
-    assert total(found) == found.wall_s
-    assert found.record() == {
+    assert total(result) == result.wall_s
+    assert result.record() == {
         "lost_steps": 2,
         "lost_s": 2.0,
         "detect_s": 0.25,
         "restart_s": 16.0,
-        "goodput": round(10.0 / found.wall_s, 6),
+        "goodput": round(10.0 / result.wall_s, 6),
     }
-    assert recorded_goodput == 10.0 / (found.wall_s - 0.5 - 0.125)  # at step 12, before its checkpoint
-    assert json.loads((run.logs / STARTS_FILE).read_text().splitlines()[-1]).items() >= found.record().items()
+    assert recorded_goodput == 10.0 / (result.wall_s - 0.5 - 0.125)  # at step 12, before its checkpoint
+    assert json.loads((run.logs / STARTS_FILE).read_text().splitlines()[-1]).items() >= result.record().items()
 
 
 @pytest.mark.parametrize("outcome", ["failed", "killed", "stopped", "done"])
@@ -159,11 +159,11 @@ def test_steps_that_are_lost_twice_count_twice_and_never_more(run: Run) -> None:
     run.start(8, 11, "killed")
     run.start(4, 12, "stopped")
     run.start(12, 16, "done")
-    found = run.parts()
-    assert found.lost_steps == 6 + 3
-    assert found.lost_s == 6.0 + 2.0  # the first step after a start counts as restart
-    assert found.productive_s == 3.0 + 0.0 + 7.0 + 3.0
-    assert total(found) == pytest.approx(found.wall_s, abs=1e-9)
+    result = run.parts()
+    assert result.lost_steps == 6 + 3
+    assert result.lost_s == 6.0 + 2.0  # the first step after a start counts as restart
+    assert result.productive_s == 3.0 + 0.0 + 7.0 + 3.0
+    assert total(result) == pytest.approx(result.wall_s, abs=1e-9)
 
 
 def test_a_run_from_scratch_in_the_same_folder_has_lost_all(run: Run) -> None:
@@ -177,11 +177,11 @@ def test_starts_that_come_to_no_step_are_restarts(run: Run) -> None:
     run.start(0, 6, "killed")
     run.start(4, 4, "killed")
     run.start(4, 8, "done")
-    found = run.parts()
-    assert found.start_s == 10.25
-    assert (found.restart_s, found.detect_s) == (11.0 + 10.25 + 11.0, 0.25)
-    assert (found.lost_steps, found.productive_s) == (2, 3.0 + 3.0)
-    assert total(found) == pytest.approx(found.wall_s, abs=1e-9)
+    result = run.parts()
+    assert result.start_s == 10.25
+    assert (result.restart_s, result.detect_s) == (11.0 + 10.25 + 11.0, 0.25)
+    assert (result.lost_steps, result.productive_s) == (2, 3.0 + 3.0)
+    assert total(result) == pytest.approx(result.wall_s, abs=1e-9)
 
 
 def test_what_passes_after_the_end_of_a_run_is_not_its_time_and_a_preemption_is(run: Run) -> None:
@@ -242,10 +242,10 @@ def test_torn_and_foreign_lines_are_left_out(run: Run, file: str) -> None:
         assert start.spent.step == 10 * (file == STARTS_FILE)  # a file of the two has all that is known of a start
     (run.logs / file).write_bytes(whole[:-20] + b'\xff\x00\n[]\n7\n{}\n{"event": "log"')
     run.start(8, 12, "done")
-    found = run.parts()
+    result = run.parts()
     assert [start.outcome for start in read(run.logs)] == ["killed", "done"]
-    assert found.wall_s == pytest.approx(total(found), abs=1e-9)
-    assert found.productive_s == (10.0 if file == STARTS_FILE else 3.0)
+    assert result.wall_s == pytest.approx(total(result), abs=1e-9)
+    assert result.productive_s == (10.0 if file == STARTS_FILE else 3.0)
 
 
 @pytest.mark.parametrize("event", ["start", "end"])
@@ -266,13 +266,13 @@ def test_either_line_of_a_start_tells_all_of_it(run: Run, event: str) -> None:
 def test_a_start_that_is_killed_as_it_writes_keeps_what_the_one_before_left(run: Run) -> None:
     """Whatever part of its first lines is there: its own, and that by which it closes the one before."""
     run.start(0, 10, "killed")
-    known, latest = (run.logs / STARTS_FILE).read_bytes(), (run.logs / START_FILE).read_bytes()
+    before, latest = (run.logs / STARTS_FILE).read_bytes(), (run.logs / START_FILE).read_bytes()
     (expected,) = read(run.logs)
     run.machine.wait(5.0)
     GoodputMeter(run.logs, clock=run.machine).begin(8)
-    added = (run.logs / STARTS_FILE).read_bytes()[len(known) :]
+    added = (run.logs / STARTS_FILE).read_bytes()[len(before) :]
     for size in range(0, len(added) + 1, 5):
-        (run.logs / STARTS_FILE).write_bytes(known + added[:size])
+        (run.logs / STARTS_FILE).write_bytes(before + added[:size])
         (run.logs / START_FILE).write_bytes(latest)  # which is replaced after both lines
         first, *later = read(run.logs)
         assert replace(first, outcome="") == expected

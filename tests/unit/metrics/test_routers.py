@@ -97,11 +97,11 @@ def test_findings_survive_a_checkpoint() -> None:
     want = alarms(records)
     for stop in range(5, 200, 5):
         watch = RouterWatch()
-        found = alarms({step: loads for step, loads in records.items() if step <= stop}, watch)
+        actual = alarms({step: loads for step, loads in records.items() if step <= stop}, watch)
         resumed = RouterWatch()
         resumed.restore(json.loads(json.dumps(watch.state())))
-        found |= alarms({step: loads for step, loads in records.items() if step > stop}, resumed)
-        assert found == want
+        actual |= alarms({step: loads for step, loads in records.items() if step > stop}, resumed)
+        assert actual == want
 
 
 @pytest.mark.parametrize(("name", "value"), [("SUSTAINED", 60), ("CONCENTRATED", 1.01)])
@@ -113,8 +113,8 @@ def test_a_blind_watch_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, value
 def test_the_numbers_of_a_record() -> None:
     first = row([1.0] * 7 + [9.0], entropy=1.5, dropped=64)
     second = row([1.0] * 8, entropy=0.5)
-    found = router_numbers([first, DENSE, second])
-    assert found == {
+    result = router_numbers([first, DENSE, second])
+    assert result == {
         "expert_load_min": pytest.approx(0.5),
         "expert_load_max": pytest.approx(4.5),
         "router_entropy": pytest.approx(1.0 / 2.0794415),

@@ -9,7 +9,7 @@ import pytest
 
 from nxtrain.metrics.run_observer import Observers, RunObserver
 
-METHODS = [name for name, each in vars(RunObserver).items() if inspect.isfunction(each)]
+METHODS = [name for name, item in vars(RunObserver).items() if inspect.isfunction(item)]
 ARGUMENTS = {
     "begin": (3,),
     "enter": (4, "training"),

@@ -219,15 +219,15 @@ KEYS = st.text(st.sampled_from("abc_012"), min_size=1, max_size=5)
 def test_each_number_is_a_gauge_and_reads_back(record: dict[str, object], run: str) -> None:
     *lines, last = text_of(record, run).split("\n")
     assert not last
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for kind, line in zip(lines[::2], lines[1::2], strict=True):
         sample = LINE.fullmatch(line)
         assert sample, line
         assert kind == f"# TYPE {sample['name']} gauge"
-        assert re.sub(r'\\\\|\\"|\\n', lambda each: ESCAPES[each[0]], sample["label"]) == run
-        found[sample["name"]] = float(sample["value"])
+        assert re.sub(r'\\\\|\\"|\\n', lambda item: ESCAPES[item[0]], sample["label"]) == run
+        results[sample["name"]] = float(sample["value"])
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    assert found == pytest.approx(
+    assert results == pytest.approx(
         {f"nxtrain_{key}": float(value) for key, value in numbers.items()}, nan_ok=True, rel=0
     )
 

@@ -35,12 +35,12 @@ def brute_force(norms: list[float], threshold: float) -> tuple[list[tuple[int, i
 def test_spikes_and_means_are_those_of_brute_force_however_often_they_are_taken(
     norms: list[float], threshold: float, every: int
 ) -> None:
-    detector, found = NormSpikes(threshold), list[tuple[int, int]]()
+    detector, result = NormSpikes(threshold), list[tuple[int, int]]()
     for step, norm in enumerate(norms, 1):
         detector.see(step, norm)
-        found += detector.take() if step % every == 0 else ()
+        result += detector.take() if step % every == 0 else ()
     spikes, means = brute_force(norms, threshold)
-    assert found + list(detector.take()) == spikes
+    assert result + list(detector.take()) == spikes
     assert detector.mean == (means[-1] if means else None)
     assert detector.lowest == (min(means) if means else None)
 

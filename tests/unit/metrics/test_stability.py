@@ -20,8 +20,8 @@ def norms(steps: int, spike_at: int = 0, length: int = 0, factor: float = 10.0) 
 def kinds(values: list[float], watch_of_run: Stability | None = None) -> dict[int, str]:
     """Records with an alarm, by number."""
     watch = watch_of_run or Stability()
-    found = {i: watch.see(2.0, norm)[0] for i, norm in enumerate(values, 1)}
-    return {i: kind for i, kind in found.items() if kind}
+    result = {i: watch.see(2.0, norm)[0] for i, norm in enumerate(values, 1)}
+    return {i: kind for i, kind in result.items() if kind}
 
 
 def test_a_run_that_learns_is_quiet() -> None:
@@ -34,10 +34,10 @@ def test_a_spike_of_one_step_is_told_and_is_no_divergence(factor: float) -> None
 
 
 def test_thirty_steps_of_ten_times_the_norm_are_an_alarm_before_they_end() -> None:
-    found = kinds(norms(200, spike_at=100, length=30, factor=13.0))
-    (alarm,) = [i for i, kind in found.items() if kind == "diverging"]
+    result = kinds(norms(200, spike_at=100, length=30, factor=13.0))
+    (alarm,) = [i for i, kind in result.items() if kind == "diverging"]
     assert 100 + stability.SUSTAINED <= alarm < 130
-    assert min(found) == 100
+    assert min(result) == 100
 
 
 def test_slow_growth_to_three_times_the_lowest_is_an_alarm_once() -> None:

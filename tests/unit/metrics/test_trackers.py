@@ -185,11 +185,11 @@ def test_mlflow_gets_every_record_in_a_folder(tmp_path: Path, monkeypatch: pytes
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("nxtrain")
     assert experiment is not None
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status) == ("demo", "FINISHED")
-    assert found.data.params["train.steps"] == "3"
+    (result,) = client.search_runs([experiment.experiment_id])
+    assert (result.info.run_name, result.info.status) == ("demo", "FINISHED")
+    assert result.data.params["train.steps"] == "3"
     history = {
-        key: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, key)]
-        for key in found.data.metrics
+        key: [(m.step, m.value) for m in client.get_metric_history(result.info.run_id, key)]
+        for key in result.data.metrics
     }
     assert history == {"step": [(1, 1), (2, 2), (3, 3)], "loss": [(1, 2.5), (3, 2.25)], "grad_norm": [(2, 0.5)]}

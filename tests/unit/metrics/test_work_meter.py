@@ -22,13 +22,13 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
 
 def expected_of(events: Sequence[Event], *, all_sections: set[str]) -> dict[str, float]:
     """Brute force: every event counts for its key, sections for the whole step too."""
-    found = dict.fromkeys((*(f"{kind}_s" for kind in KINDS), "waiting_s"), 0.0)
-    found |= dict.fromkeys((f"{name}_s" for name in all_sections), 0.0)
+    result = dict.fromkeys((*(f"{kind}_s" for kind in KINDS), "waiting_s"), 0.0)
+    result |= dict.fromkeys((f"{name}_s" for name in all_sections), 0.0)
     for kind, own_s, waiting_s, _ in events:
-        found[f"{kind}_s"] += own_s
-        found["waiting_s"] += waiting_s
-        found["training_s"] += own_s if kind in SECTIONS else 0
-    return found
+        result[f"{kind}_s"] += own_s
+        result["waiting_s"] += waiting_s
+        result["training_s"] += own_s if kind in SECTIONS else 0
+    return result
 
 
 def enter(meter: WorkMeter, step: int, kind: str) -> None:
@@ -52,9 +52,9 @@ def test_kinds_add_up_to_the_time_between_records(events: list[Event]) -> None:
         since.append(event)
         if is_due:
             seen = {kind for kind, *_ in events[: step + 1]} & set(SECTIONS)
-            found = meter.measure(step)
-            assert found == expected_of(since, all_sections=seen)
-            assert sum(found[f"{kind}_s"] for kind in (*KINDS, "waiting")) == sum(
+            result = meter.measure(step)
+            assert result == expected_of(since, all_sections=seen)
+            assert sum(result[f"{kind}_s"] for kind in (*KINDS, "waiting")) == sum(
                 own + wait for _, own, wait, _ in since
             )
             since = []
@@ -114,12 +114,12 @@ def test_events_divide_the_time_of_a_device_that_lags_behind_its_host(events: li
         mark("waiting", waiting_s, 0)
         timeline.wait(False)
         mark(kind, own_s, 0)
-    began, found = 0.0, dict(meter.measure(len(events)))
+    began, actual = 0.0, dict(meter.measure(len(events)))
     expected["training_s"] = expected.get("training_s", 0.0) + sum(expected.get(f"{name}_s", 0.0) for name in SECTIONS)
-    assert {key: value for key, value in found.items() if value} == pytest.approx(
+    assert {key: value for key, value in actual.items() if value} == pytest.approx(
         {key: value for key, value in expected.items() if value}
     )
-    whole = sum(found[f"{kind}_s"] for kind in (*KINDS, "waiting"))
+    whole = sum(actual[f"{kind}_s"] for kind in (*KINDS, "waiting"))
     assert whole == pytest.approx(max(queue.device_s, queue.host_s) - began)
 
 

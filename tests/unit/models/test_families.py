@@ -65,14 +65,14 @@ def preset_of(family: str, preset: str) -> DecoderConfig:
 
 @pytest.mark.parametrize(("family", "preset"), PUBLISHED)
 def test_a_preset_has_the_published_parameters_under_the_names_of_transformers(family: str, preset: str) -> None:
-    found, config = find_family(family), preset_of(family, preset)
-    theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "bfloat16"))
+    actual, config = find_family(family), preset_of(family, preset)
+    theirs = transformers.CONFIG_MAPPING[family].from_dict(actual.to_hf(config, "bfloat16"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
-    theirs_by_name = hf_tensors(found.dimensions(config), model.named_parameters())
-    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in theirs_by_name.items()}
+    theirs_by_name = hf_tensors(actual.dimensions(config), model.named_parameters())
+    assert whole_shapes(actual, config) == {name: tuple(p.shape) for name, p in theirs_by_name.items()}
     assert (
-        found.dimensions(config).num_params == PUBLISHED[family, preset] == sum(p.numel() for p in model.parameters())
+        actual.dimensions(config).num_params == PUBLISHED[family, preset] == sum(p.numel() for p in model.parameters())
     )
 
 
@@ -88,10 +88,10 @@ def test_every_preset_is_counted_and_says_where_it_was_published() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_keys_that_a_file_lacks_have_the_values_of_transformers(family: str) -> None:
-    found = find_family(family)
+    actual = find_family(family)
     theirs = transformers.CONFIG_MAPPING[family].from_dict({"model_type": family, **SIZES})
-    ours = found.from_hf({"model_type": family, **SIZES})
-    again = found.from_hf(theirs.to_dict())
+    ours = actual.from_hf({"model_type": family, **SIZES})
+    again = actual.from_hf(theirs.to_dict())
     assert isinstance(ours, DecoderConfig)
     assert ours == again
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -102,14 +102,14 @@ def test_keys_that_a_file_lacks_have_the_values_of_transformers(family: str) -> 
 def test_transformers_reads_what_is_written_and_its_own_form_is_read_back(
     family: str, preset: str, tmp_path: Path
 ) -> None:
-    found, config = find_family(family), preset_of(family, preset)
-    written = found.to_hf(config, "bfloat16")
-    assert found.from_hf(written) == config
+    actual, config = find_family(family), preset_of(family, preset)
+    written = actual.to_hf(config, "bfloat16")
+    assert actual.from_hf(written) == config
     (tmp_path / "config.json").write_text(json.dumps(written))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert theirs.architectures == [type(transformers.AutoModelForCausalLM.from_config(tiny(theirs))).__name__]
     theirs.save_pretrained(tmp_path / "again")
-    assert found.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
+    assert actual.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
 
 
 def tiny(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
@@ -122,23 +122,23 @@ QWEN = {**SIZES, "num_key_value_heads": 4, "sliding_window": 4096, "max_window_l
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_window_that_is_not_used_is_no_window(family: str) -> None:
-    found = find_family(family)
-    config = found.from_hf({"model_type": family, **QWEN, "layer_types": ["full_attention"] * 2})
-    assert found.check(config, tp=1, seq_len=8192) == []
+    result = find_family(family)
+    config = result.from_hf({"model_type": family, **QWEN, "layer_types": ["full_attention"] * 2})
+    assert result.check(config, tp=1, seq_len=8192) == []
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_window_in_use_is_written_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
-    found, used = find_family(family), {**QWEN, "model_type": family, "use_sliding_window": True, "sliding_window": 64}
-    config = found.from_hf({**used, "max_window_layers": 1})
+    actual, used = find_family(family), {**QWEN, "model_type": family, "use_sliding_window": True, "sliding_window": 64}
+    config = actual.from_hf({**used, "max_window_layers": 1})
     assert [config.window_of(layer) for layer in range(2)] == [None, 64]  # type: ignore[attr-defined]
-    theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "float32"))
+    theirs = transformers.CONFIG_MAPPING[family].from_dict(actual.to_hf(config, "float32"))
     assert (theirs.sliding_window, theirs.layer_types) == (64, ["full_attention", "sliding_attention"])
     theirs.save_pretrained(tmp_path)
-    assert found.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
-    no_layer = found.from_hf({**used, "max_window_layers": 2})
+    assert actual.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
+    no_layer = actual.from_hf({**used, "max_window_layers": 2})
     assert no_layer.window_of(1) is None  # type: ignore[attr-defined]
-    assert found.to_hf(no_layer, "float32")["use_sliding_window"] is False
+    assert actual.to_hf(no_layer, "float32")["use_sliding_window"] is False
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_a_token_passes_through_the_published_number_of_parameters(family: str, 
 
 def test_blocks_without_experts_are_counted_as_transformers_builds_them() -> None:
     shape = {"num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": (3,), "num_experts": 3}
-    found = find_family("qwen3_moe")
+    actual = find_family("qwen3_moe")
     config = preset_of("qwen3_moe", "tiny").model_copy(update=shape)
     assert config.dense_layers == (0, 2, 3, 4, 6)
-    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(found.to_hf(config, "bfloat16"))
+    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(actual.to_hf(config, "bfloat16"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
-    by_name = hf_tensors(found.dimensions(config), model.named_parameters())
-    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in by_name.items()}
-    assert found.dimensions(config).num_params == sum(p.numel() for p in model.parameters())
+    by_name = hf_tensors(actual.dimensions(config), model.named_parameters())
+    assert whole_shapes(actual, config) == {name: tuple(p.shape) for name, p in by_name.items()}
+    assert actual.dimensions(config).num_params == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_experts_that_cannot_be_are_refused(family: str, change: dict[str, Any],
 
 
 def test_a_window_of_qwen3_with_experts_is_one_in_use(tmp_path: Path) -> None:
-    found = find_family("qwen3_moe")
-    config = found.from_hf({"model_type": "qwen3_moe", **SIZES, "use_sliding_window": True, "sliding_window": 64})
+    actual = find_family("qwen3_moe")
+    config = actual.from_hf({"model_type": "qwen3_moe", **SIZES, "use_sliding_window": True, "sliding_window": 64})
     assert config.window_of(0) == 64  # type: ignore[attr-defined]
-    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(found.to_hf(config, "float32"))
+    theirs = transformers.CONFIG_MAPPING["qwen3_moe"].from_dict(actual.to_hf(config, "float32"))
     assert theirs.sliding_window == 64
-    assert found.from_hf({**theirs.to_dict()}) == config
-    unused = found.from_hf({"model_type": "qwen3_moe", **SIZES, "sliding_window": 64})
+    assert actual.from_hf({**theirs.to_dict()}) == config
+    unused = actual.from_hf({"model_type": "qwen3_moe", **SIZES, "sliding_window": 64})
     assert unused.window_of(0) is None  # type: ignore[attr-defined]

@@ -137,8 +137,8 @@ def test_vocabulary_and_mlp_need_not_divide() -> None:
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    found = problems(7, seq_len=4096)
-    assert [key for key, _, _ in found] == ["parallel.tp", "train.seq_len"]
+    result = problems(7, seq_len=4096)
+    assert [key for key, _, _ in result] == ["parallel.tp", "train.seq_len"]
 
 
 def test_flops_per_token_are_those_counted_by_hand() -> None:

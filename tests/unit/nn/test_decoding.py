@@ -54,9 +54,9 @@ def test_scores_are_those_of_the_whole_text(
             if not any(pieces):
                 continue
             read = [done + len(piece) for done, piece in zip(read, pieces, strict=True)]
-            found = decoder.scores(pieces)
-            assert not found.requires_grad, "the cache would keep the graph of all tokens so far"
-            for text, done, piece, row in zip(texts, read, pieces, found, strict=True):
+            actual = decoder.scores(pieces)
+            assert not actual.requires_grad, "the cache would keep the graph of all tokens so far"
+            for text, done, piece, row in zip(texts, read, pieces, actual, strict=True):
                 with torch.no_grad():
                     expected = whole.logits(torch.tensor([text[:done]]))[0, -1].float() if piece else torch.zeros(1)
                 assert (row - expected).abs().max() <= TOLERANCE[params] * expected.abs().max(), (done, sizes)
@@ -66,14 +66,14 @@ def test_padding_reaches_no_score() -> None:
     """Other neighbours, and other contents of the cache before, change no score by a bit."""
     model, _ = models("gqa")
     decoder = Decoder(model, lambda x: x)
-    found = []
+    results = []
     for other in (list(range(1, 40)), [5], [120] * 23):
         decoder.begin(2)
         first = decoder.scores([[1, 2, 3], other[:39]])[0]
-        found.append((first, decoder.scores([[4], other[-1:]])[0], decoder.scores([[7, 8], ()])[0]))
-    for scores in zip(*found, strict=True):
+        results.append((first, decoder.scores([[4], other[-1:]])[0], decoder.scores([[7, 8], ()])[0]))
+    for scores in zip(*results, strict=True):
         # Rows of one matrix may be summed in another order beside more rows.
-        assert all(torch.allclose(scores[0], each, rtol=0, atol=2e-6) for each in scores)
+        assert all(torch.allclose(scores[0], score, rtol=0, atol=2e-6) for score in scores)
 
 
 def test_a_further_token_costs_the_same_after_a_long_text() -> None:

@@ -47,14 +47,14 @@ def test_starts_and_targets_are_those_of_the_documents(seed: int) -> None:
 @pytest.fixture(scope="module")
 def models() -> dict[tuple[str, str], nn.Module]:
     backend = CpuBackend()
-    found = {}
+    results = {}
     for shape in ("mha", "gqa2", "llama3-rope"):
         resolved = plan(shape, train={"seq_len": SEQ_LEN})
         for name, kernels in KERNELS.items():
             backend.kernels = kernels
-            found[shape, name] = our_model(resolved, backend, Mesh(1, 0), weights_of(resolved))
+            results[shape, name] = our_model(resolved, backend, Mesh(1, 0), weights_of(resolved))
     backend.close()
-    return found
+    return results
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:

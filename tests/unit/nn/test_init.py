@@ -48,10 +48,10 @@ def one(name: str = WEIGHT, seed: int = 0, shape: tuple[int, int] = (300, 520), 
 def test_tp_and_fusing_do_not_change_a_bit(shape: str) -> None:
     expected = drawn(layout(shape, tp=1, fused_qkv=False, fused_gate_up=False))
     for tp in (1, 2, 4):
-        found = drawn(layout(shape, tp=tp))
-        assert found.keys() == expected.keys()
+        actual = drawn(layout(shape, tp=tp))
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), (tp, name)
+            assert torch.equal(actual[name], tensor), (tp, name)
 
 
 @pytest.mark.parametrize("shape", ["gqa2", "tied"])
@@ -64,10 +64,10 @@ def test_stages_do_not_change_a_bit(shape: str) -> None:
         {"tp": 1, "pp": 3, "cuts": (3, 4)},
     ]
     for stages in every:
-        found = drawn(layout(shape, **stages, config=depth))
-        assert found.keys() == expected.keys()
+        actual = drawn(layout(shape, **stages, config=depth))
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), (stages, name)
+            assert torch.equal(actual[name], tensor), (stages, name)
 
 
 def test_the_copy_of_a_tied_embedding_begins_as_its_equal() -> None:

@@ -47,8 +47,8 @@ def test_of_equally_probable_experts_the_lower_index_wins(num_experts: int) -> N
     x = random(40, 1, 8, seed=1)
     _, indices, _ = router(rows, k)(x)
     probabilities = (x @ rows.t()).softmax(-1).flatten(0, 1)
-    for own, found in zip(probabilities.tolist(), indices.flatten(0, 1).tolist(), strict=True):
-        assert found == sorted(range(num_experts), key=lambda expert: (-own[expert], expert))[:k]
+    for own, result in zip(probabilities.tolist(), indices.flatten(0, 1).tolist(), strict=True):
+        assert result == sorted(range(num_experts), key=lambda expert: (-own[expert], expert))[:k]
 
 
 def test_a_router_computes_in_float32_from_weights_of_16_bits() -> None:
@@ -128,8 +128,8 @@ def exact(given: Operands) -> Tensor:
     return exact_mixture(*given, 4)
 
 
-def close(found: list[Tensor], want: list[Tensor]) -> None:
-    for mine, theirs in zip(found, want, strict=True):
+def close(actual: list[Tensor], want: list[Tensor]) -> None:
+    for mine, theirs in zip(actual, want, strict=True):
         bound = 2e-6 * max(1.0, theirs.abs().max().item())
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=bound)
 
@@ -149,11 +149,11 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(name: str, way: Way) ->
 def test_a_capacity_that_leaves_nothing_out_changes_no_bit(name: str, way: Way) -> None:
     given = operands(ROUTINGS[name], 4)
     capacity = int(torch.bincount(ROUTINGS[name].flatten()).max())
-    found = computed(given, lambda own: way(own, capacity))
+    actual = computed(given, lambda own: way(own, capacity))
     want = computed(given, way)
     if way is eager:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
-    close(found, want)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, want, strict=True))
+    close(actual, want)
 
 
 @pytest.mark.parametrize("way", [eager, static])
@@ -168,9 +168,9 @@ def test_an_expert_leaves_out_the_last_tokens_beyond_its_capacity(name: str, cap
         for slot, expert in enumerate(experts):
             kept[token, slot] = float(taken[expert] < capacity)
             taken[expert] += 1
-    found = computed(given, lambda own: way(own, capacity))
+    actual = computed(given, lambda own: way(own, capacity))
     want = computed(given, lambda own: eager((own[0], own[1] * kept, *own[2:])))
-    close(found, want)
+    close(actual, want)
     _, counts = sorted_rows(indices, 4, capacity)
     assert counts.tolist() == [min(capacity, number) for number in taken]
 
@@ -225,9 +225,9 @@ def in_bf16(given: Operands) -> Operands:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_grouped_products_of_a_gpu_equal_the_products_of_each_expert(name: str, capacity: int | None) -> None:
     given = in_bf16(operands(ROUTINGS[name], 4, hidden=16, width=8))
-    found = computed(given, lambda own: eager(own, capacity, GroupingKernels()))
+    actual = computed(given, lambda own: eager(own, capacity, GroupingKernels()))
     want = computed(given, lambda own: eager(own, capacity, KERNELS))
-    for mine, theirs in zip(found, want, strict=True):
+    for mine, theirs in zip(actual, want, strict=True):
         assert mine.dtype == theirs.dtype
         assert (mine.double() - theirs.double()).norm() <= 3e-2 * theirs.double().norm()
 

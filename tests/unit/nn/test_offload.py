@@ -45,7 +45,7 @@ def test_the_host_gets_what_autograd_saves_of_the_blocks(
     offloading = plan("mha", **settings(remat, {**change, "parallel": {"offload": ("activations",)}}))
     model: Any = build_model(offloading, backend, mesh, init="draw")
     loss = model.loss(inputs, targets)
-    found = sum(x.numel() * x.element_size() for x in host.copies)
+    actual = sum(x.numel() * x.element_size() for x in host.copies)
     loss.backward()
 
     reference: Any = build_model(plain, backend, mesh, init="draw")
@@ -53,8 +53,8 @@ def test_the_host_gets_what_autograd_saves_of_the_blocks(
     for block in reference.blocks:
         saved.of(block, reference)
     wanted = reference.loss(inputs, targets)
-    assert found == saved.num_bytes()
-    assert found == pytest.approx(6 * block_bytes(job_of(plain, mesh)), rel=0.1)
+    assert actual == saved.num_bytes()
+    assert actual == pytest.approx(6 * block_bytes(job_of(plain, mesh)), rel=0.1)
     wanted.backward()
     assert torch.equal(loss, wanted)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -126,13 +126,13 @@ def test_parameters_and_tables_stay_and_a_tensor_saved_twice_goes_once(monkeypat
     offload.offload_activations(model)
     x = x.detach().requires_grad_()
     out = block(x)
-    assert len(host.copies) == len({id(each) for each in host.copies}) == 4
+    assert len(host.copies) == len({id(item) for item in host.copies}) == 4
     kept = [x, x @ block.weight.t()]
-    assert all(any(torch.equal(copy, each) for copy in host.copies) for each in kept)
+    assert all(any(torch.equal(copy, kept_part) for copy in host.copies) for kept_part in kept)
     assert not any(copy.shape in (block.weight.shape, block.table.shape) for copy in host.copies)
     out.sum().backward()
-    found = [grad for grad in (x.grad, block.weight.grad) if grad is not None]
-    assert len(found) == 2 and all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    actual = [grad for grad in (x.grad, block.weight.grad) if grad is not None]
+    assert len(actual) == 2 and all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
 
 
 def test_backward_reads_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

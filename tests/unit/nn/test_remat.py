@@ -70,20 +70,20 @@ def test_recomputed_gradients_are_equal_bit_for_bit(
     backend: CpuBackend, kernels: Kernels, params: str, accumulation: int
 ) -> None:
     backend.kernels = kernels
-    found = gradients(backend, params, accumulation)
-    assert is_same(found["selective"], found["none"])
-    assert is_same(found["full"], found["none"])
+    result = gradients(backend, params, accumulation)
+    assert is_same(result["selective"], result["none"])
+    assert is_same(result["full"], result["none"])
 
 
 def test_an_attention_that_differs_when_computed_again_would_be_noticed(backend: CpuBackend) -> None:
-    found = {}
+    results = {}
     for policy in POLICIES:
         backend.kernels = Drifting()
         resolved = layout("gqa2", tp=1, remat=policy)
-        found[policy] = rank_gradient(backend, resolved, weights_of(resolved))
-    assert found["none"].loss == found["selective"].loss == found["full"].loss
-    assert not is_same(found["selective"], found["none"])
-    assert not is_same(found["full"], found["none"])
+        results[policy] = rank_gradient(backend, resolved, weights_of(resolved))
+    assert results["none"].loss == results["selective"].loss == results["full"].loss
+    assert not is_same(results["selective"], results["none"])
+    assert not is_same(results["full"], results["none"])
 
 
 def resolve(params: str, remat: str, seq_len: int, **config: Any) -> Resolved:
@@ -211,9 +211,9 @@ def test_chunks_of_a_feed_forward_have_the_result_of_the_whole(
 ) -> None:
     backend.kernels = kernels
     want = feed_forward_gradients(backend, monkeypatch, LENGTH, "fp32", fused_gate_up=fused)
-    found = feed_forward_gradients(backend, monkeypatch, longest, "fp32", fused_gate_up=fused)
-    assert found[0] == pytest.approx(want[0], rel=1e-6)
-    assert max(relative_errors(found[1], want[1]).values()) < 1e-6
+    actual = feed_forward_gradients(backend, monkeypatch, longest, "fp32", fused_gate_up=fused)
+    assert actual[0] == pytest.approx(want[0], rel=1e-6)
+    assert max(relative_errors(actual[1], want[1]).values()) < 1e-6
 
 
 def narrow_sums(params: Sequence[Tensor]) -> list[Tensor]:
@@ -237,13 +237,13 @@ def test_sums_over_chunks_are_as_precise_as_one_product(
 
 def test_policies_leave_names_and_evaluation_alone(backend: CpuBackend) -> None:
     weights = weights_of(plan("gqa2"))
-    found = []
+    results = []
     for remat in POLICIES:
         resolved = plan("gqa2", train={"remat": remat})
         model = our_model(resolved, backend, Mesh.build(1, 0), weights)
         with torch.no_grad():
             logits = model.logits(tokens(resolved, 1)[:, :-1])  # type: ignore[operator]
-        found.append(({name: tuple(p.shape) for name, p in model.named_parameters()}, logits))
-    for (names, logits), (next_names, next_logits) in pairwise(found):
+        results.append(({name: tuple(p.shape) for name, p in model.named_parameters()}, logits))
+    for (names, logits), (next_names, next_logits) in pairwise(results):
         assert names == next_names
         assert torch.equal(logits, next_logits)

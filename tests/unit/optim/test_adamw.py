@@ -99,8 +99,8 @@ def mean_of_the_first(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], 
 
     def average(mean: Tensor, weights: Tensor, num_averaged: Tensor | int) -> Tensor:
         count = float(num_averaged)
-        found: Tensor = get_ema_avg_fn(min(decay, count / (count + 1.0)))(mean, weights, num_averaged)
-        return found
+        result: Tensor = get_ema_avg_fn(min(decay, count / (count + 1.0)))(mean, weights, num_averaged)
+        return result
 
     return average
 

@@ -30,8 +30,8 @@ def course(update: Update, params: torch.dtype, state: torch.dtype, *, copied: b
             adamw.reset()
         skip = torch.tensor(step == 1)
         adamw.step(grads_of(step, params), torch.tensor(1e-2), torch.tensor(SCALE), skip)
-    found = {f"{kind} {name}": x for kind, each in adamw.state.items() for name, x in each.items()}
-    return {**shards, **found}
+    result = {f"{kind} {name}": x for kind, item in adamw.state.items() for name, x in item.items()}
+    return {**shards, **result}
 
 
 @pytest.mark.parametrize(("update", "params", "state"), RULES, ids=str)

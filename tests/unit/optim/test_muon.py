@@ -140,14 +140,14 @@ def torchs(table: ParamTable, **optim: Any) -> dict[str, Tensor]:
 
 def errors(table: ParamTable, shards: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """Largest difference of each segment from the expected one."""
-    found = {}
+    results = {}
     for name, tensor in shards.items():
         spec, start = table[name], 0
         for segment in spec.segments:
             part = tensor.narrow(spec.dim or 0, start, segment.size)
-            found[global_name(name, segment)] = (part - expected[global_name(name, segment)]).abs().max().item()
+            results[global_name(name, segment)] = (part - expected[global_name(name, segment)]).abs().max().item()
             start += segment.size
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -168,11 +168,11 @@ def test_updates_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, kernels: st
 
 def test_bf16_products_move_weights_as_far_from_float32_as_those_of_torch() -> None:
     table = drawn_table(1)
-    found, exact = first(table), first(table)
-    trained(muon(table, found, muon_precision="bf16"), table)
+    actual, exact = first(table), first(table)
+    trained(muon(table, actual, muon_precision="bf16"), table)
     trained(muon(table, exact), table)
     theirs = max(errors(table, exact, torchs(table)).values())
-    ours = max((found[name] - exact[name]).abs().max().item() for name in table)
+    ours = max((actual[name] - exact[name]).abs().max().item() for name in table)
     assert 0 < ours < 3 * theirs < 3e-3
 
 
@@ -184,8 +184,8 @@ def test_a_fused_matrix_that_is_not_split_is_seen(monkeypatch: pytest.MonkeyPatc
         whole[name] = ShardSpec(spec.shape, dim=spec.dim, decay=spec.decay)
     shards = first(table)
     trained(muon(ParamTable(whole), shards), table)
-    found = errors(table, shards, torchs(table))
-    for name, error in found.items():
+    result = errors(table, shards, torchs(table))
+    for name, error in result.items():
         is_fused = name.startswith(("a.q", "a.k", "a.v", "a.experts"))
         assert (error > 1e-3) == is_fused, name
 
@@ -248,11 +248,11 @@ def held(optimizer: Muon, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Bits of the weights and of all state."""
     kinds = {"param": shards, **optimizer.state}
     bits = {2: torch.int16, 4: torch.int32}
-    found = {}
+    results = {}
     for kind, tensors in kinds.items():
         for name, x in tensors.items():
-            found[f"{kind} {name}"] = x.view(bits[x.dtype.itemsize]).clone()
-    return found
+            results[f"{kind} {name}"] = x.view(bits[x.dtype.itemsize]).clone()
+    return results
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

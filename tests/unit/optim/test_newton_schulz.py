@@ -42,8 +42,8 @@ def test_singular_values_go_through_the_polynomial_and_vectors_stay(steps: int) 
         values = values / values.norm()
         for _ in range(steps):
             values = a * values + b * values**3 + c * values**5
-        found = orthogonalize(x, steps, torch.float64)
-        torch.testing.assert_close(found, (u * values) @ vt, rtol=0, atol=1e-11)
+        result = orthogonalize(x, steps, torch.float64)
+        torch.testing.assert_close(result, (u * values) @ vt, rtol=0, atol=1e-11)
 
 
 def test_five_steps_bring_large_and_small_singular_values_into_the_band() -> None:
@@ -51,9 +51,9 @@ def test_five_steps_bring_large_and_small_singular_values_into_the_band() -> Non
         number = min(shape)
         values = torch.logspace(0, -2.3, number, dtype=torch.float64) if number > 1 else torch.ones(1).double()
         values[values < 2e-3 * values.norm()] = 2e-3 * values.norm()
-        found = torch.linalg.svdvals(orthogonalize(of_singular_values(shape, values), 5, torch.float64))
-        assert found.min() > 0.68, shape
-        assert found.max() < 1.21, shape
+        result = torch.linalg.svdvals(orthogonalize(of_singular_values(shape, values), 5, torch.float64))
+        assert result.min() > 0.68, shape
+        assert result.max() < 1.21, shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -70,10 +70,10 @@ def test_bf16_is_as_near_to_float32_as_torchs_own_bf16() -> None:
     for seed, shape in enumerate(SHAPES):
         x = random(*shape, seed=seed)
         exact = orthogonalize(x, 5, torch.float32)
-        found = orthogonalize(x, 5, torch.bfloat16)
+        actual = orthogonalize(x, 5, torch.bfloat16)
         theirs = torch_muon._zeropower_via_newtonschulz(x, COEFFICIENTS, 5, EPS).float()
-        assert found.dtype == torch.float32
-        assert 0 < (found - exact).norm() <= 0.06 * exact.norm(), shape
+        assert actual.dtype == torch.float32
+        assert 0 < (actual - exact).norm() <= 0.06 * exact.norm(), shape
         assert (theirs - exact).norm() <= 0.06 * exact.norm(), shape
 
 

@@ -74,9 +74,9 @@ def test_the_chance_of_rounding_away_from_zero_is_the_distance_from_the_number_n
             bits = (exponent + 127 << 23) + (0x55 << 16) + fraction
             x = sign * of_bits(bits)
             _, outer = neighbours(x)
-            found = rounded(x.expand(100, draws // 100).contiguous()) == outer.to(BF16)
+            result = rounded(x.expand(100, draws // 100).contiguous()) == outer.to(BF16)
             chance = fraction / 65536
-            chi_square += (found.sum().item() - draws * chance) ** 2 / (draws * chance * (1 - chance))
+            chi_square += (result.sum().item() - draws * chance) ** 2 / (draws * chance * (1 - chance))
             cells += 1
     assert chi_square < cells + 4 * (2 * cells) ** 0.5
 
@@ -91,19 +91,19 @@ def test_infinities_nan_zeros_and_what_bf16_has_stay(kernels: Kernels) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
     finite = every[every.isfinite()]
     for step in range(3):
-        found = rounded(finite.float(), step, kernels=kernels)
-        assert torch.equal(found.view(torch.int16), finite.view(torch.int16))
+        result = rounded(finite.float(), step, kernels=kernels)
+        assert torch.equal(result.view(torch.int16), finite.view(torch.int16))
 
 
 @EVERY
 def test_subnormals_round_to_their_neighbours_and_the_largest_may_overflow(kernels: Kernels) -> None:
     small = of_bits(*range(1, 1 << 23, 4099))
     for x in (small, -small):
-        found, (inner, outer) = rounded(x, kernels=kernels).float(), neighbours(x)
-        assert ((found == inner) | (found == outer)).all()
+        result, (inner, outer) = rounded(x, kernels=kernels).float(), neighbours(x)
+        assert ((result == inner) | (result == outer)).all()
     largest = of_bits(0x7F7FFFFF).repeat(1000)
-    found = rounded(largest, kernels=kernels)
-    assert set(found.tolist()) <= {torch.inf, torch.finfo(BF16).max}
+    result = rounded(largest, kernels=kernels)
+    assert set(result.tolist()) <= {torch.inf, torch.finfo(BF16).max}
     assert not rounded(of_bits(0x7F7F0000).repeat(1000), kernels=kernels).isinf().any()
 
 
@@ -148,7 +148,7 @@ MIXTURE, WIDTH = MoeShape(4, 2, 33), 64
 
 def rounded_experts(kernels: Kernels, **degrees: int) -> dict[str, Tensor]:
     """Numbers half way between two, rounded by every rank of a layout and put together by global name."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     world = degrees.get("tp", 1) * degrees.get("dp", 1)
     for rank in range(world):
         mesh = Mesh.build(world, rank, **degrees)  # type: ignore[arg-type]
@@ -162,10 +162,10 @@ def rounded_experts(kernels: Kernels, **degrees: int) -> dict[str, Tensor]:
             kernels.stochastic_round(x.clone(), out, key, step_hash(torch.ones(())))
             for block in layout[name]:
                 shape, name_of = spec.global_shape(block.segment), spec.global_name(name, block.segment)
-                whole = found.setdefault(name_of, torch.full(shape, torch.nan))
+                whole = results.setdefault(name_of, torch.full(shape, torch.nan))
                 (row, column), (num_rows, num_columns) = block.offsets, block.sizes
                 whole[row : row + num_rows, column : column + num_columns] = block.of(out).float()
-    return found
+    return results
 
 
 @EVERY
@@ -184,10 +184,10 @@ def rounded_experts(kernels: Kernels, **degrees: int) -> dict[str, Tensor]:
 def test_the_bits_of_an_expert_do_not_depend_on_the_ranks_that_hold_it(
     kernels: Kernels, degrees: dict[str, int]
 ) -> None:
-    found, alone = rounded_experts(kernels, **degrees), rounded_experts(PlainKernels())
-    assert found.keys() == alone.keys()
+    result, alone = rounded_experts(kernels, **degrees), rounded_experts(PlainKernels())
+    assert result.keys() == alone.keys()
     assert len(alone) == 3 * MIXTURE.num_experts
-    assert [name for name, whole in alone.items() if not torch.equal(found[name], whole)] == []
+    assert [name for name, whole in alone.items() if not torch.equal(result[name], whole)] == []
 
 
 def test_experts_have_bits_of_their_own() -> None:

@@ -137,8 +137,8 @@ def test_pieces_are_torchs_schedulers_in_sequence(seed: int) -> None:
         return SequentialLR(optimizer, parts, ends)
 
     steps = sum(lengths) + 3
-    found = ours(of(steps, schedule="pieces", pieces=pieces), steps)
-    assert found == pytest.approx(theirs(in_sequence, steps), rel=1e-9, abs=1e-14)
+    actual = ours(of(steps, schedule="pieces", pieces=pieces), steps)
+    assert actual == pytest.approx(theirs(in_sequence, steps), rel=1e-9, abs=1e-14)
 
 
 def test_shares_of_the_run_are_steps() -> None:
@@ -151,8 +151,8 @@ def test_shares_of_the_run_are_steps() -> None:
 
 def test_a_constant_piece_begins_after_the_last_step_of_the_piece_before() -> None:
     pieces = [{"steps": 4, "lr": 1.0}, {"steps": 2, "lr": 0.5, "shape": "constant"}, {"steps": 2, "lr": 0.0}]
-    found = ours(of(8, schedule="pieces", pieces=pieces), 9)
-    assert found == [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.5, 0.25, 0.0, 0.0]
+    result = ours(of(8, schedule="pieces", pieces=pieces), 9)
+    assert result == [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.5, 0.25, 0.0, 0.0]
 
 
 def test_inverse_sqrt_never_falls_below_the_floor() -> None:

@@ -34,8 +34,8 @@ def optimizer(
 
 
 def step(adamw: AdamW, grads: dict[str, Tensor], scale: float, skip: bool | None) -> None:
-    told = None if skip is None else torch.tensor(skip)
-    adamw.step(grads, torch.tensor(1e-2), torch.tensor(scale), told)
+    skipped = None if skip is None else torch.tensor(skip)
+    adamw.step(grads, torch.tensor(1e-2), torch.tensor(scale), skipped)
 
 
 def held(adamw: AdamW, shards: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -76,11 +76,11 @@ def test_a_skipped_step_leaves_every_bit_and_counts(
 def test_a_step_that_is_not_skipped_is_what_it_was(
     kernels: str, update: Update, params: torch.dtype, state: torch.dtype
 ) -> None:
-    found = []
+    results = []
     for skip in (None, False):
         adamw, shards = optimizer(KERNELS[kernels](), update, params, state)
         for index in range(5):
             step(adamw, grads_of(index, params), SCALE, skip)
-        found.append(held(adamw, shards))
-    plain, asked = found
+        results.append(held(adamw, shards))
+    plain, asked = results
     assert [name for name in plain if not torch.equal(plain[name], asked[name])] == []

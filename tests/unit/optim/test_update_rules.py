@@ -45,9 +45,9 @@ def displacement(update: Update, params: torch.dtype = BF16) -> Tensor:
     return param.float() - start.float()
 
 
-def along(found: Tensor, wanted: Tensor) -> float:
+def along(actual: Tensor, wanted: Tensor) -> float:
     """Length of one vector along another, in units of the latter."""
-    return ((found * wanted).sum() / wanted.square().sum()).item()
+    return ((actual * wanted).sum() / wanted.square().sum()).item()
 
 
 def test_five_updates_of_1e_5_arrive_on_average() -> None:
@@ -62,8 +62,8 @@ def test_compensated_weights_are_those_of_sixteen_significant_bits() -> None:
     wide = param.float()
     adamw, reference = optimizer(param, "bf16_kahan"), optimizer(wide, "fp32")
     for index in range(200):
-        for each in (adamw, reference):
-            step(each, random(64, 8, seed=1) + random(64, 8, seed=index), lr=1e-4)
+        for item in (adamw, reference):
+            step(item, random(64, 8, seed=1) + random(64, 8, seed=index), lr=1e-4)
     lost = adamw.state["compensation"]["w"]
     assert lost.dtype == BF16
     error = (param.float() + lost.float() - wide).abs() / wide.abs().clamp(min=1e-2)
@@ -74,12 +74,12 @@ def test_compensated_weights_are_those_of_sixteen_significant_bits() -> None:
 def mean_squares(update: Update, state: torch.dtype, beta2: float) -> tuple[float, float]:
     """The mean of `exp_avg_sq` after 3000 gradients of deviation 1, and after 3000 more of 0.1."""
     adamw = optimizer(torch.zeros(32, 16, dtype=BF16), update, state, betas=(0.9, beta2))
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, result = torch.Generator().manual_seed(0), []
     for scale in (1.0, 0.1):
         for _ in range(3000):
             step(adamw, scale * torch.randn(32, 16, generator=generator), lr=0.0)
-        found.append(adamw.state["exp_avg_sq"]["w"].float().mean().item())
-    return found[0], found[1]
+        result.append(adamw.state["exp_avg_sq"]["w"].float().mean().item())
+    return result[0], result[1]
 
 
 def test_a_slow_mean_square_in_bf16_freezes_when_rounded_to_nearest_and_only_then() -> None:
@@ -127,7 +127,7 @@ def updated(kernels: CudaKernels, update: Update) -> dict[str, Tensor]:
     for index in range(3):
         grads = {name: random(*shape, seed=10 + index).to(BF16) for name, shape in SIZES.items()}
         adamw.step(grads, torch.tensor(1e-2), torch.tensor(0.5))
-    state = {f"{kind} {name}": x for kind, each in adamw.state.items() for name, x in each.items()}
+    state = {f"{kind} {name}": x for kind, item in adamw.state.items() for name, x in item.items()}
     return {**{name: p.detach() for name, p in parameters.items()}, **state}
 
 
@@ -143,7 +143,7 @@ def test_compiled_updates_change_no_bit_by_a_graph_for_all_sizes(update: Update)
     counters.clear()
     kernels = CudaKernels()
     kernels.compiler = "aot_eager"
-    found, expected = updated(kernels, update), updated(UnfusedKernels(), update)
+    actual, expected = updated(kernels, update), updated(UnfusedKernels(), update)
     for name, x in expected.items():
-        assert torch.equal(found[name], x), name
+        assert torch.equal(actual[name], x), name
     assert counters["stats"]["unique_graphs"] == 3  # of vectors, matrices and stacks of matrices

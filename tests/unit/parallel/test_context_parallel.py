@@ -75,8 +75,8 @@ def test_positions_of_another_rank_follow_from_the_own_ones(
     layout: CutLayout, size: int, pieces: int, data: st.DataObject
 ) -> None:
     rank, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
-    found = context(size, layout, 2 * size * pieces, rank)
-    assert torch.equal(found.moved(found.positions, other), found.positions_of(other))
+    result = context(size, layout, 2 * size * pieces, rank)
+    assert torch.equal(result.moved(result.positions, other), result.positions_of(other))
 
 
 class Recorder(Echo):
@@ -131,11 +131,11 @@ def test_a_ring_works_while_the_next_block_is_under_way() -> None:
 
 @given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 6))
 def test_gathered_rows_are_put_in_order_and_back(layout: CutLayout, size: int, pieces: int) -> None:
-    found = context(size, layout, 2 * size * pieces)
-    gathered = torch.cat([found.positions_of(rank) for rank in range(size)])
+    result = context(size, layout, 2 * size * pieces)
+    gathered = torch.cat([result.positions_of(rank) for rank in range(size)])
     rows = gathered[:, None].expand(-1, 3).contiguous()
-    assert torch.equal(found.in_order(rows)[:, 0], torch.arange(len(gathered)))
-    assert torch.equal(found.by_rank(found.in_order(rows)), rows)
+    assert torch.equal(result.in_order(rows)[:, 0], torch.arange(len(gathered)))
+    assert torch.equal(result.by_rank(result.in_order(rows)), rows)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tensor:

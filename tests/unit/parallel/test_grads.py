@@ -88,8 +88,8 @@ def test_sums_of_lists_are_those_of_one_tensor_after_the_other(rank: int, num_bf
     for name in [*shards][::-1][:num_bf16]:
         shards[name] = shards[name].bfloat16()
     expected = SquareSum(layout, shards, host, FusedKernels()).of(shards)
-    found = SquareSum(layout, shards, host, CudaKernels()).of(shards)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    actual = SquareSum(layout, shards, host, CudaKernels()).of(shards)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def unshared(table: ParamTable) -> ParamTable:

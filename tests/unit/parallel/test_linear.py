@@ -38,7 +38,7 @@ def test_a_postponed_weight_gradient_is_that_of_torch_in_float64(make: Callable[
     x64, weight64 = x.detach().double().requires_grad_(), weight.double().requires_grad_()
     expected = x64 @ weight64.t()
     expected.backward(factor.double())
-    found = (out.detach(), x.grad, products[0]())
-    for ours, theirs in zip(found, (expected.detach(), x64.grad, weight64.grad), strict=True):
+    actual = (out.detach(), x.grad, products[0]())
+    for ours, theirs in zip(actual, (expected.detach(), x64.grad, weight64.grad), strict=True):
         assert ours is not None and theirs is not None
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)

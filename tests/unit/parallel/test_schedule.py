@@ -308,13 +308,13 @@ class Recorder:
         self.group_rank = self.stage_index = rank
         self.group_size, self.num_stages = p, p * v
         self.is_last = False
-        self.told: list[Action] = []
+        self.actions: list[Action] = []
 
     def forward_one_chunk(self, micro: int, *_: object, **__: object) -> None:
-        self.told.append(Action("forward", 0, micro))
+        self.actions.append(Action("forward", 0, micro))
 
     def backward_one_chunk(self, micro: int, **_: object) -> None:
-        self.told.append(Action("backward", 0, micro))
+        self.actions.append(Action("backward", 0, micro))
 
     def no_transfers(self, micro: int) -> list[Any]:
         return []
@@ -341,7 +341,7 @@ def test_1f1b_computes_in_the_order_of_torch() -> None:
             torchs._stage_initialized = True
             torchs._initialize_stage = lambda *_: (None, None)  # torch 2.15 calls it in any case
             torchs._step_microbatches()
-            assert computations(actions) == recorder.told
+            assert computations(actions) == recorder.actions
 
 
 def test_interleaved_1f1b_computes_in_the_order_of_torch() -> None:
@@ -353,12 +353,12 @@ def test_interleaved_1f1b_computes_in_the_order_of_torch() -> None:
             stages: Any = [Recorder(rank, p, v)] * v
             order = ScheduleInterleaved1F1B(stages, m).pipeline_order[rank]
             kind: dict[Any, Kind] = {Computation.FORWARD: "forward", Computation.FULL_BACKWARD: "backward"}
-            told = [
+            reference = [
                 Action(kind[one.computation_type], one.stage_index // p, one.microbatch_index or 0)
                 for one in order
                 if one is not None
             ]
-            assert computations(actions) == told
+            assert computations(actions) == reference
             num_compared += 1
     assert num_compared > 1000
 
@@ -376,8 +376,8 @@ def test_split_backwards_come_in_the_order_of_torch() -> None:
         for rank, actions in enumerate(zero_bubble(p, 1, m)):
             stages: Any = [Recorder(rank, p, 1)]
             order = ScheduleInterleavedZeroBubble(stages, m).pipeline_order[rank]
-            told = [Action(kind[one.computation_type], 0, one.microbatch_index or 0) for one in order if one]
-            assert computations(actions) == told
+            reference = [Action(kind[one.computation_type], 0, one.microbatch_index or 0) for one in order if one]
+            assert computations(actions) == reference
             num_compared += 1
     assert num_compared > 500
 

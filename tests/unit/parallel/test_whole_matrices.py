@@ -46,15 +46,15 @@ def wholes(spec: ShardSpec, seed: int) -> dict[str, Tensor]:
 
 def pieces(spec: ShardSpec, whole: dict[str, Tensor], tp: int, shard: int) -> Tensor:
     """Rows of every rank of shard x tp, cut as the layout cuts them: (shard * tp, rows, columns)."""
-    found = []
+    results = []
     for rank in range(shard * tp):
         mesh = Mesh.build(shard * tp, rank, tp=tp, shard=shard)
         local = spec.shard(whole, mesh.tp)
         num_rows, _ = piece_shape(spec, mesh.tp, shard)
         first = mesh.shard.rank * num_rows
         own = local[first : first + num_rows]
-        found.append(F.pad(own, (0, 0, 0, num_rows - own.shape[0])))
-    return torch.stack(found)
+        results.append(F.pad(own, (0, 0, 0, num_rows - own.shape[0])))
+    return torch.stack(results)
 
 
 @pytest.mark.parametrize(("tp", "dp", "shard"), MESHES)
@@ -66,10 +66,10 @@ def test_pieces_of_all_ranks_make_whole_segments_and_back(tp: int, dp: int, shar
         held = pieces(spec, whole, tp, shard)
         for rank in range(min(2, dp * tp)):
             mesh = Mesh.build(dp * tp, rank, tp=tp, shard=shard)
-            found = assemble(spec, mesh, held)
-            assert found.keys() == whole.keys()
-            assert all(torch.equal(found[name], segment) for name, segment in whole.items()), spec
-            assert all(segment.is_contiguous() for segment in found.values())
+            result = assemble(spec, mesh, held)
+            assert result.keys() == whole.keys()
+            assert all(torch.equal(result[name], segment) for name, segment in whole.items()), spec
+            assert all(segment.is_contiguous() for segment in result.values())
             assert torch.equal(divide(spec, mesh, whole), held), spec
 
 
@@ -85,14 +85,14 @@ def test_every_matrix_has_one_owner_and_loads_differ_by_one_matrix_at_most(size:
     matrices = block_matrices(layers)
     rounds = rounds_of(matrices, size)
     assert rounds == rounds_of(matrices, size)
-    assert sorted(name for each in rounds for name in each.names) == sorted(matrices)
+    assert sorted(name for item in rounds for name in item.names) == sorted(matrices)
     assert len(rounds) == sum(-(-layers // size) for _ in range(4))
     loads = Counter(dict.fromkeys(range(size), 0))
-    for each in rounds:
-        assert len(each.owned) == size
-        assert {matrices[name].shape for name in each.names} == {each.spec.shape}
-        for rank, name in enumerate(each.owned):
-            loads[rank] += matrix_flops(each.spec) if name else 0
+    for item in rounds:
+        assert len(item.owned) == size
+        assert {matrices[name].shape for name in item.names} == {item.spec.shape}
+        for rank, name in enumerate(item.owned):
+            loads[rank] += matrix_flops(item.spec) if name else 0
     most = max(matrix_flops(spec) for spec in matrices.values())
     assert max(loads.values()) - min(loads.values()) <= most
 
@@ -126,17 +126,17 @@ def test_a_rank_alone_computes_every_matrix_itself() -> None:
     rng = Random("alone")
     matrices = {f"m{index}": drawn_spec(rng, 1) for index in range(8)}
     shared = WholeMatrices(matrices, Mesh.build(1, 0), 1, C10dCollectives(1), lambda x: x)
-    for each in shared.rounds:
-        (name,) = each.names
-        rows = random(*each.spec.shape)
+    for item in shared.rounds:
+        (name,) = item.names
+        rows = random(*item.spec.shape)
         seen: list[Tensor] = []
 
         def double(x: Tensor, seen: list[Tensor] = seen) -> Tensor:
             seen.append(x)
             return x * 2
 
-        assert torch.equal(shared.apply(each, {name: rows}, double)[name], rows * 2)
-        expected = rows.split([s.size for s in each.spec.segments], each.spec.dim or 0)
+        assert torch.equal(shared.apply(item, {name: rows}, double)[name], rows * 2)
+        expected = rows.split([s.size for s in item.spec.segments], item.spec.dim or 0)
         assert all(torch.equal(x, y) for x, y in zip(seen, expected, strict=True))
 
 
@@ -156,5 +156,5 @@ def test_pieces_that_are_put_together_wrongly_are_seen(monkeypatch: pytest.Monke
     whole = wholes(spec, 0)
     held = pieces(spec, whole, 4, 1)
     monkeypatch.setattr(ShardSpec, "views", wrong)
-    found = assemble(spec, Mesh.build(4, 0, tp=4), held)
-    assert any(found[name].shape != segment.shape for name, segment in whole.items())
+    result = assemble(spec, Mesh.build(4, 0, tp=4), held)
+    assert any(result[name].shape != segment.shape for name, segment in whole.items())

@@ -46,11 +46,11 @@ def job(method: str = "lora", r: int = 16, targets: tuple[str, ...] = (), dropou
 def test_trained_parameters_are_those_that_peft_prints(
     model: str, r: int, targets: tuple[str, ...], trained: int
 ) -> None:
-    found = Prediction.of(job(r=r, targets=targets, model=model), Assumptions())
-    assert found.trained_params == trained
-    assert found.to_json()["trained_share"] == trained / found.job.dimensions.num_params
+    result = Prediction.of(job(r=r, targets=targets, model=model), Assumptions())
+    assert result.trained_params == trained
+    assert result.to_json()["trained_share"] == trained / result.job.dimensions.num_params
     # Parameters in bf16, master copies, and two means.
-    assert found.checkpoint_bytes == 14 * trained
+    assert result.checkpoint_bytes == 14 * trained
 
 
 @settings(max_examples=60)
@@ -76,23 +76,23 @@ def test_state_belongs_to_adapters_alone(tp: int, r: int, targets: set[str], sha
     def entries(ranks: int) -> int:
         return 32 * sum(-(-rows // ranks) * columns for rows, columns in shapes)
 
-    found = rank_bytes(one)[1]
+    result = rank_bytes(one)[1]
     sharded = shard == "full" and share > 1
-    assert found.params == (4 * entries(share) if sharded else 2 * entries(1))
+    assert result.params == (4 * entries(share) if sharded else 2 * entries(1))
     # Two means and a master copy, which are the shards themselves under full sharding; ZeRO-1's own rows in bf16.
     state = 8 if sharded else 14 if shard == "zero1" else 12
-    assert found.optimizer == state * entries(1 if shard == "none" else share)
+    assert result.optimizer == state * entries(1 if shard == "none" else share)
     matrices, others = 32 * one.dimensions.block_matmul_params, (2 * 128256 + 1) * 4096 + 64 * 4096
     narrow = NF4_BYTES if method == "qlora" else 2
     replicated_norms = 65 * 4096 * 2 * (1 - 1 / tp)
     frozen = (matrices * narrow + others * 2) / tp + replicated_norms
-    assert found.frozen == pytest.approx(frozen / (share if sharded else 1), rel=1e-4)
+    assert result.frozen == pytest.approx(frozen / (share if sharded else 1), rel=1e-4)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_frozen_matrix_takes_four_operations_and_an_adapter_six(method: str) -> None:
     one, whole = job(method, remat="none"), job("full", remat="none")
-    forward, backward = (sum(each[:2]) for each in passes(one, range(32), has_head=True))
+    forward, backward = (sum(pass_[:2]) for pass_ in passes(one, range(32), has_head=True))
     assert (forward + backward) / one.micro_tokens == model_flops_per_token(one)
     adapters, attention = 32 * adapter_params(one), 32 * 2 * 4096 * 2048
     frozen = 32 * one.dimensions.block_matmul_params + 128256 * 4096
@@ -201,13 +201,13 @@ ONE_GPU = ("configs/llama3_2_1b_cuda.toml", "--model", "llama3-8b", "train.seq_l
 
 
 def test_a_search_over_all_methods_says_which_fit() -> None:
-    found = answer(*ONE_GPU, "--instance", "g5.2xlarge", "--nodes", "1", "--search", "--method", "all")
-    assert {each["method"] for each in found["layouts"]} == {"lora", "qlora"}
-    assert [each["method"] for each in found["rejected"]] == ["full"]
-    assert "needs" in found["rejected"][0]["reason"]
+    result = answer(*ONE_GPU, "--instance", "g5.2xlarge", "--nodes", "1", "--search", "--method", "all")
+    assert {layout["method"] for layout in result["layouts"]} == {"lora", "qlora"}
+    assert [layout["method"] for layout in result["rejected"]] == ["full"]
+    assert "needs" in result["rejected"][0]["reason"]
     on_trainium = answer(*ONE_GPU, "--instance", "trn1.32xl", "--nodes", "1", "--search", "--method", "all")
-    assert {each["method"] for each in on_trainium["layouts"]} == {"full", "lora"}
-    quantized = [each["reason"] for each in on_trainium["rejected"] if each["method"] == "qlora"]
+    assert {layout["method"] for layout in on_trainium["layouts"]} == {"full", "lora"}
+    quantized = [layout["reason"] for layout in on_trainium["rejected"] if layout["method"] == "qlora"]
     assert quantized
     assert all("NF4 eagerly on cuda and cpu, not with backend.name=neuron" in reason for reason in quantized)
 

@@ -48,13 +48,13 @@ def test_a_rank_takes_the_planned_memory(
 ) -> None:
     monkeypatch.setitem(test_context.SHAPE, "intermediate_size", 2048)
     job = job_of(LENGTH, remat, parallel, finetune, **model)
-    found, planned = trace_job(job, 0), stage_bytes(job, 0)
-    assert planned.total - planned.workspace == pytest.approx(found.total, rel=TOLERANCE)
+    result, planned = trace_job(job, 0), stage_bytes(job, 0)
+    assert planned.total - planned.workspace == pytest.approx(result.total, rel=TOLERANCE)
     monkeypatch.setattr(GatedMLP, "num_chunks", lambda *_: 1)
-    assert trace_job(job, 0).total > 1.3 * found.total
+    assert trace_job(job, 0).total > 1.3 * result.total
     monkeypatch.setattr(activations, "num_chunks", lambda _: 1)
     whole = stage_bytes(job_of(LENGTH, remat, parallel, finetune, **model), 0)
-    assert whole.total - whole.workspace > 1.3 * found.total
+    assert whole.total - whole.workspace > 1.3 * result.total
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,18 @@ def answer(*argv: str) -> Any:
 
 
 def test_the_contract_of_json_is_kept_and_its_numbers_agree() -> None:
-    found = answer(SEVEN)
-    assert found.keys() >= CONTRACT
-    assert found["bytes"].keys() >= KINDS
-    assert sum(found["bytes"].values()) == 2 * found["bytes"]["total"]
-    assert (found["fits"], found["reasons"], found["hbm_bytes"]) == (True, [], 16 << 30)
-    assert found["tokens_per_s"] == pytest.approx(4096 * found["sequences_per_s"])
-    assert found["sequences_per_s"] == pytest.approx(1024 / found["step_time_s"])
-    assert found["days"] == pytest.approx(500_000 * found["step_time_s"] / 86_400)
-    assert found["cost_usd"] == pytest.approx(found["days"] * 24 * 128 * 21.5)
-    flops = found["flops_per_token"] * found["tokens_per_s"]
-    assert found["mfu"] == pytest.approx(flops / (128 * 32 * 95e12))
-    assert found["parallel"]["dp"] == 512
+    result = answer(SEVEN)
+    assert result.keys() >= CONTRACT
+    assert result["bytes"].keys() >= KINDS
+    assert sum(result["bytes"].values()) == 2 * result["bytes"]["total"]
+    assert (result["fits"], result["reasons"], result["hbm_bytes"]) == (True, [], 16 << 30)
+    assert result["tokens_per_s"] == pytest.approx(4096 * result["sequences_per_s"])
+    assert result["sequences_per_s"] == pytest.approx(1024 / result["step_time_s"])
+    assert result["days"] == pytest.approx(500_000 * result["step_time_s"] / 86_400)
+    assert result["cost_usd"] == pytest.approx(result["days"] * 24 * 128 * 21.5)
+    flops = result["flops_per_token"] * result["tokens_per_s"]
+    assert result["mfu"] == pytest.approx(flops / (128 * 32 * 95e12))
+    assert result["parallel"]["dp"] == 512
 
 
 COUNTED = """
@@ -93,16 +93,16 @@ def test_a_plan_makes_few_calls_and_imports_no_torch(argv: tuple[str, ...], max_
 
 
 def test_a_search_has_every_layout_once_fastest_first_with_reasons_for_the_others() -> None:
-    found = answer(SEVENTY, "--search")
-    speeds = [each["tokens_per_s"] for each in found["layouts"]]
+    result = answer(SEVENTY, "--search")
+    speeds = [layout["tokens_per_s"] for layout in result["layouts"]]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(each["fits"] and each["bytes"]["total"] <= each["hbm_bytes"] for each in found["layouts"])
-    every = [each["parallel"] for each in (*found["layouts"], *found["rejected"])]
-    degrees = [(each["tp"], each["pp"], each["dp"], each["shard"]) for each in every]
+    assert all(layout["fits"] and layout["bytes"]["total"] <= layout["hbm_bytes"] for layout in result["layouts"])
+    every = [item["parallel"] for item in (*result["layouts"], *result["rejected"])]
+    degrees = [(layout["tp"], layout["pp"], layout["dp"], layout["shard"]) for layout in every]
     assert len(set(degrees)) == len(degrees)
     assert all(tp * pp * dp == 256 * 32 for tp, pp, dp, _ in degrees)
-    assert all(each["reason"] for each in found["rejected"])
-    assert {each["reason"].split()[0] for each in found["rejected"]} >= {"a", "1024"}
+    assert all(layout["reason"] for layout in result["rejected"])
+    assert {layout["reason"].split()[0] for layout in result["rejected"]} >= {"a", "1024"}
 
 
 def test_a_layout_of_a_search_is_what_a_plan_of_it_predicts() -> None:
@@ -116,18 +116,18 @@ PARALLEL = ("tp", "cp", "cp_method", "pp", "dp", "ep", "virtual_pp", "schedule",
 
 
 def test_what_does_not_fit_is_reported_with_the_arithmetic() -> None:
-    found = answer(SEVENTY, "parallel.pp=1", "parallel.dp=256")
-    assert not found["fits"]
-    assert f"needs {found['bytes']['total'] / (1 << 30):.2f} GiB" in found["reasons"][0]
+    actual = answer(SEVENTY, "parallel.pp=1", "parallel.dp=256")
+    assert not actual["fits"]
+    assert f"needs {actual['bytes']['total'] / (1 << 30):.2f} GiB" in actual["reasons"][0]
     result = CliRunner().invoke(app, ["plan", SEVENTY, "parallel.pp=1", "parallel.dp=256"])
     assert (result.exit_code, "does not fit:" in result.output) == (0, True)
 
 
 def test_missing_prices_give_no_cost_and_the_reason() -> None:
     argv = (SEVEN, "--instance", "trn2.48xl", "--nodes", "8", "parallel.dp=0")
-    found = answer(*argv)
-    assert found["cost_usd"] is None
-    assert "no price is recorded" in found["cost_note"]
+    result = answer(*argv)
+    assert result["cost_usd"] is None
+    assert "no price is recorded" in result["cost_note"]
     priced = answer(*argv, "--price", "10")
     assert priced["cost_usd"] == pytest.approx(priced["days"] * 24 * 8 * 10)
 
@@ -181,10 +181,10 @@ def test_a_file_of_machines_of_which_none_is_meant_is_refused(tmp_path: Path) ->
 
 
 def test_a_table_for_people_has_the_same_numbers() -> None:
-    found = answer(SEVEN)
+    result = answer(SEVEN)
     output = CliRunner().invoke(app, ["plan", SEVEN]).output
-    assert f"{found['tokens_per_s']:,.0f} tokens/s" in output
-    assert f"{found['cost_usd']:,.0f} USD" in output
+    assert f"{result['tokens_per_s']:,.0f} tokens/s" in output
+    assert f"{result['cost_usd']:,.0f} USD" in output
     assert "tp traffic" in output
     searched = CliRunner().invoke(app, ["plan", SEVENTY, "--search", "--top", "2"]).output
     assert "slower layouts" in searched
@@ -199,23 +199,23 @@ def test_failures_of_16384_devices_come_as_published() -> None:
 
 
 def test_tokens_of_data_sets_give_days_and_operations() -> None:
-    found = answer(SEVEN, "--dataset", "slimpajama")
-    assert found["run"]["tokens"] == DATASETS["slimpajama"].tokens == 627e9
-    assert found["days"] == pytest.approx(627e9 / found["tokens_per_s"] / 86_400)
-    assert found["run"]["flops_6nd"] == pytest.approx(6 * found["params"] * 627e9)
-    assert found["run"]["chinchilla_tokens"] == 20 * found["params"]
+    result = answer(SEVEN, "--dataset", "slimpajama")
+    assert result["run"]["tokens"] == DATASETS["slimpajama"].tokens == 627e9
+    assert result["days"] == pytest.approx(627e9 / result["tokens_per_s"] / 86_400)
+    assert result["run"]["flops_6nd"] == pytest.approx(6 * result["params"] * 627e9)
+    assert result["run"]["chinchilla_tokens"] == 20 * result["params"]
 
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_data_sets_have_bytes_that_are_shown_beside_their_tokens(name: str) -> None:
-    known = DATASETS[name]
-    assert answer(SEVEN, "--dataset", name)["run"]["data_bytes"] == known.bytes
+    data_set = DATASETS[name]
+    assert answer(SEVEN, "--dataset", name)["run"]["data_bytes"] == data_set.bytes
     shown = CliRunner().invoke(app, ["plan", SEVEN, "--dataset", name]).output
-    assert known.bytes is not None
-    assert f"{known.bytes / known.tokens:.2f} bytes per token" in shown
+    assert data_set.bytes is not None
+    assert f"{data_set.bytes / data_set.tokens:.2f} bytes per token" in shown
     (row,) = (line for line in shapes().splitlines() if line.startswith(f"| `{name}` "))
     tokens, size = (float(cell.strip().removesuffix("e9").replace(",", "")) * 1e9 for cell in row.split("|")[2:4])
-    assert (tokens, size) == pytest.approx((known.tokens, known.bytes))
+    assert (tokens, size) == pytest.approx((data_set.tokens, data_set.bytes))
 
 
 def test_a_batch_ramp_has_fewer_tokens_and_its_own_days() -> None:
@@ -233,10 +233,10 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
     layout: tuple[str, ...] = ("parallel.tp=8", "parallel.pp=1", "parallel.dp=0", "--model", "llama3.1-70b")
     layout += ("train.seq_len=8192", "train.global_batch=4096", "train.micro_batch=1", "parallel.shard=full")
     for hours, instance, nodes, days in ((6.4e6, "p5", 256, 130.2), (7.0e6, "p4de", 512, 71.2)):
-        found = answer(SEVENTY, "--instance", instance, "--nodes", str(nodes), *layout, "--device-hours", f"{hours}")
-        assert found["days"] == pytest.approx(days, abs=0.05)
-        assert found["run"]["device_hours"] == pytest.approx(hours)
-        assert found["run"]["tokens"] == pytest.approx(found["days"] * 86_400 * found["tokens_per_s"])
+        result = answer(SEVENTY, "--instance", instance, "--nodes", str(nodes), *layout, "--device-hours", f"{hours}")
+        assert result["days"] == pytest.approx(days, abs=0.05)
+        assert result["run"]["device_hours"] == pytest.approx(hours)
+        assert result["run"]["tokens"] == pytest.approx(result["days"] * 86_400 * result["tokens_per_s"])
     by_steps = answer(SEVENTY)
     world = by_steps["nodes"] * 32
     assert by_steps["run"]["learning_rates"].startswith("steps 1 to 2,000: up to 0.00015 (linear); ")
@@ -249,8 +249,8 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
 def test_the_whole_model_is_the_sum_of_the_ranks_of_its_stages(method: str) -> None:
     """One tensor parallel rank per stage, and nothing sharded over dp: all bytes but activations are the model's."""
     layout = ("parallel.tp=1", "parallel.pp=1", "parallel.dp=1", "parallel.shard=none", "train.micro_batch=1")
-    found = answer("configs/tiny_cpu.toml", "backend.name=cpu", "finetune.r=4", *layout, "--method", method)
-    whole, rank = found["model_bytes"], found["bytes"]
+    result = answer("configs/tiny_cpu.toml", "backend.name=cpu", "finetune.r=4", *layout, "--method", method)
+    whole, rank = result["model_bytes"], result["bytes"]
     assert (whole["params"], whole["grads"]) == (rank["params"] + rank["frozen"], rank["grads"])
     assert whole["masters"] + whole["moments"] == rank["optimizer"]
 
@@ -263,8 +263,8 @@ def test_a_machine_of_ones_own_is_planned(tmp_path: Path) -> None:
         "price_usd_h = 2.0\n",
         encoding="utf-8",
     )
-    found = answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file))
-    assert (found["instance"], found["hbm_bytes"], found["parallel"]["dp"]) == ("box", 80_000_000_000, 8)
+    result = answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file))
+    assert (result["instance"], result["hbm_bytes"], result["parallel"]["dp"]) == ("box", 80_000_000_000, 8)
     with pytest.raises(ConfigError, match="box has no network"):
         answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file), "--nodes", "2")
 
@@ -274,9 +274,9 @@ def test_presets_of_every_family_can_be_planned() -> None:
         family = find_family(name)
         for preset in family.presets:
             layout = ("parallel.tp=1", "parallel.dp=8", "train.seq_len=2048", "--nodes", "1")
-            found = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
+            result = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
             if preset != "tiny":
-                assert found["params"] == family.dimensions(family.preset(preset)).num_params
+                assert result["params"] == family.dimensions(family.preset(preset)).num_params
 
 
 def refuse(constant: str) -> Any:
@@ -314,10 +314,10 @@ def test_extreme_values_give_numbers_that_any_reader_of_json_knows(
     own = ("--hardware", str(hardware), "--instance", "box", "--nodes", "2", "parallel.dp=2", "parallel.tp=8")
     result = CliRunner().invoke(app, ["plan", SEVEN, *own, *argv, "--json"])
     assert result.exception is None
-    found = json.loads(result.output, parse_constant=refuse)
-    days = found["run"]["days_with_failures"]
-    assert (days is None) == (found["checkpoint"]["goodput"] <= 1e-6)
-    assert days is None or days >= found["days"]
+    actual = json.loads(result.output, parse_constant=refuse)
+    days = actual["run"]["days_with_failures"]
+    assert (days is None) == (actual["checkpoint"]["goodput"] <= 1e-6)
+    assert days is None or days >= actual["days"]
     shown = CliRunner().invoke(app, ["plan", SEVEN, *own, *argv])
     assert shown.exception is None
     assert ("failures leave no time" in " ".join(shown.output.split())) == (days is None)

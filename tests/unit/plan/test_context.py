@@ -80,9 +80,9 @@ def test_bytes_over_cp_are_those_of_the_formula(method: str, gradient_hops: int,
     assert forward == LAYERS * 3 * block * 2
     again = 2 if remat == "none" else 4
     assert backward == LAYERS * block * (3 * again + 4 * gradient_hops)
-    (sent,) = [each for each in step_time(job).traffic if each.axis == "cp"]
+    (sent,) = [transfer for transfer in step_time(job).traffic if transfer.axis == "cp"]
     assert (sent.link, sent.bytes) == ("device", job.num_micro * (forward + backward))
-    (across,) = [each for each in step_time(job_of({"cp": 8, "tp": 2})).traffic if each.axis == "cp"]
+    (across,) = [transfer for transfer in step_time(job_of({"cp": 8, "tp": 2})).traffic if transfer.axis == "cp"]
     assert across.link == "network"
 
 
@@ -100,7 +100,7 @@ def test_state_is_shared_and_gradients_are_summed_over_dp_and_cp() -> None:
     over_cp, over_dp = job_of({"cp": 4, "shard": "zero1"}), job_of({"dp": 4, "shard": "zero1"})
     assert over_cp.shard_size == over_dp.shard_size == 4
     assert stage_bytes(over_cp, 0).optimizer == stage_bytes(over_dp, 0).optimizer
-    sent = [[each for each in step_time(job).traffic if each.axis == "dp"] for job in (over_cp, over_dp)]
+    sent = [[transfer for transfer in step_time(job).traffic if transfer.axis == "dp"] for job in (over_cp, over_dp)]
     assert sent[0][0].bytes == sent[1][0].bytes
 
 
@@ -108,8 +108,8 @@ def test_a_search_divides_long_sequences_alone_and_refuses_what_a_run_refuses() 
     degrees = {}
     for seq_len in (4096, SEQ_LEN):
         job = job_of({}, seq_len=seq_len, global_batch=8)
-        found = search(job.dimensions, job.machine, 1, job.config, Assumptions())
-        degrees[seq_len] = {each.job.config.parallel.cp for each in found.layouts}
+        result = search(job.dimensions, job.machine, 1, job.config, Assumptions())
+        degrees[seq_len] = {layout.job.config.parallel.cp for layout in result.layouts}
     assert degrees == {4096: {1}, SEQ_LEN: {1, 2, 4}}
     job = job_of({"cp": 2, "cp_method": "ring"})
     assert [*impossible(job)] == []
@@ -132,10 +132,10 @@ def test_utilization_counts_operations_of_the_model_alone() -> None:
 )
 def test_a_long_context_recipe_fits_its_machines(name: str, cp: int, gib: int) -> None:
     path = CONFIGS / f"{name}.toml"
-    found, note = predict(path, [], Question(), Assumptions())
-    parallel = found.job.config.parallel
-    assert (found.reasons, note, parallel.cp) == ([], "", cp)
-    assert found.job.world == found.job.machine.devices * found.job.nodes
-    assert found.bytes.total < gib << 30
-    alone = replace(found.job, config=changed(found.job, cp=1, dp=cp))
-    assert boundary_bytes(alone) == cp * boundary_bytes(found.job)
+    result, note = predict(path, [], Question(), Assumptions())
+    parallel = result.job.config.parallel
+    assert (result.reasons, note, parallel.cp) == ([], "", cp)
+    assert result.job.world == result.job.machine.devices * result.job.nodes
+    assert result.bytes.total < gib << 30
+    alone = replace(result.job, config=changed(result.job, cp=1, dp=cp))
+    assert boundary_bytes(alone) == cp * boundary_bytes(result.job)

@@ -50,8 +50,8 @@ def job(**changes: Any) -> Job:
 def test_total_and_active_parameters_are_the_published_ones(
     family: str, preset: str, total: float, active: float
 ) -> None:
-    found = find_family(family)
-    dimensions = found.dimensions(found.preset(preset))
+    result = find_family(family)
+    dimensions = result.dimensions(result.preset(preset))
     assert dimensions.num_params == pytest.approx(total, rel=2e-3)
     assert dimensions.num_active_params == pytest.approx(active, rel=2e-2)
 
@@ -87,30 +87,30 @@ def test_experts_are_summed_over_their_copies_alone() -> None:
 
 @pytest.mark.parametrize(("remat", "passes"), [("none", 4), ("full", 6)])
 def test_rows_travel_to_their_experts_and_back_in_each_pass(remat: str, passes: int) -> None:
-    found = job(ep=4, remat=remat, micro_batch=2)
+    result = job(ep=4, remat=remat, micro_batch=2)
     rows = 2 * 4096 * 8  # tokens of a micro-batch, and experts of a token
     sent = rows * 2048 * 2 * 3 / 4  # of four ranks a rank keeps the rows of its own experts
-    assert sum(exchange_bytes(found, 48)) == pytest.approx(passes * 48 * sent)
-    (traffic,) = (traffic for traffic in step_time(found).traffic if traffic.axis == "ep")
-    assert traffic.bytes == pytest.approx(passes * 48 * sent * found.num_micro)
+    assert sum(exchange_bytes(result, 48)) == pytest.approx(passes * 48 * sent)
+    (traffic,) = (traffic for traffic in step_time(result).traffic if traffic.axis == "ep")
+    assert traffic.bytes == pytest.approx(passes * 48 * sent * result.num_micro)
     assert exchange_bytes(job(), 48) == (0.0, 0.0)
 
 
 def test_an_exchange_between_machines_takes_their_network() -> None:
     """Of 16 ranks on two machines, each sends 8 of 15 parts to the other machine."""
-    found, links = job(ep=16), Links(device=1e9, network=4e9)
-    assert exchange_s(found, 16, 15e9, links, spread=1) == pytest.approx(max(7e9 / 1e9, 8 * 8e9 / 4e9))
-    assert exchange_s(found, 8, 7e9, links, spread=1) == pytest.approx(7.0)
-    assert exchange_s(found, 8, 7e9, links, spread=2) == pytest.approx(max(3e9 / 1e9, 8 * 4e9 / 4e9))
-    assert exchange_s(found, 16, 15e9, Links(1e9, 0.0), spread=1) == math.inf
+    result, links = job(ep=16), Links(device=1e9, network=4e9)
+    assert exchange_s(result, 16, 15e9, links, spread=1) == pytest.approx(max(7e9 / 1e9, 8 * 8e9 / 4e9))
+    assert exchange_s(result, 8, 7e9, links, spread=1) == pytest.approx(7.0)
+    assert exchange_s(result, 8, 7e9, links, spread=2) == pytest.approx(max(3e9 / 1e9, 8 * 4e9 / 4e9))
+    assert exchange_s(result, 16, 15e9, Links(1e9, 0.0), spread=1) == math.inf
 
 
 def test_utilization_counts_the_experts_of_a_token() -> None:
-    found = job()
-    dimensions = found.dimensions
+    result = job()
+    dimensions = result.dimensions
     matrices = dimensions.num_active_params - dimensions.vocab_size * dimensions.hidden_size
     attention = 3 * 48 * 2 * 32 * 128 * 4096
-    assert model_flops_per_token(found) == pytest.approx(6 * matrices + attention, rel=1e-4)
+    assert model_flops_per_token(result) == pytest.approx(6 * matrices + attention, rel=1e-4)
 
 
 def test_expert_parallelism_saves_memory_and_needs_ranks_that_share_state() -> None:
@@ -122,10 +122,10 @@ def test_expert_parallelism_saves_memory_and_needs_ranks_that_share_state() -> N
 
 
 def test_a_search_tries_expert_parallelism_on_models_with_experts_alone() -> None:
-    found = job(nodes=1, global_batch=16)
-    layouts = search(found.dimensions, found.machine, 1, found.config, Assumptions()).layouts
+    result = job(nodes=1, global_batch=16)
+    layouts = search(result.dimensions, result.machine, 1, result.config, Assumptions()).layouts
     assert {layout.job.config.parallel.ep for layout in layouts} >= {4, 8}
-    dense = search(replace(found.dimensions, mixture=None), found.machine, 1, found.config, Assumptions())
+    dense = search(replace(result.dimensions, mixture=None), result.machine, 1, result.config, Assumptions())
     assert {layout.job.config.parallel.ep for layout in dense.layouts} == {1}
 
 

@@ -122,13 +122,13 @@ GRID = [
 @pytest.mark.parametrize(("costs", "interval_s"), GRID)
 def test_the_model_is_what_a_job_that_is_played_finds(costs: Failures, interval_s: float) -> None:
     """Within 0.2 points, which is three standard errors of so many intervals where failures are most frequent."""
-    expected, (found, failures) = (
+    expected, (actual, failures) = (
         costs.shares(interval_s),
         Job(costs, interval_s, memoryless(costs.mtbf_s, 7)).play(INTERVALS),
     )
     assert failures > 5000
     for part in ("goodput", "stall", "lost", "detect", "restart"):
-        assert getattr(found, part) == pytest.approx(getattr(expected, part), abs=2e-3), part
+        assert getattr(actual, part) == pytest.approx(getattr(expected, part), abs=2e-3), part
     assert math.fsum(vars(expected).values()) == pytest.approx(1.0, abs=1e-12)
 
 
@@ -254,7 +254,7 @@ def test_the_published_rate_of_another_run_and_office_hours_predict_both_figures
 def test_a_played_job_of_128_nodes_reaches_the_published_figures() -> None:
     every = CheckpointConfig().every
     assert every == EVERY
-    found = {}
+    results = {}
     for name, costs, steps in (
         ("one a day", NXTRAIN, every),
         ("best interval", NXTRAIN, NXTRAIN.best_every(STEP_S)),
@@ -263,13 +263,13 @@ def test_a_played_job_of_128_nodes_reaches_the_published_figures() -> None:
     ):
         job = Job(costs, steps * STEP_S, nodes(128, 128 * costs.mtbf_s, seed=5))
         shares, failures = job.play(round(1.4e8 / (steps * STEP_S)))
-        found[name] = shares.goodput
+        results[name] = shares.goodput
         expected = costs.shares(steps * STEP_S)
         print(f"{name}: checkpoint.every={steps}, {failures} failures: goodput {shares.goodput:.2%}")
         assert shares.goodput == pytest.approx(expected.goodput, abs=2e-3 if name != "by hand" else 1e-2)
-    assert found["automatic"] >= found["one a day"] >= AUTOMATIC
-    assert found["best interval"] >= found["one a day"] + 0.002
-    assert found["by hand"] == pytest.approx(BY_HAND, abs=0.03)
+    assert results["automatic"] >= results["one a day"] >= AUTOMATIC
+    assert results["best interval"] >= results["one a day"] + 0.002
+    assert results["by hand"] == pytest.approx(BY_HAND, abs=0.03)
 
 
 def test_the_default_stays_above_the_figure_up_to_a_stated_response() -> None:

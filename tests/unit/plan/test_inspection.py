@@ -98,29 +98,29 @@ def test_every_parameter_of_any_rank_is_that_of_the_model_that_is_built(seed: in
     backend.collectives = test_memory.Alone()  # type: ignore[assignment]
     model = build_meta(resolved, backend, rank.mesh)
     table = ParamTable.of(model)
-    found = list(rank.tensors())
+    result = list(rank.tensors())
     built = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
-    assert [(each.parameter.name, each.local_shape, each.parameter.is_trained) for each in found] == built
-    for each in found:
-        spec = table[each.parameter.name]
-        assert each.parameter.spec.shape == spec.shape
-        name = each.parameter.name
-        assert global_tensors(each) == {spec.global_name(name, s): spec.global_shape(s) for s in spec.segments}
-        assert each.boxes == tuple(spec.blocks(rank.mesh.tp, ALONE))
+    assert [(item.parameter.name, item.local_shape, item.parameter.is_trained) for item in result] == built
+    for item in result:
+        spec = table[item.parameter.name]
+        assert item.parameter.spec.shape == spec.shape
+        name = item.parameter.name
+        assert global_tensors(item) == {spec.global_name(name, s): spec.global_shape(s) for s in spec.segments}
+        assert item.boxes == tuple(spec.blocks(rank.mesh.tp, ALONE))
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    assert {each.parameter.name: each.num_bytes for each in found} == sizes
+    assert {item.parameter.name: item.num_bytes for item in result} == sizes
 
 
 @pytest.mark.parametrize("seed", range(DRAWN))
 def test_bytes_of_the_first_ranks_are_those_of_the_plan(seed: int) -> None:
     resolved, job, _ = draw(seed)
     for stage in range(job.config.parallel.pp):
-        found = Rank.first_of(job, stage).bytes
+        result = Rank.first_of(job, stage).bytes
         planned = (memory.params_bytes(job, stage), accumulated_bytes(job, stage), memory.optimizer_bytes(job, stage))
-        assert (found.params, found.grads, found.optimizer) == planned
+        assert (result.params, result.grads, result.optimizer) == planned
         frozen = job.frozen(stage).held if job.adapters else 0
         exact = resolved.config.finetune.method != "qlora"  # whose groups of scales a plan counts as a fraction
-        assert found.frozen == frozen if exact else found.frozen == pytest.approx(frozen, rel=0.02)
+        assert result.frozen == frozen if exact else result.frozen == pytest.approx(frozen, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -134,7 +134,7 @@ def test_state_of_any_rank_is_that_of_a_rank_that_is_built(seed: int) -> None:
     kept = [x for kind in state.optimizer.state.values() for x in kind.values()]
     assert rank.bytes.params == test_memory.num_bytes(state.model.parameters())
     assert rank.bytes.optimizer == test_memory.num_bytes([*kept, *own])
-    shapes = {each.parameter.name: each.state_shape for each in rank.tensors()}
+    shapes = {tensor.parameter.name: tensor.state_shape for tensor in rank.tensors()}
     assert shapes == {name: tuple(shard.shape) for name, shard in state.data_parallel.shards.items()}
 
 
@@ -151,8 +151,8 @@ def test_units_and_shards_are_those_of_fully_shard(seed: int) -> None:
             backend.lay_out(rank.mesh)
             model = build_model(resolved, backend, rank.mesh, init="zeros")
             build_state(resolved, model, backend, rank.mesh)
-        assert _shards(model) == {each.parameter.name: (each.shape, each.num_bytes) for each in rank.tensors()}
-        names = [each.parameter.name for each in rank.tensors()]
+        assert _shards(model) == {tensor.parameter.name: (tensor.shape, tensor.num_bytes) for tensor in rank.tensors()}
+        names = [tensor.parameter.name for tensor in rank.tensors()]
         assert _units(model) == Counter(frozenset(_of_modules(names, unit.modules)) for unit in rank.units)
     finally:
         backend.close()
@@ -178,7 +178,7 @@ def _units(model: nn.Module) -> Counter[frozenset[str]]:
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None and id(group) not in seen:
             seen.add(id(group))
-            units[frozenset(names[id(each.sharded_param)] for each in group.fsdp_params)] += 1
+            units[frozenset(names[id(param.sharded_param)] for param in group.fsdp_params)] += 1
     return units
 
 
@@ -190,9 +190,9 @@ def test_entries_of_all_ranks_are_the_parameters_of_transformers(seed: int) -> N
     whole = dict(hf_model(resolved).named_parameters())
     covered = {name: np.zeros(tuple(p.shape), dtype=bool) for name, p in whole.items()}
     for number in range(job.world):
-        for each in Rank.of(job, number).tensors():
-            for box in each.boxes:
-                name = each.parameter.spec.global_name(each.parameter.name, box.segment)
+        for tensor in Rank.of(job, number).tensors():
+            for box in tensor.boxes:
+                name = tensor.parameter.spec.global_name(tensor.parameter.name, box.segment)
                 covered[name][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] = True
     assert all(seen.all() for seen in covered.values())
     total = sum(p.numel() for p in whole.values())
@@ -213,11 +213,11 @@ def test_a_405b_needs_neither_torch_nor_memory() -> None:
         "    print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1], file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     assert int(done.stderr) >> 10 < MOST_RSS_MIB
-    assert found["model"]["params"]["total"] == 405_853_388_800
-    assert (found["layout"]["world"], len(found["stages"]), len(found["tensors"])) == (1024, 16, 126 * 6 + 3)
-    params = sum(math.prod(each["shape"]) for each in found["tensors"])
+    assert result["model"]["params"]["total"] == 405_853_388_800
+    assert (result["layout"]["world"], len(result["stages"]), len(result["tensors"])) == (1024, 16, 126 * 6 + 3)
+    params = sum(math.prod(tensor["shape"]) for tensor in result["tensors"])
     assert params == 405_853_388_800
 
 
@@ -227,9 +227,9 @@ def test_the_text_of_a_405b() -> None:
 
 
 def test_one_rank_has_its_own_stage_and_entries() -> None:
-    found = answer(*BIG, "--rank", "1023")
-    assert (found["rank"], [each["stage"] for each in found["stages"]]) == (1023, [15])
-    head = found["tensors"][-1]
+    result = answer(*BIG, "--rank", "1023")
+    assert (result["rank"], [stage["stage"] for stage in result["stages"]]) == (1023, [15])
+    head = result["tensors"][-1]
     assert (head["name"], head["local_shape"], head["cut"]) == ("lm_head.weight", [16_032, 16_384], {"tp": 0})
     assert head["entries"] == [{"name": "lm_head.weight", "offsets": [7 * 16_032, 0], "sizes": [16_032, 16_384]}]
     assert head["state_shape"] == [16_032 // 8, 16_384]
@@ -267,9 +267,9 @@ def _run_folder(folder: Path) -> Path:
 
 def test_a_run_folder_shows_its_degrees_and_its_newest_checkpoint(tmp_path: Path) -> None:
     run = _run_folder(tmp_path / "run")
-    found = answer(str(run))
-    assert (found["layout"]["world"], found["layout"]["dp"]) == (4, 2)
-    held = found["checkpoint"]
+    result = answer(str(run))
+    assert (result["layout"]["world"], result["layout"]["dp"]) == (4, 2)
+    held = result["checkpoint"]
     meta_bytes = (run / "checkpoints" / "step-00000020" / META).stat().st_size
     assert (held["step"], held["world"], held["bytes"]) == (20, 4, 20_000 + 100 + meta_bytes)
     text = CliRunner().invoke(app, ["inspect", str(run)]).output

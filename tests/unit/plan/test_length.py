@@ -27,8 +27,8 @@ KEYS = ("days", "cost_usd", "step_time_s")
 def answer(*argv: object) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["plan", TINY, *ON, *map(str, argv), "--json"])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)
-    return found
+    actual: dict[str, Any] = json.loads(result.output)
+    return actual
 
 
 def write_rows(file: Path, num_rows: int, width: int) -> None:
@@ -47,17 +47,17 @@ def test_epochs_of_a_token_file_are_planned_as_their_steps(tmp_path: Path, seed:
     run = ["data.source=tokens", f"data.path={tmp_path}/rows.npy", "train.seq_len=64", f"train.global_batch={batch}"]
     run += ["optim.warmup_steps=0"]
     steps = math.ceil(epochs * num_rows / batch)
-    found = answer(*run, f"train.epochs={epochs}")
+    actual = answer(*run, f"train.epochs={epochs}")
     wanted = answer(*run, f"train.steps={steps}")
-    assert found["run"]["steps"] == steps
-    assert found["run"]["tokens"] == steps * batch * 64
-    assert {key: found[key] for key in KEYS} == {key: wanted[key] for key in KEYS}
-    assert found["reasons"] == [] and found["days"] > 0 and found["cost_usd"] > 0
+    assert actual["run"]["steps"] == steps
+    assert actual["run"]["tokens"] == steps * batch * 64
+    assert {key: actual[key] for key in KEYS} == {key: wanted[key] for key in KEYS}
+    assert actual["reasons"] == [] and actual["days"] > 0 and actual["cost_usd"] > 0
     shown = CliRunner().invoke(app, ["plan", TINY, *ON, *run, f"train.epochs={epochs}"]).output.split()
     words = f"{epochs:g} epochs of {num_rows:,} rows in {tmp_path}/rows.npy: train.steps={steps}".split()
     assert shown[: len(words)] == words
     searched = answer(*run, f"train.epochs={epochs}", "--search")
-    assert {each["run"]["steps"] for each in searched["layouts"]} == {steps}
+    assert {layout["run"]["steps"] for layout in searched["layouts"]} == {steps}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_an_unknown_length_is_reported_with_the_way_out(
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "narrow.npy", 7, 9)
     (tmp_path / "text.npy").write_text("no array")
-    found = answer(*data, "train.epochs=2")
-    (reason,) = found["reasons"]
+    result = answer(*data, "train.epochs=2")
+    (reason,) = result["reasons"]
     assert words in reason and "give train.steps=... with train.epochs=0, or --tokens" in reason
-    assert found["fits"], "the memory does not depend on the length"
-    assert (found["days"], found["cost_usd"]) == (None, None)
-    assert {found["run"][key] for key in ("steps", "tokens", "device_hours", "flops", "days_with_failures")} == {None}
+    assert result["fits"], "the memory does not depend on the length"
+    assert (result["days"], result["cost_usd"]) == (None, None)
+    assert {result["run"][key] for key in ("steps", "tokens", "device_hours", "flops", "days_with_failures")} == {None}
     shown = CliRunner().invoke(app, ["plan", TINY, *ON, *data, "train.epochs=2"], terminal_width=500)
     assert (shown.exit_code, "time, cost" in shown.output) == (0, True), shown.output
     assert reason[:60] in " ".join(shown.output.split())

@@ -13,9 +13,9 @@ from tests.unit.plan.test_adapters import ROW
 
 
 def job(backend: str, loss_chunk_mib: int = 0) -> Job:
-    found = job_of({**ROW, "micro_batch": 4, "loss_chunk_mib": loss_chunk_mib})
-    chosen = found.config.backend.model_copy(update={"name": backend})
-    return replace(found, config=found.config.model_copy(update={"backend": chosen}))
+    result = job_of({**ROW, "micro_batch": 4, "loss_chunk_mib": loss_chunk_mib})
+    chosen = result.config.backend.model_copy(update={"name": backend})
+    return replace(result, config=result.config.model_copy(update={"backend": chosen}))
 
 
 @pytest.mark.parametrize(

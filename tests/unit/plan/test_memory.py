@@ -145,8 +145,8 @@ def test_the_stage_that_needs_most_is_chosen() -> None:
     resolved, mesh = draw(3)
     job = job_of(resolved, mesh)
     totals = [memory.stage_bytes(job, stage).total for stage in range(job.config.parallel.pp)]
-    stage, found = memory.rank_bytes(job)
-    assert (found.total, stage) == (max(totals), totals.index(max(totals)))
+    stage, result = memory.rank_bytes(job)
+    assert (result.total, stage) == (max(totals), totals.index(max(totals)))
 
 
 SIZED = {
@@ -168,8 +168,8 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
     train = resolved.config.train
     rows = tokens(resolved, train.global_batch)
     inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    known = [*state.model.parameters(), *state.model.buffers()]
-    with LiveBytes(known) as forward:
+    state_tensors = [*state.model.parameters(), *state.model.buffers()]
+    with LiveBytes(state_tensors) as forward:
         loss = state.lm.loss(inputs[: train.micro_batch], targets[: train.micro_batch])
         held = forward.now
     loss.backward()
@@ -178,7 +178,7 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
     state.data_parallel.sums.clear()
     shape = (-1, train.micro_batch)
     batch = DeviceBatch.of(inputs.unflatten(0, shape), targets.unflatten(0, shape), backend.put)
-    with LiveBytes(known) as step:
+    with LiveBytes(state_tensors) as step:
         train_step(state, batch, 1e-3)
     return held, step.peak, job
 
@@ -227,7 +227,7 @@ def test_offloading_moves_the_bytes_of_a_kind_from_the_device_to_the_host(shard:
         assert on_host["grads"] == moments.accumulated_bytes(given, 0)
     if kind == "activations":
         assert on_host["activations"] == 6 * activations.block_bytes(given)
-        most = [max(each.activations for each in moments.moments_of(job, 0)) for job in (given, moved)]
+        most = [max(moment.activations for moment in moments.moments_of(job, 0)) for job in (given, moved)]
         assert most[0] - most[1] == 4 * activations.block_bytes(given)
 
 
@@ -246,18 +246,18 @@ def test_units_of_several_blocks_are_gathered_whole() -> None:
     for blocks, fewest in ((1, 0), (2, block + 1), (3, 2 * block + 1)):
         for kind, prefetch in (("before", 1), ("before", 2), ("after", 1), ("none", 1)):
             ahead = 0 if kind == "none" else prefetch
-            found = gathered(unit_params=fewest, backward_prefetch=kind, prefetch=prefetch)
+            result = gathered(unit_params=fewest, backward_prefetch=kind, prefetch=prefetch)
             rest_grads = rest // 2 * 6
             units = min(6, blocks * (1 + ahead)) * block * 2
-            assert found == rest + units + max(grads(blocks), rest_grads)
+            assert result == rest + units + max(grads(blocks), rest_grads)
 
 
 def test_fp16_has_the_state_of_bf16_and_a_wide_gradient_of_the_logits() -> None:
-    def found(params: str) -> dict[str, int]:
+    def result(params: str) -> dict[str, int]:
         precision = {"params": params, "update": "fp32_master"}
         return memory.stage_bytes(job_of(plan("mha", precision=precision), Mesh(1, 0)), 0).to_json()
 
     state = ("params", "frozen", "grads", "optimizer")
-    assert [found("fp16")[kind] for kind in state] == [found("bf16")[kind] for kind in state]
+    assert [result("fp16")[kind] for kind in state] == [result("bf16")[kind] for kind in state]
     tokens, vocabulary = 32, 128
-    assert found("fp16")["logits"] - found("bf16")["logits"] == 4 * tokens * vocabulary
+    assert result("fp16")["logits"] - result("bf16")["logits"] == 4 * tokens * vocabulary

@@ -121,11 +121,11 @@ def test_float32_products_take_the_time_of_a_slower_rate(machine: str, share: fl
 
 def test_transfers_of_the_update_are_traffic_of_their_own() -> None:
     job = job_of(tp=2, dp=2)
-    (work,), found = muon_work(job, 0), step_time(job)
-    rows = [traffic for traffic in found.traffic if traffic.axis == "update"]
+    (work,), result = muon_work(job, 0), step_time(job)
+    rows = [traffic for traffic in result.traffic if traffic.axis == "update"]
     assert [traffic.bytes for traffic in rows] == [work.exchanged, work.gathered]
     assert all(traffic.seconds > 0 and traffic.hidden == 0 for traffic in rows)
-    assert found.step_s == pytest.approx(sum(found.parts.values()))
+    assert result.step_s == pytest.approx(sum(result.parts.values()))
     assert not [traffic for traffic in step_time(job_of("adamw", tp=2, dp=2)).traffic if traffic.axis == "update"]
 
 

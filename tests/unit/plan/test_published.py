@@ -36,22 +36,22 @@ CONTEXT_LIMIT = 0.28
 CLEARLY = 1.3
 """Ratio of two published rates from which their order counts: releases of one library differ as much."""
 
-ROWS = [found for found in compared() if found.row["use"] != "outlier"]
+ROWS = [result for result in compared() if result.row["use"] != "outlier"]
 MAX_CONSTANTS = 5
 
 
-def name(found: Compared) -> str:
-    return f"{found.row['name']}, {found.row['source']}"
+def name(result: Compared) -> str:
+    return f"{result.row['name']}, {result.row['source']}"
 
 
-@pytest.mark.parametrize("found", ROWS, ids=map(name, ROWS))
-def test_predicted_throughput_is_near_the_published(found: Compared) -> None:
-    assert abs(found.error) <= LIMIT
-    assert abs(compare(as_its_instance(found.row)).error) <= LIMIT
+@pytest.mark.parametrize("compared", ROWS, ids=map(name, ROWS))
+def test_predicted_throughput_is_near_the_published(compared: Compared) -> None:
+    assert abs(compared.error) <= LIMIT
+    assert abs(compare(as_its_instance(compared.row)).error) <= LIMIT
 
 
 def test_rows_that_calibrate_nothing_are_predicted_as_well() -> None:
-    tested = [abs(found.error) for found in ROWS if found.row["use"] == "test"]
+    tested = [abs(result.error) for result in ROWS if result.row["use"] == "test"]
     assert len(tested) >= 12
     assert mean(tested) <= LIMIT / 2
 
@@ -68,11 +68,11 @@ def test_the_order_of_published_rows_is_kept() -> None:
 def test_rows_that_chose_no_constant_are_predicted_as_well() -> None:
     rows = held_out()
     assert len(rows) >= 60
-    used = {(found.row["name"], found.row["source"], found.published) for found in ROWS}
-    assert not [found.row for found in rows if (found.row["name"], found.row["source"], found.published) in used]
+    used = {(result.row["name"], result.row["source"], result.published) for result in ROWS}
+    assert not [result.row for result in rows if (result.row["name"], result.row["source"], result.published) in used]
     assert _is_reproduced(rows), _said(rows)
-    for kind in {found.job.machine.kind for found in rows}:
-        of_kind = [found for found in rows if found.job.machine.kind == kind]
+    for kind in {result.job.machine.kind for result in rows}:
+        of_kind = [result for result in rows if result.job.machine.kind == kind]
         assert _is_reproduced(of_kind), (kind, _said(of_kind))
 
 
@@ -83,19 +83,19 @@ def test_rows_with_context_parallelism_are_as_near_as_others_of_their_library() 
     long, short = rows[-1], rows[-2]
     assert long.predicted / short.predicted == pytest.approx(long.published / short.published, rel=LIMIT)
     # A device that meets every key of a row computes twice the scores, and moves them.
-    assert not _is_near([compare(found.row, fused_context=False) for found in rows])
+    assert not _is_near([compare(result.row, fused_context=False) for result in rows])
 
 
 def test_rows_with_experts_are_predicted_but_for_small_micro_batches() -> None:
     """Of a micro-batch of one sequence, experts get few rows, and their products are slower than others."""
-    rows = [found for found in with_experts() if found.row.get("use") != "outlier"]
-    assert max(abs(found.error) for found in rows) <= LIMIT, _said(rows)
-    (small,) = (found for found in with_experts() if found not in rows)
+    rows = [result for result in with_experts() if result.row.get("use") != "outlier"]
+    assert max(abs(result.error) for result in rows) <= LIMIT, _said(rows)
+    (small,) = (result for result in with_experts() if result not in rows)
     assert LIMIT < small.error <= 0.6, _said([small])
 
 
 def _is_near(rows: Sequence[Compared]) -> bool:
-    return all(-CONTEXT_LIMIT <= found.error <= 0 for found in rows)
+    return all(-CONTEXT_LIMIT <= result.error <= 0 for result in rows)
 
 
 @pytest.mark.parametrize(
@@ -110,23 +110,23 @@ def test_a_wrong_constant_is_seen_in_rows_that_chose_none(
     monkeypatch.setitem(SPEEDS, "hopper", replace(SPEEDS["hopper"], **changed))
     held_out.cache_clear()
     try:
-        rows = [found for found in held_out() if found.job.machine.kind == "hopper"]
+        rows = [result for result in held_out() if result.job.machine.kind == "hopper"]
         assert not _is_reproduced(rows), _said(rows)
     finally:
         held_out.cache_clear()
 
 
 def _is_reproduced(rows: Sequence[Compared]) -> bool:
-    within = sum(abs(found.error) <= LIMIT for found in rows)
-    return median(abs(found.error) for found in rows) <= HELD_OUT_MEDIAN and within >= HELD_OUT_SHARE * len(rows)
+    within = sum(abs(result.error) <= LIMIT for result in rows)
+    return median(abs(result.error) for result in rows) <= HELD_OUT_MEDIAN and within >= HELD_OUT_SHARE * len(rows)
 
 
 def _said(rows: Sequence[Compared]) -> list[str]:
-    return [f"{name(found)}: {found.error:+.1%}" for found in rows]
+    return [f"{name(result)}: {result.error:+.1%}" for result in rows]
 
 
 def test_constants_are_few_and_belong_to_chips() -> None:
-    kinds = {found.job.machine.kind for found in ROWS}
+    kinds = {result.job.machine.kind for result in ROWS}
     assert kinds == {"trn1", "a100", "hopper"}
     for speed in (*SPEEDS.values(), OTHER):
         numbers = [speed.products, speed.attention, speed.link, speed.network, speed.overlap]

@@ -75,8 +75,8 @@ def test_a_plan_refuses_what_a_run_refuses(backend: CpuBackend, tp: int, **drawn
 def test_a_search_and_a_plan_give_the_arithmetic() -> None:
     """A row of 8,448 inner columns over 8 ranks is 1,056 weights long: 16 blocks and a half."""
     changes = ("--method", "qlora", "model.config.intermediate_size=8448", "compile.torch_compile=false")
-    found = answer(*ONE_GPU, *changes, "--search")
-    reasons = {each["parallel"]["tp"]: each["reason"] for each in found["rejected"]}
+    result = answer(*ONE_GPU, *changes, "--search")
+    reasons = {layout["parallel"]["tp"]: layout["reason"] for layout in result["rejected"]}
     arithmetic = "inside a block of 64 weights, which share a scale: a rank has 8448 / 8 = 1056 weights of each row"
     assert reasons == {8: f"tp=8 cuts down_proj of (2048, 8448) {arithmetic}"}
     with pytest.raises(ConfigError, match=r"8448 / 8 = 1056 weights of each row\n    use a smaller parallel.tp"):
@@ -93,5 +93,5 @@ def test_a_search_and_a_plan_give_the_arithmetic() -> None:
     ],
 )
 def test_a_search_knows_the_rules_of_a_run(change: tuple[str, ...], reason: str) -> None:
-    found = answer(*ONE_GPU, "--search", *change)
-    assert any(reason in each["reason"] for each in found["rejected"])
+    result = answer(*ONE_GPU, "--search", *change)
+    assert any(reason in layout["reason"] for layout in result["rejected"])

@@ -42,25 +42,25 @@ ROW: dict[str, Any] = {
 )
 def test_a_layout_is_the_fastest_of_all_orders_micro_batches_and_recomputations(change: dict[str, Any]) -> None:
     job = job_of({**ROW, **change})
-    found = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
-    assert any(each.job.config.parallel.virtual_pp > 1 for each in found.layouts)
-    every: tuple[Prediction | Rejected, ...] = (*found.layouts, *found.rejected)
-    for each in every:
-        parallel, batch = each.job.config.parallel, job.config.train.global_batch
+    result = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
+    assert any(layout.job.config.parallel.virtual_pp > 1 for layout in result.layouts)
+    every: tuple[Prediction | Rejected, ...] = (*result.layouts, *result.rejected)
+    for layout in every:
+        parallel, batch = layout.job.config.parallel, job.config.train.global_batch
         micros = [n for n in range(1, MAX_MICRO_BATCH + 1) if batch % (n * parallel.dp) == 0]
         turns = [(n, "1f1b") for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.dimensions.num_layers // n]
-        if parallel.pp > 1 and parallel.shard in ("none", "zero1") and not each.job.is_lazy:
+        if parallel.pp > 1 and parallel.shard in ("none", "zero1") and not layout.job.is_lazy:
             turns.append((1, "zero_bubble"))
         trials = [
             changed(
-                each.job, parallel={"virtual_pp": n, "schedule": turn}, train={"micro_batch": micro, "remat": remat}
+                layout.job, parallel={"virtual_pp": n, "schedule": turn}, train={"micro_batch": micro, "remat": remat}
             )
             for (n, turn), micro, remat in product(turns, micros, REMATS)
         ]
         times = [step_time(t).step_s for t in trials if rank_bytes(t)[1].total <= job.machine.device_bytes]
-        if isinstance(each, Prediction):
-            assert each.time.step_s == min(times)
-        elif "needs" in each.reason:
+        if isinstance(layout, Prediction):
+            assert layout.time.step_s == min(times)
+        elif "needs" in layout.reason:
             assert times == []
 
 
@@ -73,7 +73,7 @@ def test_more_chunks_make_the_bubble_smaller_and_the_transfers_more() -> None:
     job = job_of({**ROW, "pp": 4})
     whole, cut = (step_time(changed(job, parallel={"virtual_pp": chunks})) for chunks in (1, 2))
     assert cut.bubble < whole.bubble
-    (sent,), (more,) = ([each.bytes for each in time.traffic if each.axis == "pp"] for time in (whole, cut))
+    (sent,), (more,) = ([transfer.bytes for transfer in time.traffic if transfer.axis == "pp"] for time in (whole, cut))
     assert more == 2 * sent
 
 
@@ -81,23 +81,25 @@ def test_more_chunks_make_the_bubble_smaller_and_the_transfers_more() -> None:
 def test_products_of_column_layers_hide_their_transfers_on_eager_devices_only(remat: str) -> None:
     """With sequence parallelism 4 of 10 transfers have a product beside them, and of 14 with blocks recomputed."""
     job = job_of({**ROW, "nodes": 1, "remat": remat})
-    (found,) = (each for each in step_time(job).traffic if each.axis == "tp")
+    (result,) = (transfer for transfer in step_time(job).traffic if transfer.axis == "tp")
     forward, backward, beside = tp_bytes(job, 1)
     assert (forward, backward) == pytest.approx((beside, (10 if remat == "full" else 6) / 4 * beside))
-    assert found.hidden == pytest.approx(SPEEDS["hopper"].overlap * beside / (forward + backward))
-    (exposed,) = (each for each in step_time(job, hides_tp=False).traffic if each.axis == "tp")
+    assert result.hidden == pytest.approx(SPEEDS["hopper"].overlap * beside / (forward + backward))
+    (exposed,) = (transfer for transfer in step_time(job, hides_tp=False).traffic if transfer.axis == "tp")
     assert exposed.hidden == pytest.approx(0, abs=1e-12)
-    assert exposed.seconds == found.seconds
+    assert exposed.seconds == result.seconds
     saved = step_time(job, hides_tp=False).step_s - step_time(job).step_s
-    assert saved == pytest.approx(found.hidden * found.seconds)
+    assert saved == pytest.approx(result.hidden * result.seconds)
     lazy = job_of({**ROW, "instance": "trn1.32xlarge", "remat": remat})
-    assert [each.hidden for each in step_time(lazy).traffic if each.axis == "tp"] == pytest.approx([0], abs=1e-12)
+    assert [transfer.hidden for transfer in step_time(lazy).traffic if transfer.axis == "tp"] == pytest.approx(
+        [0], abs=1e-12
+    )
 
 
 def test_hybrid_sharding_gathers_within_a_machine_and_sums_between_machines() -> None:
     job = job_of({**ROW, "model": "llama3-8b", "tp": 1, "shard": "hybrid"})
     gathers, sums = step_time(job).traffic
-    assert [(each.axis, each.link) for each in (gathers, sums)] == [("dp", "device"), ("dp", "network")]
+    assert [(item.axis, item.link) for item in (gathers, sums)] == [("dp", "device"), ("dp", "network")]
     params = job.entries(0, 1).local
     # A bf16 gather forward, one backward, and the float32 gradients scattered, over 8 ranks; then 4 machines' sums.
     assert gathers.bytes == pytest.approx(job.num_micro * params * (2 + 2 + 4) * 7 / 8)
@@ -129,25 +131,25 @@ def with_network(job: Job, bytes_s: float) -> Job:
 def test_parts_of_a_step_add_up_and_no_share_is_outside_of_0_and_1(seed: int) -> None:
     rng = Random(seed)
     job = with_network(drawn_job(rng), rng.choice((1e9, 4e10, 4e11)))
-    for found in search(job.dimensions, job.machine, job.nodes, job.config, Assumptions()).layouts:
-        assert all(0 <= each.hidden <= 1 for each in found.time.traffic)
-        assert all(seconds >= 0 for seconds in found.time.parts.values())
-        assert sum(found.time.parts.values()) == pytest.approx(found.time.step_s, rel=1e-6)
+    for result in search(job.dimensions, job.machine, job.nodes, job.config, Assumptions()).layouts:
+        assert all(0 <= transfer.hidden <= 1 for transfer in result.time.traffic)
+        assert all(seconds >= 0 for seconds in result.time.parts.values())
+        assert sum(result.time.parts.values()) == pytest.approx(result.time.step_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_words_of_a_search_follow_from_its_numbers(seed: int) -> None:
     job = drawn_job(Random(seed))
-    found = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
-    best, second = found.layouts[:2]
-    longest, slowed = re.findall(r"(?:fastest: (.+) is \d|most of it by (.+)\.$)", found.reason)
+    result = search(job.dimensions, job.machine, job.nodes, job.config, Assumptions())
+    best, second = result.layouts[:2]
+    longest, slowed = re.findall(r"(?:fastest: (.+) is \d|most of it by (.+)\.$)", result.reason)
     assert best.time.parts[longest[0]] == max(best.time.parts.values())
     lost = {name: value - best.time.parts.get(name, 0.0) for name, value in second.time.parts.items()}
     assert lost[slowed[1]] == max(lost.values())
-    for each in (best, second):
-        parallel = each.job.config.parallel
-        assert f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard} " in found.reason
-    assert f"takes {second.time.step_s / best.time.step_s - 1:.1%} longer" in found.reason
+    for item in (best, second):
+        parallel = item.job.config.parallel
+        assert f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard} " in result.reason
+    assert f"takes {second.time.step_s / best.time.step_s - 1:.1%} longer" in result.reason
     assert Found((), ()).reason == ""
 
 
@@ -157,7 +159,7 @@ def test_a_slower_network_never_helps_a_mode_with_more_bytes_on_it(seed: int) ->
     rng = Random(seed)
     jobs = {mode: drawn_job(Random(seed), mode) for mode in ("grad_op", "full", "hybrid")}
     networks = sorted((10 ** rng.uniform(9, 12) for _ in range(9)), reverse=True)
-    steps = {mode: [step_time(with_network(job, each)).step_s for each in networks] for mode, job in jobs.items()}
+    steps = {mode: [step_time(with_network(job, network)).step_s for network in networks] for mode, job in jobs.items()}
     for times in steps.values():
         assert times == sorted(times)
     for lighter in ("grad_op", "hybrid"):

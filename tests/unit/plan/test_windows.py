@@ -45,27 +45,27 @@ def test_operations_are_those_of_the_pairs_that_are_seen(seed: int) -> None:
     layers, seq_len = rng.randint(1, 9), rng.randint(800, 2000)
     window = rng.choice([rng.randint(200, seq_len), seq_len + 1, None])
     full = rng.randint(0, layers - 1)
-    found = Dimensions(100, 96, layers, 6, 2, 16, 200, window=window, full_layers=full)
-    matrices = 6 * (layers * found.block_matmul_params + found.vocab_size * found.hidden_size)
-    want = matrices + 3 * counted(found, seq_len)
-    assert found.flops_per_token(seq_len) == pytest.approx(want, rel=3e-3)
-    costs = found.layer_costs(seq_len)
-    assert 3 * (layers * costs.block + costs.head) == pytest.approx(found.flops_per_token(seq_len), rel=1e-4)
-    without = replace(found, full_layers=0)
+    actual = Dimensions(100, 96, layers, 6, 2, 16, 200, window=window, full_layers=full)
+    matrices = 6 * (layers * actual.block_matmul_params + actual.vocab_size * actual.hidden_size)
+    want = matrices + 3 * counted(actual, seq_len)
+    assert actual.flops_per_token(seq_len) == pytest.approx(want, rel=3e-3)
+    costs = actual.layer_costs(seq_len)
+    assert 3 * (layers * costs.block + costs.head) == pytest.approx(actual.flops_per_token(seq_len), rel=1e-4)
+    without = replace(actual, full_layers=0)
     if window is not None and window < seq_len and full:
-        assert without.flops_per_token(seq_len) < found.flops_per_token(seq_len)
+        assert without.flops_per_token(seq_len) < actual.flops_per_token(seq_len)
 
 
 def test_families_name_the_layers_without_a_window() -> None:
     used = {**SHAPE, "num_hidden_layers": 6, "sliding_window": 64}
     qwen = find_family("qwen2")
     for first, want in ((4, (64, 4)), (0, (64, 0)), (6, (None, 0)), (None, (64, 0))):
-        found = qwen.dimensions(qwen.config_type.model_validate({**used, "max_window_layers": first}))
-        assert (found.window, found.full_layers) == want
+        actual = qwen.dimensions(qwen.config_type.model_validate({**used, "max_window_layers": first}))
+        assert (actual.window, actual.full_layers) == want
     mistral = find_family("mistral")
-    found = mistral.dimensions(mistral.config_type.model_validate(used))
-    assert (found.window, found.full_layers) == (64, 0)
-    assert found.windows(range(6)) == [(64, 6)]
+    actual = mistral.dimensions(mistral.config_type.model_validate(used))
+    assert (actual.window, actual.full_layers) == (64, 0)
+    assert actual.windows(range(6)) == [(64, 6)]
     llama = find_family("llama").dimensions(find_family("llama").config_type.model_validate(SHAPE))
     assert (llama.window, llama.full_layers, llama.windows(range(2))) == (None, 0, [(None, 2)])
 
@@ -116,7 +116,7 @@ def test_blocks_of_a_window_take_the_planned_memory(full_layers: int) -> None:
     )
     job = replace(job_of({}), dimensions=resolved.dimensions, config=resolved.config)
     assert job.attention == "blocked"
-    found, planned = trace_job(job, 0), stage_bytes(job, 0)
-    assert planned.total - planned.workspace == pytest.approx(found.total, rel=TOLERANCE)
+    result, planned = trace_job(job, 0), stage_bytes(job, 0)
+    assert planned.total - planned.workspace == pytest.approx(result.total, rel=TOLERANCE)
     whole = stage_bytes(with_windows(job, 2048), 0)
-    assert whole.total - whole.workspace != pytest.approx(found.total, rel=TOLERANCE)
+    assert whole.total - whole.workspace != pytest.approx(result.total, rel=TOLERANCE)

@@ -43,7 +43,7 @@ def test_work_of_a_block_is_that_of_its_tensors(tp: int) -> None:
 
 
 def test_norms_of_the_whole_sequence_are_on_every_rank_without_sequence_parallelism() -> None:
-    cut, whole = (passes(job(tp=8, sequence_parallel=each), range(1), has_head=False)[0] for each in (True, False))
+    cut, whole = (passes(job(tp=8, sequence_parallel=item), range(1), has_head=False)[0] for item in (True, False))
     assert whole.moved - cut.moved == 2 * TOKENS * 10 * HIDDEN * 7 / 8
 
 
@@ -60,7 +60,7 @@ def test_recomputation_repeats_a_part_of_the_forward_pass() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_time_of_a_step_is_that_of_its_work(compiled: bool) -> None:
     one, speed = job(compiled=compiled), SPEEDS["hopper"]
-    work = [sum(each) for each in zip(*passes(one, range(32), has_head=True), strict=True)]
+    work = [sum(pair) for pair in zip(*passes(one, range(32), has_head=True), strict=True)]
     repeats = COMPILED_PASSES if compiled else EAGER_PASSES
     seconds = (
         work[0] / (989e12 * speed.products)

@@ -43,7 +43,7 @@ def guard(
     def take(step: int, last: int, read: dict[str, float]) -> list[PastStep]:
         values = GOOD if math.isfinite(read["loss"]) else BAD
         steps = range(last + 1, step + 1)
-        return [PastStep(each, **{**values, **({"grad_norm": norms[each - 1]} if norms else {})}) for each in steps]
+        return [PastStep(item, **{**values, **({"grad_norm": norms[item - 1]} if norms else {})}) for item in steps]
 
     config = SimpleNamespace(
         recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
@@ -77,14 +77,14 @@ def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, poli
     watch = guard(tmp_path, policy, screen=screen)
     watch.begin(6, {})
     file = tmp_path / LOGS_DIR / NON_FINITE
-    known = file.read_text() if file.exists() else ""
+    text = file.read_text() if file.exists() else ""
     shutil.rmtree(file.parent, ignore_errors=True)
     file.parent.write_text("no folder", encoding="utf-8")
     assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
     assert 'cannot be written: File exists; until it is, it lacks {"step": 7' in screen.getvalue()
     file.parent.unlink()
     file.parent.mkdir()
-    file.write_text(known + '{"step": 6, "torn', encoding="utf-8")
+    file.write_text(text + '{"step": 6, "torn', encoding="utf-8")
     watch.judge(8, dict(GOOD), recorded=False)
     assert "is written again, and lacks nothing" in screen.getvalue()
     expected = {"skip": ["skipped"], "rollback": ["rolled_back", "persistent"]}[policy]
@@ -122,8 +122,8 @@ def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Pa
 def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[dict[str, Any]] = [{"step": 7, "verdict": "persistent"}]
-    monkeypatch.setattr(Ranks, "on_leader", lambda self, action, failure: told)
+    rollbacks: list[dict[str, Any]] = [{"step": 7, "verdict": "persistent"}]
+    monkeypatch.setattr(Ranks, "on_leader", lambda self, action, failure: rollbacks)
     watch = guard(tmp_path, "rollback", rank=1)
     watch.begin(6, {})
     assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
@@ -148,13 +148,13 @@ def test_bad_steps_before_a_good_one_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
-@pytest.mark.parametrize("known", ["", "rolled_back", "persistent"])
-def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, known: str) -> None:
+@pytest.mark.parametrize("verdict", ["", "rolled_back", "persistent"])
+def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, verdict: str) -> None:
     """A rollback may mend them, but only once."""
-    write(tmp_path, {7: known} if known else {})
+    write(tmp_path, {7: verdict} if verdict else {})
     watch = guard(tmp_path, policy)
     watch.begin(6, {})
-    error = RestartError if (policy, known) == ("rollback", "") else DivergedError
+    error = RestartError if (policy, verdict) == ("rollback", "") else DivergedError
     with pytest.raises(error):
         watch.judge(7, {**BAD, "param_norm": math.nan}, recorded=False)
     verdict = "rolled_back" if error is RestartError else "stopped"

@@ -15,21 +15,21 @@ from nxtrain.train.supervision.hang_diagnosis import judge, point, waits
 LIMIT = "recovery.hang_timeout_s=3"
 
 
-def said(found: dict[int, Beat], silent: dict[int, Beat] | None = None) -> str:
+def said(result: dict[int, Beat], silent: dict[int, Beat] | None = None) -> str:
     silent = silent or {}
-    return judge(found, set(silent), silent, "rank {}".format, LIMIT)
+    return judge(result, set(silent), silent, "rank {}".format, LIMIT)
 
 
 def test_who_waits_for_others_is_not_to_blame() -> None:
-    found = {0: Beat(5, "training", 3.0, waits=True), 1: Beat(5, "data", 3.1, point="loader.py:9 in batch")}
-    assert said(found) == f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5 (data) for 3.1 s, " + (
+    result = {0: Beat(5, "training", 3.0, waits=True), 1: Beat(5, "data", 3.1, point="loader.py:9 in batch")}
+    assert said(result) == f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5 (data) for 3.1 s, " + (
         "loader.py:9 in batch"
     )
 
 
 def test_of_those_that_wait_for_nobody_the_last_is_to_blame() -> None:
-    found = {0: Beat(6, "training", 3.0), 1: Beat(5, "training", 3.1), 2: Beat(6, "data", 3.1)}
-    assert said(found).startswith(f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5")
+    result = {0: Beat(6, "training", 3.0), 1: Beat(5, "training", 3.1), 2: Beat(6, "data", 3.1)}
+    assert said(result).startswith(f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5")
 
 
 def test_where_all_wait_the_one_that_is_behind_is_named_or_else_all() -> None:
@@ -68,8 +68,8 @@ def test_devices_that_are_equally_far_blame_nobody_and_neither_does_a_collective
 
 
 def test_silence_is_blamed_before_everything_else() -> None:
-    found = {0: Beat(5, "data", 3.0)}
-    assert said(found, {1: Beat(7, "training", 0.5)}) == (
+    result = {0: Beat(5, "data", 3.0)}
+    assert said(result, {1: Beat(7, "training", 0.5)}) == (
         f"rank 1 did not come within {LIMIT} seconds and gives no sign of life: the process is stopped, or something "
         "holds Python's lock; rank 1 was last in step 7 (training) for 0.5 s"
     )
@@ -88,10 +88,10 @@ def test_a_host_is_named_where_the_run_has_several() -> None:
 
 
 def test_many_are_told_in_short() -> None:
-    found = {rank: Beat(5, "training", 3.0, waits=True) for rank in range(100, 4096)}
-    told = said(found, {rank: Beat(4, "data", 1.0) for rank in range(100)})
-    assert told.startswith("ranks 0-99 did not come")
-    assert told.count("was last in") == 4
+    result = {rank: Beat(5, "training", 3.0, waits=True) for rank in range(100, 4096)}
+    message = said(result, {rank: Beat(4, "data", 1.0) for rank in range(100)})
+    assert message.startswith("ranks 0-99 did not come")
+    assert message.count("was last in") == 4
 
 
 def frame_of(work: Callable[[], object]) -> tuple[bool, str]:
@@ -108,8 +108,8 @@ def frame_of(work: Callable[[], object]) -> tuple[bool, str]:
 def test_a_rank_at_the_gate_waits_for_others_and_one_at_another_lock_does_not(frozen: bool) -> None:
     gate, event = StepGate(), threading.Event()
     gate.freeze()
-    waiting, place = frame_of(lambda: gate.stops(1) if frozen else event.wait())
+    waiting, frame = frame_of(lambda: gate.stops(1) if frozen else event.wait())
     assert waiting == frozen
-    assert "threading.py" in place
+    assert "threading.py" in frame
     event.set()
     gate.decide(1)

@@ -120,21 +120,21 @@ def test_settings_that_move_the_course_are_told_and_not_refused(tmp_path: Path) 
     there = meta_at(2, planned(tmp_path), RunInputs.of("rows", None))
     there = Meta.model_validate_json(there.model_dump_json())
 
-    def told(*sections: Mapping[str, Mapping[str, Any]], meta: Meta = there) -> str:
+    def refusal(*sections: Mapping[str, Mapping[str, Any]], meta: Meta = there) -> str:
         plan = planned(tmp_path, *sections)
         fresh = meta_at(0, plan, RunInputs.of("rows", None))
         refuse_drift(tmp_path / "step-00000002", meta, fresh, plan)
         return changes(meta, fresh)
 
-    assert told() == ""
-    assert told({"optim": {"lr": 1e-5}}) == "settings have changed since step 2: optim.lr 0.01 there, 1e-05 here"
-    assert told({"backend": {"deterministic": True}}).endswith("backend.deterministic False there, True here")
-    assert told({"train": {"steps": 9}}) == "settings have changed since step 2: optim.decay_steps 4 there, 9 here"
-    assert told({"train": {"steps": 9}, "optim": {"decay_steps": 4}}) == ""
-    assert "precision.reduce fp32 there, bf16 here" in told({"precision": {"reduce": "bf16"}})
-    assert told({"optim": {"lr": 1e-5}}, meta=there.model_copy(update={"settings": {}})) == ""
+    assert refusal() == ""
+    assert refusal({"optim": {"lr": 1e-5}}) == "settings have changed since step 2: optim.lr 0.01 there, 1e-05 here"
+    assert refusal({"backend": {"deterministic": True}}).endswith("backend.deterministic False there, True here")
+    assert refusal({"train": {"steps": 9}}) == "settings have changed since step 2: optim.decay_steps 4 there, 9 here"
+    assert refusal({"train": {"steps": 9}, "optim": {"decay_steps": 4}}) == ""
+    assert "precision.reduce fp32 there, bf16 here" in refusal({"precision": {"reduce": "bf16"}})
+    assert refusal({"optim": {"lr": 1e-5}}, meta=there.model_copy(update={"settings": {}})) == ""
     other = there.model_copy(update={"settings": {**there.settings, "torch": "1.0"}})
-    assert f"torch 1.0 there, {torch.__version__} here" in told(meta=other)
+    assert f"torch 1.0 there, {torch.__version__} here" in refusal(meta=other)
 
 
 def test_all_that_has_drifted_is_told_at_once(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

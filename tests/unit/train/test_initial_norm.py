@@ -74,17 +74,17 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_runs_of_every_layout_record_the_same_norms(ranks: RankPool, tmp_path: Path) -> None:
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", num_rows=18))}
-    found = []
+    results = []
     for number, (parallel, precision) in enumerate(LAYOUTS):
         plan = run_plan(tmp_path / str(number), data, steps=2, parallel=parallel, precision=precision)
         world = parallel["tp"] * parallel["dp"] * parallel.get("pp", 1)
         ranks.run(world, train_rank, plan)
         first, second = records(plan.config.run.dir)
         assert "param_norm_0" not in second
-        found.append((first["param_norm_0"], first["param_norm_expected"]))
-    assert {expected for _, expected in found} == {found[0][1]}
-    for norm, expected in found:
-        assert norm == pytest.approx(found[0][0], rel=1e-3)
+        results.append((first["param_norm_0"], first["param_norm_expected"]))
+    assert {expected for _, expected in results} == {results[0][1]}
+    for norm, expected in results:
+        assert norm == pytest.approx(results[0][0], rel=1e-3)
         assert norm == pytest.approx(expected, rel=0.02)
 
 

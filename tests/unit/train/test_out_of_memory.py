@@ -36,7 +36,7 @@ __all__ = ["ranks"]
 
 
 def test_failed_allocations_are_known_behind_other_errors() -> None:
-    found = []
+    results = []
     for allocate in (lambda: torch.empty(1 << 60), lambda: bytearray(1 << 62)):
         try:
             try:
@@ -44,8 +44,8 @@ def test_failed_allocations_are_known_behind_other_errors() -> None:
             except Exception as error:
                 raise RuntimeError("stage 1 failed") from error
         except RuntimeError as error:
-            found.append(is_out_of_memory(error))
-    assert found == [True, True]
+            results.append(is_out_of_memory(error))
+    assert results == [True, True]
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: failed to allocate"))
     assert not is_out_of_memory(ValueError("memory is fine"))
@@ -108,15 +108,15 @@ def test_advice_changes_something_and_begins_with_the_largest_kind(
     resolved = plan("gqa2", parallel=parallel, train=train)
     held = {PARAMETERS: 1000, GRADIENTS: 1000, OPTIMIZER: 1000, PLANNED: keys["activations"]}
     backend = "cpu" if on_host else "cuda"
-    found = advice(resolved, held, backend=backend, dp=dp, tp=tp, on_host=on_host)
-    assert f"train.loss_chunk_mib={32 if on_host else 1024}: fewer logits at once" in found
-    advised = {line.partition("=")[0] for line in found}
+    result = advice(resolved, held, backend=backend, dp=dp, tp=tp, on_host=on_host)
+    assert f"train.loss_chunk_mib={32 if on_host else 1024}: fewer logits at once" in result
+    advised = {line.partition("=")[0] for line in result}
     assert ("train.micro_batch" in advised) is (keys["micro_batch"] > 1)
     assert ("train.remat" in advised) is (keys["remat"] != "full")
     assert ("parallel.shard" in advised) is (dp > 1 and keys["shard"] != "full")
     assert ("parallel.offload" in advised) is (keys["shard"] == "full" and not on_host)
     assert ("parallel.sequence_parallel" in advised) is (tp > 1 and not keys["sp"])
-    of_activations = [line.startswith(("train.", "parallel.sequence_parallel")) for line in found]
+    of_activations = [line.startswith(("train.", "parallel.sequence_parallel")) for line in result]
     assert of_activations == sorted(of_activations, reverse=keys["activations"] > 3000)
 
 

@@ -95,12 +95,12 @@ def far(tmp_path: Path) -> Run:
 @pytest.mark.parametrize("resume", ["auto", "never", "path"])
 def test_a_restart_goes_on_from_what_the_run_has_reached(run: Run, tmp_path: Path, resume: str) -> None:
     other = make(directory.step_path(tmp_path / "other", 500), 500)
-    told = str(other) if resume == "path" else resume
+    requested = str(other) if resume == "path" else resume
     first = {"auto": None, "never": None, "path": other}[resume]
-    assert run.start(told) == first
-    assert run.start(told, restarted=True) == first, "it has reached nothing yet"
+    assert run.start(requested) == first
+    assert run.start(requested, restarted=True) == first, "it has reached nothing yet"
     make(run.at(600), 600)
-    assert run.start(told, restarted=True) == run.at(600)
+    assert run.start(requested, restarted=True) == run.at(600)
     assert run.steps() == [600]
 
 
@@ -122,12 +122,12 @@ def test_a_restart_of_a_start_that_was_killed_before_it_went_back_goes_back(run:
     run.start()
     run.save(4, 8, 12)
     back = None if resume == "never" else run.at(4)
-    told = resume if back is None else back
-    assert run.start(told, killed=True) == back
-    assert run.start(told, restarted=True) == back
+    requested = resume if back is None else back
+    assert run.start(requested, killed=True) == back
+    assert run.start(requested, restarted=True) == back
     assert run.steps() == ([4] if back else [])
     run.save(6)
-    assert run.start(told, restarted=True) == run.at(6)
+    assert run.start(requested, restarted=True) == run.at(6)
 
 
 @pytest.mark.parametrize("resume", ["never", "path", "own"])
@@ -135,11 +135,11 @@ def test_a_node_that_is_replaced_goes_on_from_the_mirror(far: Run, tmp_path: Pat
     far.start()
     far.save(4, 8)
     other = make(directory.step_path(tmp_path / "other", 2), 2)
-    told = {"never": "never", "path": str(other), "own": str(far.copy(4))}[resume]
-    far.start(told)
+    requested = {"never": "never", "path": str(other), "own": str(far.copy(4))}[resume]
+    far.start(requested)
     far.save(6)
     far.move_disk(tmp_path / "lost")
-    assert far.start(told, restarted=True) == far.copy(6)
+    assert far.start(requested, restarted=True) == far.copy(6)
     assert far.mirror_steps() == ([4, 6] if resume == "own" else [6])
 
 
@@ -210,11 +210,11 @@ def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None
     assert far.steps() == [4, 6]
 
 
-@pytest.mark.parametrize("place", ["disk", "mirror"])
-def test_a_damaged_record_is_written_anew_from_the_other(far: Run, place: str) -> None:
+@pytest.mark.parametrize("copy", ["disk", "mirror"])
+def test_a_damaged_record_is_written_anew_from_the_other(far: Run, copy: str) -> None:
     far.start("never")
     far.save(4)
-    file = (far.folder if place == "disk" else far.mirrored.mirror.store.root) / rewinds.FILE  # type: ignore[union-attr]
+    file = (far.folder if copy == "disk" else far.mirrored.mirror.store.root) / rewinds.FILE  # type: ignore[union-attr]
     assert isinstance(file, Path)
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"keeps": 0', b'"keeps": 1'))

@@ -26,7 +26,7 @@ def saved(step: int, plan: Resolved, before: Meta | None = None) -> Meta:
     return Meta.model_validate_json(meta_at(step, plan, INPUTS, before).model_dump_json())
 
 
-def told(meta: Meta, plan: Resolved) -> str:
+def message(meta: Meta, plan: Resolved) -> str:
     """Line about the learning rate, once the checkpoint is accepted without allow_drift."""
     fresh = meta_at(0, plan, INPUTS)
     refuse_drift(Path("step"), meta, fresh, plan)
@@ -48,11 +48,11 @@ def told(meta: Meta, plan: Resolved) -> str:
 def test_the_same_schedule_is_not_told(optim: dict[str, Any]) -> None:
     plan = planned(40, **optim)
     for step in (1, 17, 39, 40):
-        assert told(saved(step, plan), plan) == ""
+        assert message(saved(step, plan), plan) == ""
 
 
 def test_annealing_from_a_constant_rate() -> None:
-    line = told(saved(30, planned(1000, schedule="constant")), planned(40, schedule="wsd", decay_steps=10))
+    line = message(saved(30, planned(1000, schedule="constant")), planned(40, schedule="wsd", decay_steps=10))
     assert line == (
         "the learning rate was 0.01 at step 30 and is 0.0091 at step 31; steps 31 to 40: down to 0.001 (linear)"
     )
@@ -60,23 +60,23 @@ def test_annealing_from_a_constant_rate() -> None:
 
 def test_a_longer_cosine_jumps_up_and_is_told_the_way_out() -> None:
     there = saved(40, planned(40))
-    line = told(there, planned(400))
+    line = message(there, planned(400))
     assert "was 0.001 at step 40 and is 0.00977 at step 41" in line
     assert "WARNING: it jumps up; optim.rewarm_steps=N" in line
-    risen = told(there, planned(400, rewarm_steps=20))
+    risen = message(there, planned(400, rewarm_steps=20))
     assert "is 0.000488 at step 41" in risen and "WARNING" not in risen
     assert risen.endswith("it rises from 0 until step 60 (optim.rewarm_steps)")
 
 
 def test_a_longer_constant_run_is_not_told() -> None:
-    assert told(saved(40, planned(40, schedule="constant")), planned(400, schedule="constant")) == ""
+    assert message(saved(40, planned(40, schedule="constant")), planned(400, schedule="constant")) == ""
 
 
 def test_settings_of_other_versions_are_passed_over() -> None:
     plan = planned(40, schedule="linear")
     meta = saved(3, planned(40))
-    assert told(meta.model_copy(update={"settings": {}}), plan) == ""
-    assert told(meta.model_copy(update={"settings": {**meta.settings, "optim.schedule": "other"}}), plan) == ""
+    assert message(meta.model_copy(update={"settings": {}}), plan) == ""
+    assert message(meta.model_copy(update={"settings": {**meta.settings, "optim.schedule": "other"}}), plan) == ""
 
 
 def test_the_rise_begins_once_and_goes_on_after_restarts() -> None:

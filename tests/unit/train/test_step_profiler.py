@@ -15,8 +15,8 @@ from nxtrain.train.step_profiler import StepProfiler
 
 def events(file: Path) -> list[dict[str, Any]]:
     with gzip.open(file, "rt", encoding="utf-8") as text:
-        found: list[dict[str, Any]] = json.load(text)["traceEvents"]
-    return found
+        result: list[dict[str, Any]] = json.load(text)["traceEvents"]
+    return result
 
 
 def run(profiler: StepProfiler, first: int, last: int) -> None:
@@ -38,22 +38,22 @@ def test_the_chosen_steps_and_no_others_are_in_the_profile(tmp_path: Path) -> No
     (file,) = (tmp_path / PROFILES_DIR).iterdir()
     assert said == [f"profile: {file}"]
     assert file.name == "rank-00007-steps-3-4.json.gz"
-    found = events(file)
-    names = [event["name"] for event in found]
+    result = events(file)
+    names = [event["name"] for event in result]
     assert [name for name in names if name.startswith("product")] == ["product 3", "product 4"]
     assert [names.count(f"nxtrain.{work}") for work in ("data", "training")] == [2, 2]
     assert "aten::mm" in names
     assert names.count("nxtrain.forward") == 2
     assert [name for name in names if name.startswith("nxtrain.step ")] == ["nxtrain.step 3", "nxtrain.step 4"]
     for step in (3, 4):
-        product = one(found, f"product {step}")
-        of_step = [each for each in found if each["name"] == "nxtrain.forward" and within(product, each)]
+        product = one(result, f"product {step}")
+        of_step = [item for item in result if item["name"] == "nxtrain.forward" and within(product, item)]
         assert len(of_step) == 1
-        assert within(of_step[0], one(found, f"nxtrain.step {step}"))
+        assert within(of_step[0], one(result, f"nxtrain.step {step}"))
 
 
-def one(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (event,) = (event for event in found if event["name"] == name)
+def one(result: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (event,) = (event for event in result if event["name"] == name)
     return event
 
 

@@ -175,11 +175,11 @@ def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(watchdogs, "print_line", said.append)
     watchdog = watch(tmp_path, limit_s=0.1)
 
-    def leave(code: int) -> None:
+    def end_process(code: int) -> None:
         ended.append(code)
         watchdog._ended.set()
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", end_process)
 
     class DeadDisk(RunObserver):
         def beat(self) -> None:
@@ -246,14 +246,14 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
 
     watchdog = watch(tmp_path, limit_s=1.5)
 
-    def leave(code: int) -> None:
+    def end_process(code: int) -> None:
         ended.append(code)
         watchdog._ended.set()
 
     monkeypatch.setattr(watchdogs, "TICK_S", 0.02)
     monkeypatch.setattr(SingleTask, "start", refuse)
     monkeypatch.setattr(watchdogs, "call_with_timeout", lambda seconds, work: refuse(watchdog._ticking, work))
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", end_process)
     with watchdog:
         for step in range(100):  # longer than a timer would leave it that nobody puts off
             watchdog.enter(step, "training")

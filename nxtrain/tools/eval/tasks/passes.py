@@ -24,7 +24,7 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
 
     _, results = evaluate.load("code_eval").compute(references=references, predictions=predictions, k=[1])
     passed = [bool(result["passed"]) for _, result in results[0]]
-    return {f"pass@{each}": estimate(len(passed), sum(passed), each) for each in k}
+    return {f"pass@{number}": estimate(len(passed), sum(passed), number) for number in k}
 
 
 def estimate(n: int, c: int, k: int) -> float:

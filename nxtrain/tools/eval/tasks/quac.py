@@ -28,9 +28,9 @@ def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     for title, section, context, questions, answers, own in zip(*(batch[name] for name in names), strict=True):
         dialogue = ""
         for question, texts, answer in zip(questions, answers["texts"], own["texts"], strict=True):
-            found = _majority(texts)
-            if agreement(found) >= LEAST_AGREEMENT:
-                for name, value in zip(rows, (title, section, context, dialogue, question, found), strict=True):
+            majority = _majority(texts)
+            if agreement(majority) >= LEAST_AGREEMENT:
+                for name, value in zip(rows, (title, section, context, dialogue, question, majority), strict=True):
                     rows[name].append(value)
             dialogue += f"Q: {question}\n\nA: {answer}\n\n"
     return rows
@@ -47,9 +47,9 @@ def agreement(answers: Sequence[str]) -> float:
     return _without_one(answers, lambda rest, left: _best(left, rest) if rest else 1.0)
 
 
-def f1(found: str, wanted: str) -> float:
+def f1(answer: str, wanted: str) -> float:
     """F1 of two answers over their words, without case, punctuation and articles."""
-    a, b = _words(found), _words(wanted)
+    a, b = _words(answer), _words(wanted)
     same = sum((Counter(a) & Counter(b)).values())
     return 2 * same / (len(a) + len(b)) if same else 0.0
 
@@ -59,14 +59,14 @@ def _without_one(answers: Sequence[str], value: Callable[[list[str], str], float
     return fmean(value([*answers[:at], *answers[at + 1 :]], left) for at, left in enumerate(answers))
 
 
-def _best(found: str, answers: Sequence[str]) -> float:
-    return max(f1(found, each) for each in answers)
+def _best(answer: str, answers: Sequence[str]) -> float:
+    return max(f1(answer, wanted) for wanted in answers)
 
 
 def _majority(texts: Sequence[str]) -> list[str]:
     """Answers of the majority of people: those with an answer, or those without one."""
-    known = [text for text in texts if text != NO_ANSWER]
-    return known if 2 * len(known) > len(texts) else [NO_ANSWER]
+    answered = [text for text in texts if text != NO_ANSWER]
+    return answered if 2 * len(answered) > len(texts) else [NO_ANSWER]
 
 
 def _words(text: str) -> list[str]:

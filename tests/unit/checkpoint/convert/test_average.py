@@ -55,9 +55,9 @@ def loaded(checkpoint: Path) -> dict[str, Tensor]:
 def test_means_are_those_of_numpy_bit_for_bit(tmp_path: Path, dtype: torch.dtype, number: int) -> None:
     given = [saved(tmp_path / "run", step, dtype) for step in range(1, number + 1)]
     average(sources_of([str(tmp_path / "run")]), tmp_path / "mean")
-    found = loaded(tmp_path / "mean")
-    assert found.keys() == SHAPES.keys()
-    for name, tensor in found.items():
+    result = loaded(tmp_path / "mean")
+    assert result.keys() == SHAPES.keys()
+    for name, tensor in result.items():
         mean = np.stack([weights[name].float().numpy() for weights in given]).mean(axis=0, dtype=np.float32)
         assert torch.equal(tensor, torch.from_numpy(mean).to(dtype)), name
     meta = read_meta(tmp_path / "mean")
@@ -110,7 +110,7 @@ def test_a_running_mean_is_a_checkpoint_in_the_type_of_the_weights(tmp_path: Pat
     write(newer, Staged(tensors), meta, StorageScope(Ranks(Mesh(1, 0))), tmp_path / "run" / "given.json")
     code, printed, _ = in_process("convert", "ema", newer, tmp_path / "mean")
     assert code == 0 and "running mean of the weights" in printed
-    found = loaded(tmp_path / "mean")
-    assert all(torch.equal(found[name], mean.to(dtype)) for name, mean in means.items())
+    result = loaded(tmp_path / "mean")
+    assert all(torch.equal(result[name], mean.to(dtype)) for name, mean in means.items())
     written = read_meta(tmp_path / "mean")
     assert (written.step, written.kinds, written.dtype) == (0, (MODEL,), dtype_name(dtype))

@@ -82,8 +82,8 @@ def test_ids_of_special_tokens_come_back_from_a_folder_without_a_tokenizer(
     hf_to_nxtrain(src, folder / "ours")
     nxtrain_to_hf(folder / "ours", folder / "back")
     there, back = (
-        (AutoConfig.from_pretrained(place), AutoModelForCausalLM.from_pretrained(place).generation_config)
-        for place in (src, folder / "back")
+        (AutoConfig.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).generation_config)
+        for path in (src, folder / "back")
     )
     file = src / "generation_config.json"
     of_config = json.loads((src / "config.json").read_text())

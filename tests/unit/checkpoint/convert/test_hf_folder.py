@@ -189,9 +189,9 @@ OUTSIDE = [
 def test_an_index_names_files_beside_it_and_no_others(tmp_path: Path, name: object) -> None:
     """Else a folder from anywhere would have any file of the machine read."""
     src = export(tmp_path / "hf", {"a": torch.zeros(1), "b": torch.zeros(1)}, files=2)
-    for place in (tmp_path, src / "sub"):
-        place.mkdir(exist_ok=True)
-        save_file({"b": torch.ones(1)}, place / "secret.safetensors")
+    for folder in (tmp_path, src / "sub"):
+        folder.mkdir(exist_ok=True)
+        save_file({"b": torch.ones(1)}, folder / "secret.safetensors")
     index = src / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": {**places, "b": name}}))

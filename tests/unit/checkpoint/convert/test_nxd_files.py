@@ -45,10 +45,10 @@ def saved(folder: Path, shape: str, kinds: Mapping[str, torch.dtype], **config: 
 
 def equal(a: Path, b: Path, shape: str, kinds: Mapping[str, torch.dtype], **config: Any) -> bool:
     layout = Layout(table(shape, ALONE, config=config), ALONE)
-    found = [blank(cut(layout.table, ALONE, kinds)) for _ in (a, b)]
-    for folder, shards in zip((a, b), found, strict=True):
+    result = [blank(cut(layout.table, ALONE, kinds)) for _ in (a, b)]
+    for folder, shards in zip((a, b), result, strict=True):
         load(folder, shards, layout)
-    return same(*found) and same(found[0], cut(layout.table, ALONE, kinds))
+    return same(*result) and same(result[0], cut(layout.table, ALONE, kinds))
 
 
 def there_and_back(folder: Path, src: Path, target: NxdTarget) -> tuple[Path, Meta]:
@@ -80,18 +80,18 @@ def test_the_way_there_and_back_changes_no_bit(
     tmp_path: Path, shape: str, target: NxdTarget, kinds: Mapping[str, torch.dtype]
 ) -> None:
     src = saved(tmp_path, shape, kinds)
-    back, found = there_and_back(tmp_path, src, target)
+    back, result = there_and_back(tmp_path, src, target)
     assert equal(src, back, shape, kinds)
     before = read_meta(src)
     if shape == "mha":  # as many K/V heads as query heads, which then goes without saying
         before = before.model_copy(update={"config": {**before.config, "num_key_value_heads": None}})
     degrees = {"tp": target.tp or 1, "pp": target.pp or 1, "dp": target.dp or 1}
     assert (
-        found
+        result
         == read_meta(back)
-        == before.model_copy(update={"mesh": degrees, "kinds": found.kinds, "manifest_crc32": found.manifest_crc32})
+        == before.model_copy(update={"mesh": degrees, "kinds": result.kinds, "manifest_crc32": result.manifest_crc32})
     )
-    assert set(found.kinds) == set(before.kinds)
+    assert set(result.kinds) == set(before.kinds)
 
 
 @pytest.mark.parametrize("dp", [3, 5, 8])
@@ -110,9 +110,9 @@ def test_rows_that_do_not_divide_over_dp_are_padded(tmp_path: Path, dp: int) -> 
 
 def test_without_zero1_a_file_has_all_rows(tmp_path: Path) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    back, found = there_and_back(tmp_path, src, NxdTarget(tp=2, dp=4, zero1=False))
+    back, result = there_and_back(tmp_path, src, NxdTarget(tp=2, dp=4, zero1=False))
     assert equal(src, back, "gqa", WIDE)
-    assert found.mesh == {"tp": 2, "pp": 1, "dp": 1}
+    assert result.mesh == {"tp": 2, "pp": 1, "dp": 1}
     names = [file.name for file in sorted((tmp_path / "nxd/step_10/optim").iterdir())]
     assert names == ["dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_01_pp_rank_00.pt"]
 
@@ -190,9 +190,9 @@ def test_copied_heads_lie_as_on_the_platform(tmp_path: Path) -> None:
 def test_what_nxd_continued_begins_its_data_anew(tmp_path: Path) -> None:
     tag = nxtrain_to_nxd(saved(tmp_path, "gqa", MASTERED), tmp_path / "nxd", NxdTarget(), rates=RATES)
     torch.save({"total_steps": 12, "cli_args": {}}, tag / "user_content.pt")
-    found = nxd_to_nxtrain(tag, tmp_path / "back")
-    assert (found.step, found.samples, found.tokens, found.data_fingerprint) == (10, 0, 0, "")
-    assert found.kinds == ("model", "exp_avg", "exp_avg_sq", "master")
+    result = nxd_to_nxtrain(tag, tmp_path / "back")
+    assert (result.step, result.samples, result.tokens, result.data_fingerprint) == (10, 0, 0, "")
+    assert result.kinds == ("model", "exp_avg", "exp_avg_sq", "master")
 
 
 def test_weights_alone_are_a_start_at_step_0(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_weights_alone_are_a_start_at_step_0(tmp_path: Path) -> None:
         "model",
         "user_content.pt",
     ]
-    found = nxd_to_nxtrain(tag, tmp_path / "back")
-    assert (found.step, found.kinds) == (0, ("model",))
+    result = nxd_to_nxtrain(tag, tmp_path / "back")
+    assert (result.step, result.kinds) == (0, ("model",))
     assert equal(src, tmp_path / "back", "gqa", {"model": torch.float32})
 
 

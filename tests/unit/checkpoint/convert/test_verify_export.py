@@ -85,12 +85,12 @@ def test_a_changed_export_is_refused_however_small_its_scores_are(
 def test_a_faithful_export_is_as_exact_as_transformers(tmp_path: Path, shape: str) -> None:
     """Scores of tens included, which bfloat16 moves by more than 0.25."""
     for std in (0.05, 0.3):
-        found = verify_export(*exported(tmp_path / f"{std}", shape, torch.bfloat16, std), CpuBackend())
-        assert 0.3 < found.rounding <= 1.2
-        assert (found.difference > 0.25) is (std > 0.1)
+        result = verify_export(*exported(tmp_path / f"{std}", shape, torch.bfloat16, std), CpuBackend())
+        assert 0.3 < result.rounding <= 1.2
+        assert (result.difference > 0.25) is (std > 0.1)
 
 
 @pytest.mark.parametrize("shape", ["gqa", "tied"])
 def test_a_faithful_export_in_float32_is_exact(tmp_path: Path, shape: str) -> None:
-    found = verify_export(*exported(tmp_path, shape, torch.float32, std=0.05), CpuBackend())
-    assert found.difference < 1e-5
+    result = verify_export(*exported(tmp_path, shape, torch.float32, std=0.05), CpuBackend())
+    assert result.difference < 1e-5

@@ -55,10 +55,10 @@ def test_a_failure_of_another_kind_is_no_loss() -> None:
 def test_a_loss_is_found_behind_what_it_caused() -> None:
     outer = ValueError("a step failed")
     outer.__cause__ = RuntimeError(GONE[0])
-    found = loss(outer)
-    assert isinstance(found, LostPeerError)
-    assert found.peer is None
-    assert str(found).startswith("a rank that this one works with is gone: ")
+    result = loss(outer)
+    assert isinstance(result, LostPeerError)
+    assert result.peer is None
+    assert str(result).startswith("a rank that this one works with is gone: ")
 
 
 def test_words_are_left_at_once_after_none_were_found() -> None:

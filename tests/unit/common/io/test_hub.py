@@ -53,9 +53,9 @@ def test_a_text_names_a_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, repository: str, revision: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = model_named(text)
-    assert found == HubName(repository, revision)
-    assert model_named(f"hf://{found}") == found
+    result = model_named(text)
+    assert result == HubName(repository, revision)
+    assert model_named(f"hf://{result}") == result
 
 
 @pytest.mark.parametrize(

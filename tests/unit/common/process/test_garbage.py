@@ -24,43 +24,43 @@ gc.enable()
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from nxtrain.common.process import garbage
-usual, settle, found = gc.get_threshold(), garbage.settle, {}
+usual, settle, facts = gc.get_threshold(), garbage.settle, {}
 @atexit.register
 def report():
-    print(json.dumps({**found, "left": len(gc.get_objects())}))
+    print(json.dumps({**facts, "left": len(gc.get_objects())}))
 def observed():
-    found["starting"] = gc.get_threshold()
-    found["collections"] = len(collections)
+    facts["starting"] = gc.get_threshold()
+    facts["collections"] = len(collections)
     settle()
-    found["frozen"] = gc.get_freeze_count()
+    facts["frozen"] = gc.get_freeze_count()
 garbage.settle = observed
 from nxtrain.__main__ import main
 collections.clear()
 try:
     main()
 except SystemExit as ended:
-    found["code"] = ended.code
-found["usual"] = gc.get_threshold() == usual
-found["modules"] = sorted({*sys.modules} - by_torch)
+    facts["code"] = ended.code
+facts["usual"] = gc.get_threshold() == usual
+facts["modules"] = sorted({*sys.modules} - by_torch)
 """
 
 # Runs a program, whose last line has the objects that are left at its end.
 PROGRAM = """
 import atexit, gc, json, runpy, sys
-found, collections = {"began": False}, []
+facts, collections = {"began": False}, []
 @atexit.register
 def report():
-    print(json.dumps({**found, "left": len(gc.get_objects())}))
+    print(json.dumps({**facts, "left": len(gc.get_objects())}))
 from nxtrain.common.process import garbage
 rarely, settle = garbage.collect_rarely, garbage.settle
 def began():
     rarely()
-    found["began"] = True
+    facts["began"] = True
     gc.callbacks.append(lambda phase, info: collections.append(phase))
 def observed():
-    found["collections"], found["torch"] = len(collections), "torch" in sys.modules
+    facts["collections"], facts["torch"] = len(collections), "torch" in sys.modules
     settle()
-    found["settled"] = gc.get_threshold()[0] < garbage.STARTING
+    facts["settled"] = gc.get_threshold()[0] < garbage.STARTING
 garbage.collect_rarely, garbage.settle = began, observed
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
@@ -75,7 +75,7 @@ MOST_MODULES = 700
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Records of one run of one step, which computes whole blocks again."""
     folder = tmp_path_factory.mktemp("run")
     config = runs.write_toml(folder, train={"steps": 1, "remat": "full"}, checkpoint={"every": 0})
@@ -87,26 +87,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return records
 
 
-def test_nothing_is_collected_while_a_run_is_imported(found: dict[str, Any]) -> None:
-    assert found["collections"] == 0
-    assert found["starting"][0] > 2 * found["frozen"]  # of which torch alone makes more than half
+def test_nothing_is_collected_while_a_run_is_imported(facts: dict[str, Any]) -> None:
+    assert facts["collections"] == 0
+    assert facts["starting"][0] > 2 * facts["frozen"]  # of which torch alone makes more than half
 
 
-def test_a_run_collects_as_usual_but_not_what_was_imported(found: dict[str, Any]) -> None:
-    assert found["usual"]
-    assert found["frozen"] > 200_000
+def test_a_run_collects_as_usual_but_not_what_was_imported(facts: dict[str, Any]) -> None:
+    assert facts["usual"]
+    assert facts["frozen"] > 200_000
 
 
-def test_the_end_of_a_process_visits_nothing(found: dict[str, Any]) -> None:
-    assert found["left"] < 100
+def test_the_end_of_a_process_visits_nothing(facts: dict[str, Any]) -> None:
+    assert facts["left"] < 100
 
 
 # `_checkpoint_without_reentrant_generator_impl` of torch 2.15 asks torch._dynamo for a setting, in eager runs as well.
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) >= "2.15", reason="activation checkpointing of torch 2.15 imports torch's compiler"
 )
-def test_the_first_step_imports_only_what_it_needs(found: dict[str, Any]) -> None:
-    modules = set[str](found["modules"])
+def test_the_first_step_imports_only_what_it_needs(facts: dict[str, Any]) -> None:
+    modules = set[str](facts["modules"])
     packages = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - PACKAGES
     assert {package for package in packages if not package.startswith("_")} == set()
     assert len(modules) < MOST_MODULES
@@ -121,7 +121,7 @@ def test_an_agent_and_a_trace_collect_nothing_while_they_are_imported(program: t
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *program], capture_output=True, text=True, timeout=120, check=False
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    left = found.pop("left")
-    assert found == {"began": True, "collections": 0, "torch": True, "settled": True}, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    left = result.pop("left")
+    assert result == {"began": True, "collections": 0, "torch": True, "settled": True}, done.stderr
     assert left < 1000

@@ -20,9 +20,9 @@ def test_all_sides_compute_the_same() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(30, 1, heads, 8, generator=generator) for heads in (2, 1, 1))
     starts = torch.tensor([[0] * 7 + [7] * 23])
-    found = [side(q, k, v, starts) for side in SIDES.values()]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+    result = [side(q, k, v, starts) for side in SIDES.values()]
+    for other in result[1:]:
+        torch.testing.assert_close(other, result[0])
 
 
 def test_a_mask_takes_more_memory_than_blocks() -> None:

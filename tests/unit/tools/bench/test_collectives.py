@@ -27,12 +27,12 @@ def rank(all_reduce_s: float, copy_s: float) -> dict[str, Any]:
 
 def test_the_slowest_rank_counts_and_ratios_are_inside_rounds() -> None:
     turns = [[rank(1.0, 0.5), rank(2.0, 0.5)], [rank(20.0, 5.0), rank(10.0, 5.0)], [rank(4.0, 1.0), rank(1.0, 1.0)]]
-    found = summarize(turns)
-    assert found["ratios"] == {"all_reduce/4": 0.25}
-    row = found["rows"][0]
+    result = summarize(turns)
+    assert result["ratios"] == {"all_reduce/4": 0.25}
+    row = result["rows"][0]
     assert row["rounds"] == pytest.approx([4 * KIB / GIB / seconds for seconds in (2.0, 20.0, 4.0)])
     assert (row["wall_s"], row["cpu_s"]) == (4.0, 2.0)
-    assert found["latency_s"] == {"all_reduce": 4.0, "copy": 1.0}
+    assert result["latency_s"] == {"all_reduce": 4.0, "copy": 1.0}
 
 
 def test_small_tensors_are_repeated_and_great_ones_not_only_once() -> None:

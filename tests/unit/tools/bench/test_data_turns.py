@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import CorpusLanes
-from nxtrain.data.stream_loader import Lane, LaneOrder, Place
+from nxtrain.data.stream_loader import Lane, LaneOrder, LanePosition
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.tools.bench import data_turns
 from nxtrain.tools.bench.data_turns import TextTime, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
@@ -50,11 +50,11 @@ def test_the_bare_tokenizer_gets_the_documents_of_the_turn(
     turns = packing_turns(source, 3, lambda name: None)
     monkeypatch.setattr(WatchedTokenizer, "_encode_bare", note_bare)
     monkeypatch.setattr(WatchedTokenizer, "encode_batch_fast", note_side)
-    found = take_text_turns({"ours": turns}, 2)
+    result = take_text_turns({"ours": turns}, 2)
     assert bare == sided and len(bare) % 3 == 0  # each of three rounds has the same documents
     once = sum(ids.size + 1 for ids in tokenizer.encode(bare[: len(bare) // 3]))
-    assert found["tokens"]["ours"] == once
-    assert 0 < found["inside"]["ours"] < 1 and len(found["rows"][0]["rounds"]) == 2
+    assert result["tokens"]["ours"] == once
+    assert 0 < result["inside"]["ours"] < 1 and len(result["rows"][0]["rounds"]) == 2
 
 
 @pytest.mark.parametrize(("slower", "outside", "expected"), [(1.0, 0.0, 1.0), (1.25, 0.0, 0.8), (1.0, 0.2, 0.8)])
@@ -81,12 +81,12 @@ def test_the_ratio_follows_neither_the_machine_nor_the_order(
 class SlowLane:
     """A lane whose rows take time, and no work."""
 
-    def __init__(self, place: Place) -> None:
-        self._row = place[0]
+    def __init__(self, position: LanePosition) -> None:
+        self._row = position[0]
 
     @property
-    def place(self) -> Place:
-        """Place of the next row."""
+    def position(self) -> LanePosition:
+        """Position of the next row."""
         return self._row, 0
 
     def row(self) -> NDArray[np.int32]:
@@ -100,9 +100,9 @@ class SlowLane:
 class SlowLanes:
     """Source of such lanes, as if each worker had a core of its own."""
 
-    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
         """Function that opens a lane."""
-        return lambda order, lane, place: SlowLane(place)
+        return lambda order, lane, position: SlowLane(position)
 
 
 @pytest.mark.alone

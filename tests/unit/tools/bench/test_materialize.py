@@ -13,9 +13,9 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(("shard", "peak", "within"), [(10, 14, True), (10, 14.1, False), (1000, 1300, True)])
 def test_the_bound_is_1_3_shards_and_one_gib(shard: float, peak: float, within: bool) -> None:
-    found = judge({"shard_bytes": int(shard * GIB), "peak_bytes": int(peak * GIB)})
-    assert found["bound_bytes"] == int(1.3 * int(shard * GIB)) + GIB
-    assert found["within"] is within
+    result = judge({"shard_bytes": int(shard * GIB), "peak_bytes": int(peak * GIB)})
+    assert result["bound_bytes"] == int(1.3 * int(shard * GIB)) + GIB
+    assert result["within"] is within
 
 
 def test_a_system_that_tells_no_peak_is_refused() -> None:

@@ -21,12 +21,12 @@ def test_a_slow_round_changes_no_ratio_and_the_slower_rank_counts() -> None:
         TWO: [of(1.0, 2.0), of(10.0, 20.0)],
         "tp2": [of(1.0, 2.0, waited=0.25), of(10.0, 20.0)],
     }
-    found = summarize(measured, tokens=100)
-    assert [row["rounds"] for row in found["rows"]] == [[100.0, 10.0], [150.0, 15.0], [100.0, 10.0]]
-    assert found["ratios"] == {"tp2": pytest.approx(2 / 3)}
-    assert found["over_one"] == {TWO: 1.5, "tp2": 1.0}
-    assert found["cpu_ratios"] == {"tp2": 1.0}
-    assert found["rows"][2]["waited"] == 0.125
+    result = summarize(measured, tokens=100)
+    assert [row["rounds"] for row in result["rows"]] == [[100.0, 10.0], [150.0, 15.0], [100.0, 10.0]]
+    assert result["ratios"] == {"tp2": pytest.approx(2 / 3)}
+    assert result["over_one"] == {TWO: 1.5, "tp2": 1.0}
+    assert result["cpu_ratios"] == {"tp2": 1.0}
+    assert result["rows"][2]["waited"] == 0.125
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -40,26 +40,26 @@ def peaks(*flops: float) -> list[dict[str, Any]]:
 
 def test_a_round_in_which_the_machine_was_slow_changes_no_ratio() -> None:
     measured = {OURS: turns(1.0, 10.0, 1.0), PEER: turns(2.0, 20.0, 2.0), PEAK: peaks(8e9, 8e8, 8e9)}
-    found = summarize(measured, WORK)
-    assert found["ratios"] == {PEER: 2.0}
-    assert found["ratios_of"][OURS][PEER]["rounds"] == [2.0, 2.0, 2.0]
-    assert found["ratio"] == 2.0
-    flops = found["flops_per_token"]
-    assert found[OURS] == {"tokens_per_s": TOKENS, "mfu": pytest.approx(TOKENS * flops / 8e9)}
-    assert found[PEER] == {"tokens_per_s": TOKENS / 2, "mfu": pytest.approx(TOKENS * flops / 16e9)}
-    assert found["peak_flops"] == 8e9
+    result = summarize(measured, WORK)
+    assert result["ratios"] == {PEER: 2.0}
+    assert result["ratios_of"][OURS][PEER]["rounds"] == [2.0, 2.0, 2.0]
+    assert result["ratio"] == 2.0
+    flops = result["flops_per_token"]
+    assert result[OURS] == {"tokens_per_s": TOKENS, "mfu": pytest.approx(TOKENS * flops / 8e9)}
+    assert result[PEER] == {"tokens_per_s": TOKENS / 2, "mfu": pytest.approx(TOKENS * flops / 16e9)}
+    assert result["peak_flops"] == 8e9
 
 
 def test_ratios_are_of_the_faster_of_our_candidates_and_wall_time_counts_with_more_threads() -> None:
     measured = {OURS: turns(2.0, wall=1.0), COMPILED: turns(1.0), PEER: turns(4.0, wall=1.0), PEAK: peaks(1e9)}
-    found = summarize(measured, WORK)
-    assert (found["clock"], found["ours"], found["ratios"]) == ("cpu", COMPILED, {PEER: 4.0})
-    assert [row.get("compile_s") for row in found["rows"]] == [None, 8.5, None, None]
+    result = summarize(measured, WORK)
+    assert (result["clock"], result["ours"], result["ratios"]) == ("cpu", COMPILED, {PEER: 4.0})
+    assert [row.get("compile_s") for row in result["rows"]] == [None, 8.5, None, None]
     two = Workload(**{**vars(WORK), "threads": 2})
-    found = summarize(measured, two)
-    assert (found["clock"], found["ours"]) == ("wall", OURS)
-    assert found["ratios"] == {PEER: 2.0}
-    assert found["peak_flops"] == 0.5e9
+    result = summarize(measured, two)
+    assert (result["clock"], result["ours"]) == ("wall", OURS)
+    assert result["ratios"] == {PEER: 2.0}
+    assert result["peak_flops"] == 0.5e9
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_unknown_candidate_and_an_absent_device_are_refused() -> None:
 def test_the_machine_is_read_from_cpuinfo(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n\n")
-    found = machine(file)
-    assert found["cpu"] == "Some CPU"
-    assert found["instructions"] == ["amx_bf16", "avx512_bf16", "avx512f", "avx2"]
+    result = machine(file)
+    assert result["cpu"] == "Some CPU"
+    assert result["instructions"] == ["amx_bf16", "avx512_bf16", "avx512f", "avx2"]
     assert machine(tmp_path / "none")["instructions"] == []

@@ -103,8 +103,8 @@ def test_a_place_that_is_not_there_is_one_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str], code: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found, _, err = run(*args)
-    assert (found, words in err) == (code, True)
+    result, _, err = run(*args)
+    assert (result, words in err) == (code, True)
 
 
 def files(folder: Path) -> list[str]:

@@ -25,8 +25,8 @@ def node(folder: Path, groups: str, **limits: str) -> Memory:
     """The memory by what a node shows below a folder."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(groups, encoding="ascii")
-    for place, limit in limits.items():
-        path = folder / "cgroups" / place.replace("__", "/").replace("_max", ".max").replace("_limit", ".limit")
+    for location, limit in limits.items():
+        path = folder / "cgroups" / location.replace("__", "/").replace("_max", ".max").replace("_limit", ".limit")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(limit + "\n", encoding="ascii")
     return host_memory(folder / "proc", folder / "cgroups")

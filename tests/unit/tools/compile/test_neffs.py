@@ -36,13 +36,13 @@ def neff(number: int) -> CacheKey:
 
 def add(root: Path, number: int, text: str = "") -> CacheKey:
     """Add a graph as TorchNeuron does: under another name, then renamed."""
-    found = neff(number)
-    path = root / found.compiler / found.module
+    result = neff(number)
+    path = root / result.compiler / result.module
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(text or f"graph {number}", encoding="utf-8")
     draft.rename(path)
-    return found
+    return result
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -55,10 +55,10 @@ def test_drawn_names_are_keys_only_if_they_stay_inside() -> None:
     for _ in range(2000):
         name = "".join(drawn.choices(letters, k=drawn.randint(1, 12))) + drawn.choice(["", ".neff"])
         parts = name.split("/")
-        found = parse_key(f"neff/{name}")
+        result = parse_key(f"neff/{name}")
         hidden = any(not part or part.startswith(".") for part in parts)
         sound = name.endswith(".neff") and not hidden and not set(name) & set(" \\")
-        assert (found is not None) is sound, name
+        assert (result is not None) is sound, name
 
 
 def test_ls_shows_both_lanes_files_and_verify_hashes_them(tmp_path: Path) -> None:
@@ -105,17 +105,17 @@ def test_nodes_share_files_of_both_lanes(tmp_path: Path, over: str) -> None:
                 add(root, number)
     for number in (21, 22):  # no other test's, whose watch would find the compiler among the machine's processes
         compile_now(_made(first / key(number).compiler / key(number).module), 0.0)
-    place: CacheLocation = Cache(tmp_path / "shared")
+    location: CacheLocation = Cache(tmp_path / "shared")
     if over == "bucket":
-        place = Bucket(open_store(str(tmp_path / "bucket")))
+        location = Bucket(open_store(str(tmp_path / "bucket")))
     else:
         (tmp_path / "shared").mkdir()
     for root in (first, second, first):
-        assert not sync(Cache(root), place).unusable
-        assert not sync(place, Cache(root)).unusable
+        assert not sync(Cache(root), location).unusable
+        assert not sync(location, Cache(root)).unusable
     assert contents(first) == contents(second) != {}
-    assert Cache(first).done() == Cache(second).done() == place.done()
-    again = sync(place, Cache(first))
+    assert Cache(first).done() == Cache(second).done() == location.done()
+    again = sync(location, Cache(first))
     assert again.copied == []
     damaged = next(iter(contents(first)))
     list(Cache(first).verify())
@@ -204,9 +204,9 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
     assert "all 2 graphs are in" in err
     assert len(started) == 1
     assert {"train.steps=4", "checkpoint.every=2", "checkpoint.resume=never"} < set(started[0])
-    found = read_manifest(tmp_path / "manifest.json")
-    assert {graph.module for graph in found.graphs} == {neff(2).module, neff(3).module}
-    assert found.build.compiler == "neff"
+    result = read_manifest(tmp_path / "manifest.json")
+    assert {graph.module for graph in result.graphs} == {neff(2).module, neff(3).module}
+    assert result.build.compiler == "neff"
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ CHECKS = {"instance", "devices", "processes", "ecc", "driver", "efa", "limits", 
 
 
 def test_a_healthy_machine_has_no_fault_and_every_check_is_made(packages: dict[str, str], tmp_path: Path) -> None:
-    found = check(sick_machine.trainium(tmp_path / "m"), links=True)
-    assert faults(found) == {}
-    assert {finding.name for finding in found} == {*CHECKS, "cache", "packages", "torch", "sdk", "loopback"}
-    assert max(Counter(finding.name for finding in found).values()) == 1
+    result = check(sick_machine.trainium(tmp_path / "m"), links=True)
+    assert faults(result) == {}
+    assert {finding.name for finding in result} == {*CHECKS, "cache", "packages", "torch", "sdk", "loopback"}
+    assert max(Counter(finding.name for finding in result).values()) == 1
     assert faults(check(sick_machine.gpus(tmp_path / "gpus"))) == {}
 
 
@@ -132,9 +132,9 @@ def test_one_fault_is_one_finding(sickness: str, packages: dict[str, str], tmp_p
     machine = sick_machine.trainium(tmp_path / "m")
     strike, name, pattern = SICKNESSES[sickness]
     strike(machine)
-    found = faults(check(machine, links=True))
-    assert set(found) == {name}
-    assert re.search(pattern, found[name].what), found[name]
+    result = faults(check(machine, links=True))
+    assert set(result) == {name}
+    assert re.search(pattern, result[name].what), result[name]
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,18 @@ def test_a_wrong_package_is_found(
     packages.update(changed)
     for absent in [package for package, version in packages.items() if not version]:
         del packages[absent]
-    found = faults(check(sick_machine.trainium(tmp_path / "m")))
-    assert set(found) == name
-    assert any(said in finding.what for finding in found.values()), found
+    result = faults(check(sick_machine.trainium(tmp_path / "m")))
+    assert set(result) == name
+    assert any(said in finding.what for finding in result.values()), result
 
 
 def test_gpus_have_errors_and_processes_as_well(tmp_path: Path, packages: dict[str, str]) -> None:
     machine = sick_machine.gpus(tmp_path / "m", present="0 1 2 3 4 6 7", ecc="1", processes="GPU-2, 9, python")
     machine.process(9, 1)
     packages["torch"] = "2.9.0+cpu"
-    found = faults(check(machine))
-    assert set(found) == {"devices", "ecc", "processes", "torch"}
-    assert "missing: 5" in found["devices"].what
+    result = faults(check(machine))
+    assert set(result) == {"devices", "ecc", "processes", "torch"}
+    assert "missing: 5" in result["devices"].what
 
 
 @pytest.mark.parametrize(("version", "is_named"), [("2.15.0+cu132", False), ("2.16.0", True), ("3.0.0a0", True)])
@@ -173,10 +173,10 @@ def test_a_torch_that_is_newer_than_the_tested_ones_is_named_and_no_fault(
 ) -> None:
     packages.clear()
     packages["torch"] = version
-    (found,) = (finding for finding in check(sick_machine.gpus(tmp_path / "m")) if finding.name == "torch")
-    assert found.ok
-    assert found.what.startswith(f"torch {version}")
-    assert ("newer than 2.15, the newest release that nxtrain is tested with" in found.what) == is_named
+    (result,) = (finding for finding in check(sick_machine.gpus(tmp_path / "m")) if finding.name == "torch")
+    assert result.ok
+    assert result.what.startswith(f"torch {version}")
+    assert ("newer than 2.15, the newest release that nxtrain is tested with" in result.what) == is_named
 
 
 def test_the_newest_torch_of_continuous_integration_is_the_one_that_doctor_names() -> None:
@@ -191,17 +191,17 @@ def test_a_run_under_way_is_no_fault_until_another_is_to_start(packages: dict[st
     head = "  sl  local_address rem_address   st tx_queue\n"
     machine.file("/proc/net/tcp", f"{head}   0: 00000000:733C 00000000:0000 0A 00000000:00000000\n")
     assert faults(check(machine)) == {}
-    found = faults(check(machine, config="configs/llama2_7b_trn1.toml"))
-    assert set(found) == {"processes", "ports"}
-    assert "port 29500" in found["ports"].what
+    result = faults(check(machine, config="configs/llama2_7b_trn1.toml"))
+    assert set(result) == {"processes", "ports"}
+    assert "port 29500" in result["ports"].what
     machine.file("/proc/net/tcp", f"{head}   0: 00000000:733C 0100007F:0050 01 00000000:00000000\n")  # no listener
     assert set(faults(check(machine, config="configs/llama2_7b_trn1.toml"))) == {"processes"}
 
 
 def test_another_machine_than_the_configured_one_is_a_fault(packages: dict[str, str], tmp_path: Path) -> None:
     machine = sick_machine.trainium(tmp_path / "m")
-    found = faults(check(machine, "cluster.instance=trn1n.32xlarge", config="configs/llama2_7b_trn1.toml"))
-    assert set(found) == {"instance", "efa"}
+    result = faults(check(machine, "cluster.instance=trn1n.32xlarge", config="configs/llama2_7b_trn1.toml"))
+    assert set(result) == {"instance", "efa"}
 
 
 def test_limits_and_space_that_do_not_suffice(
@@ -211,8 +211,8 @@ def test_limits_and_space_that_do_not_suffice(
     usage = SimpleNamespace(total=64 << 20, free=900 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (65536, 65536))
-    found = faults(check(machine))
-    assert {name: finding.what.split()[0] for name, finding in found.items()} == {
+    result = faults(check(machine))
+    assert {name: finding.what.split()[0] for name, finding in result.items()} == {
         "limits": "memlock=65536",
         "shm": "/dev/shm",
     }
@@ -230,9 +230,9 @@ def test_a_cache_on_a_network_file_system_is_a_fault(
     mounts.write_text("36 35 0:31 / / rw - ext4 /dev/sda rw\n37 36 0:32 / /fsx rw - lustre a@tcp:/x rw\n")
     monkeypatch.setattr("nxtrain.config.cache_dir.MOUNTS", mounts)
     machine = sick_machine.trainium(tmp_path / "m")
-    found = faults(check(machine, "compile.cache_dir=/fsx/graphs", config="configs/llama2_7b_trn1.toml"))
-    assert set(found) == {"cache"}
-    assert "lustre" in found["cache"].what
+    result = faults(check(machine, "compile.cache_dir=/fsx/graphs", config="configs/llama2_7b_trn1.toml"))
+    assert set(result) == {"cache"}
+    assert "lustre" in result["cache"].what
 
 
 # The command
@@ -256,10 +256,10 @@ def test_the_links_of_this_machine_are_measured_and_all_is_json(monkeypatch: pyt
     code, said, _ = in_process("doctor", str(ROOT / "configs/tiny_cpu.toml"), "--collectives", "--json")
     table: dict[str, Any] = json.loads(said)
     assert code == (0 if table["ok"] else 5)
-    (found,) = [finding for finding in table["findings"] if finding["name"] == "loopback"]
-    assert set(found) == {"name", "ok", "what", "why", "fix"}
-    assert found["ok"], found
-    assert found["what"].startswith("2 ranks on cpu: ")
+    (result,) = [finding for finding in table["findings"] if finding["name"] == "loopback"]
+    assert set(result) == {"name", "ok", "what", "why", "fix"}
+    assert result["ok"], result
+    assert result["what"].startswith("2 ranks on cpu: ")
 
 
 def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -275,11 +275,11 @@ def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     world = replace(world_of("127.0.0.1", 0, 3, machine.host), port=free_port())
     assert world.names == ("n1", "n2", "n3")
     monkeypatch.setattr(collectives, "_run_ranks", run)
-    (found,) = collectives.check_collectives(machine.host, None, world, 0.3)
-    assert not found.ok
-    assert found.what == "2 of 3 did not arrive: n2 (rank 1), n3 (rank 2)"
-    (found,) = collectives.check_collectives(machine.host, None, World("127.0.0.1", 1, 1, 2), 0.3)
-    assert found.what == "1 of 2 did not arrive: rank 0 (127.0.0.1:1: Connection refused)"
+    (result,) = collectives.check_collectives(machine.host, None, world, 0.3)
+    assert not result.ok
+    assert result.what == "2 of 3 did not arrive: n2 (rank 1), n3 (rank 2)"
+    (result,) = collectives.check_collectives(machine.host, None, World("127.0.0.1", 1, 1, 2), 0.3)
+    assert result.what == "1 of 2 did not arrive: rank 0 (127.0.0.1:1: Connection refused)"
 
 
 def test_a_rank_that_is_none_of_the_machines_is_refused() -> None:
@@ -315,8 +315,8 @@ def test_a_gpu_without_bf16_products_gives_one_line_that_is_no_fault(gpu: str, p
     machine = sick_machine.gpus(tmp_path / "gpus", capabilities=gpu)
     wide = {"bf16": "fp32_master", "fp16": "fp32_master", "fp32": "fp32"}[params]
     overrides = ["backend.name=cuda", f"precision.params={params}", f"precision.update={wide}", "run.dir=r"]
-    found = check(machine, *overrides, config="configs/tiny_cpu.toml")
-    lines = [finding for finding in found if finding.name == "bf16"]
+    result = check(machine, *overrides, config="configs/tiny_cpu.toml")
+    lines = [finding for finding in result if finding.name == "bf16"]
     assert len(lines) == (OLD_AND_NEW[gpu] and params == "bf16")
     for finding in lines:
         name, _, capability = gpu.rpartition(", ")
@@ -328,5 +328,5 @@ def test_a_driver_that_shows_no_compute_capability_is_no_fault(tmp_path: Path) -
     machine = sick_machine.gpus(tmp_path / "gpus")
     machine.program("nvidia-smi", 'Field "compute_cap" is not a valid field to query.', 2)
     bf16 = ["backend.name=cuda", "precision.params=bf16", "precision.update=fp32_master"]
-    found = check(machine, *bf16, config="configs/tiny_cpu.toml")
-    assert not [finding for finding in found if finding.name == "bf16"]
+    result = check(machine, *bf16, config="configs/tiny_cpu.toml")
+    assert not [finding for finding in result if finding.name == "bf16"]

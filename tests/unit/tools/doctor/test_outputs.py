@@ -35,9 +35,9 @@ def test_neuron_ls_of_a_trn2_lists_devices_logical_cores_and_processes() -> None
     }
     row |= {"nc_count": 4, "logical_neuroncore_config": 2, "memory_size": 103079215104}
     text = json.dumps([{**row, "neuron_device": n, "neuron_processes": [process]} for n in (0, 15)])
-    found = parse_neuron_ls(text)
-    assert found.numbers == (0, 15)
-    assert found.holders == (Holder(113985, command, (0, 15)),)
+    result = parse_neuron_ls(text)
+    assert result.numbers == (0, 15)
+    assert result.holders == (Holder(113985, command, (0, 15)),)
 
 
 def test_neuron_ls_of_one_chip_has_neighbours_that_are_null() -> None:
@@ -54,14 +54,14 @@ def test_neuron_ls_of_one_chip_has_neighbours_that_are_null() -> None:
 
 
 def test_nvidia_smi_lists_devices_errors_and_processes() -> None:
-    found = parse_nvidia_smi(
+    result = parse_nvidia_smi(
         "0, 0\n1, [N/A]\n2, 3\n",
         "0, GPU-a\n1, GPU-b\n2, GPU-c\n",
         'GPU-b, 77, python\nGPU-c, 77, python\nGPU-a, 8, "a, b"\n',
     )
-    assert found.numbers == (0, 1, 2)
-    assert found.ecc == ((0, 0), (2, 3))
-    assert found.holders == (Holder(8, "a, b", (0,)), Holder(77, "python", (1, 2)))
+    assert result.numbers == (0, 1, 2)
+    assert result.ecc == ((0, 0), (2, 3))
+    assert result.holders == (Holder(8, "a, b", (0,)), Holder(77, "python", (1, 2)))
 
 
 def test_fi_info_shows_each_device_twice() -> None:
@@ -102,24 +102,24 @@ RECORDED: list[tuple[Callable[[str], object], str]] = [
 GARBAGE = ("", "\u00b2", "nan", "inf", "1e999", "-1", "\0", "9" * 5000, "null", "[", '"', ",", "\n", "x", "time(us)")
 
 
-def facts(found: object) -> set[tuple[object, ...]]:
+def facts(result: object) -> set[tuple[object, ...]]:
     """Facts that an answer states, each apart, after a check that each is of the kind that the checks reckon with."""
-    if isinstance(found, Devices):
-        assert all(type(number) is int for number in found.numbers)
-        assert all(errors >= 0 for _, errors in found.ecc)
-        held = {("holder", holder.pid, device) for holder in found.holders for device in holder.devices}
-        return {*(("device", number) for number in found.numbers), *held, *(("ecc", *pair) for pair in found.ecc)}
-    if isinstance(found, float) or found is None:
-        assert found is None or (math.isfinite(found) and found >= 0)
-        return {("offset", found)}
-    assert isinstance(found, tuple)
-    for each in found:
-        if isinstance(each, Bandwidth):
-            assert math.isfinite(each.time_s)
-            assert math.isfinite(each.bus_bytes_s)
+    if isinstance(result, Devices):
+        assert all(type(number) is int for number in result.numbers)
+        assert all(errors >= 0 for _, errors in result.ecc)
+        held = {("holder", holder.pid, device) for holder in result.holders for device in holder.devices}
+        return {*(("device", number) for number in result.numbers), *held, *(("ecc", *pair) for pair in result.ecc)}
+    if isinstance(result, float) or result is None:
+        assert result is None or (math.isfinite(result) and result >= 0)
+        return {("offset", result)}
+    assert isinstance(result, tuple)
+    for item in result:
+        if isinstance(item, Bandwidth):
+            assert math.isfinite(item.time_s)
+            assert math.isfinite(item.bus_bytes_s)
         else:
-            assert re.fullmatch(r"\S+", each)
-    return {(each,) for each in found}
+            assert re.fullmatch(r"\S+", item)
+    return {(item,) for item in result}
 
 
 def read(parse: Callable[[str], object], text: str) -> set[tuple[object, ...]] | None:
@@ -137,14 +137,14 @@ def test_what_is_read_of_a_cut_answer_holds_the_whole_lines_and_no_device_beyond
     whole = read(parse, recorded)
     assert whole
     for length in range(len(recorded)):
-        found = read(parse, recorded[:length])
-        if found is None:
+        result = read(parse, recorded[:length])
+        if result is None:
             continue
         lines = read(parse, recorded[: recorded.rfind("\n", 0, length) + 1]) or set()
-        assert lines <= found | {("offset", None)}
+        assert lines <= result | {("offset", None)}
         assert lines <= whole
         is_name_cut = parse is parse_fi_info  # of the last device
-        assert len(found) <= len(whole) + is_name_cut
+        assert len(result) <= len(whole) + is_name_cut
     if recorded.startswith(("[", "{")):  # JSON that is cut is no JSON
         assert not any(read(parse, recorded[:length]) for length in range(len(recorded.rstrip())))
 
@@ -153,10 +153,10 @@ def test_what_is_read_of_a_cut_answer_holds_the_whole_lines_and_no_device_beyond
 def test_a_garbled_word_is_refused_or_changes_its_own_line_alone(parse: Callable[[str], object], recorded: str) -> None:
     words = re.split(r"([^\w.()/-]+)", recorded)
     for number, bad in itertools.product(range(len(words)), GARBAGE):
-        found = read(parse, "".join((*words[:number], bad, *words[number + 1 :])))
+        actual = read(parse, "".join((*words[:number], bad, *words[number + 1 :])))
         before, after = "".join(words[:number]), "".join(words[number + 1 :])
         others = before[: before.rfind("\n") + 1] + after.partition("\n")[2]
         expected = read(parse, others)
-        if found is None or expected is None or recorded.count("\n") < 2:
+        if actual is None or expected is None or recorded.count("\n") < 2:
             continue
-        assert expected <= found, (number, bad)
+        assert expected <= actual, (number, bad)

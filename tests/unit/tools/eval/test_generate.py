@@ -57,16 +57,16 @@ def test_no_part_of_a_prompt_is_taken_for_added_text(tokenizer: Tokenizer, promp
 )
 def test_the_text_ends_before_the_first_stop(text: str, stops: list[str], cuts: list[int]) -> None:
     stream, shown, start = Stops(stops), "", 0
-    while start < len(text) and not stream.found:
+    while start < len(text) and not stream.has_ended:
         end = start + cuts[start % len(cuts)]
         shown += stream.add(text[start:end])
-        found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
+        result = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         assert text.startswith(shown)
-        assert stream.found == bool(found)
-        if found:
-            assert shown == text[: min(found)]
+        assert stream.has_ended == bool(result)
+        if result:
+            assert shown == text[: min(result)]
         start = end
-    if not stream.found:
+    if not stream.has_ended:
         assert shown + stream.rest() == text
 
 
@@ -125,18 +125,18 @@ def test_chances_of_a_draw_are_those_of_transformers_logits_processors(
     if top_p < 1:
         processors.append(logits_process.TopPLogitsWarper(top_p))
     wanted = processors(torch.zeros(1, 1, dtype=torch.int64), scores.double()[None])[0].softmax(0)
-    found = torch.zeros(size, dtype=torch.float64)
+    actual = torch.zeros(size, dtype=torch.float64)
     sampling = Sampling(temperature, top_k, top_p)
     places, shares = list(range(min(top_k or size, size))), list[float]()
 
     def draw(chances: torch.Tensor, count: int, *, generator: torch.Generator) -> torch.Tensor:
-        place = places[len(shares)]
-        shares.append(float(chances[place] / chances.sum()))
-        return torch.tensor([place])
+        position = places[len(shares)]
+        shares.append(float(chances[position] / chances.sum()))
+        return torch.tensor([position])
 
     monkeypatch.setattr(torch, "multinomial", draw)
     for _ in places:
         token = sampling.draw(scores, generator)
-        found[token] = shares[-1]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
-    assert bool(((found > 0) == (wanted > 0)).all())
+        actual[token] = shares[-1]
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-15)
+    assert bool(((actual > 0) == (wanted > 0)).all())

@@ -71,20 +71,20 @@ def test_texts_that_are_too_short_give_no_request(name: str) -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.floats(-50, 0), min_size=3, max_size=3)), min_size=2))
 def test_accuracy_is_the_share_of_likeliest_choices_that_are_right(drawn: list[tuple[int, list[float]]]) -> None:
     task = Task("t", tuple(Request("c", (" a", " b", " c"), answer) for answer, _ in drawn))
-    found = task.measure([scores for _, scores in drawn])
+    result = task.measure([scores for _, scores in drawn])
     right = [float(scores.index(max(scores)) == answer) for answer, scores in drawn]
-    assert found["accuracy"] == pytest.approx(statistics.fmean(right))
-    assert found["stderr"] == pytest.approx(statistics.stdev(right) / math.sqrt(len(right)))
-    assert found["n"] == len(drawn)
-    assert found["chance"] == pytest.approx(1 / 3)
+    assert result["accuracy"] == pytest.approx(statistics.fmean(right))
+    assert result["stderr"] == pytest.approx(statistics.stdev(right) / math.sqrt(len(right)))
+    assert result["n"] == len(drawn)
+    assert result["chance"] == pytest.approx(1 / 3)
 
 
 def test_bits_per_byte_are_of_all_bytes_together() -> None:
     task = Task("t", (Request("", ("na\xefve",)), Request("", ("ab",))))
-    found = task.measure([[-6 * math.log(2)], [-10 * math.log(2)]])
-    assert found["bits_per_byte"] == pytest.approx(16 / 8)
+    result = task.measure([[-6 * math.log(2)], [-10 * math.log(2)]])
+    assert result["bits_per_byte"] == pytest.approx(16 / 8)
     # Deviations from the ratio are -6 and 6 bits.
-    assert found["stderr"] == pytest.approx(math.sqrt(72 * 2) / 8)
+    assert result["stderr"] == pytest.approx(math.sqrt(72 * 2) / 8)
     assert Task("t", task.requests[:1]).measure([[-1.0]])["stderr"] is None
 
 

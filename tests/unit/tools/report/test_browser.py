@@ -33,8 +33,8 @@ _FLAGS = (
 def chromium() -> str:
     """The browser; skips the test where it is not installed."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
+        if result := shutil.which(name):
+            return result
     # pip brings no browser; .ci/run installs one.
     pytest.skip("no Chromium is installed: apt-get install chromium, or bash scripts/install_chromium.sh")
 
@@ -75,9 +75,9 @@ class Browser:
         probe = f"<script>addEventListener('load', () => {{ {value} }})</script></body>"
         copy = self._folder / "probed.html"
         copy.write_text(text.replace("</body>", probe), encoding="utf-8")
-        found = re.search(r"<title>(.*?)</title>", self._run(copy, "--dump-dom").stdout, re.DOTALL)
-        assert found, "the page has no title"
-        return json.loads(unescape(found[1]))
+        match = re.search(r"<title>(.*?)</title>", self._run(copy, "--dump-dom").stdout, re.DOTALL)
+        assert match, "the page has no title"
+        return json.loads(unescape(match[1]))
 
     def _run(self, page: Path, *more: str) -> subprocess.CompletedProcess[str]:
         command = [self._program, *self._flags, *more, page.as_uri()]
@@ -193,26 +193,26 @@ def test_everything_is_visible_readable_and_within_the_screen(
     tmp_path: Path, page: Path, dark: bool, width: int
 ) -> None:
     browser = Browser(tmp_path, dark=dark, width=width, height=HEIGHT)
-    found: dict[str, Any] = browser.probe(page, PROBE)
-    assert found["hidden"] == []
-    assert found["faint"] == []
-    assert (found["pale"], found["spikes"]) == (0, 2)
-    assert found["wide"] <= 0
-    assert (found["overlapping"], found["touching"]) == (0, 0)
-    assert found["outside"] == 0  # the reason of each restart can be read without a sideways scroll
-    assert (found["reason"] > 0.9) == (width == 500)  # on a phone below its start
-    assert found["focused"]
-    assert found["full"] == 1  # the chart of the loss takes the whole width
-    assert found["read"].startswith("step 60")
-    assert "a <b>& 3.645" in found["read"]
+    result: dict[str, Any] = browser.probe(page, PROBE)
+    assert result["hidden"] == []
+    assert result["faint"] == []
+    assert (result["pale"], result["spikes"]) == (0, 2)
+    assert result["wide"] <= 0
+    assert (result["overlapping"], result["touching"]) == (0, 0)
+    assert result["outside"] == 0  # the reason of each restart can be read without a sideways scroll
+    assert (result["reason"] > 0.9) == (width == 500)  # on a phone below its start
+    assert result["focused"]
+    assert result["full"] == 1  # the chart of the loss takes the whole width
+    assert result["read"].startswith("step 60")
+    assert "a <b>& 3.645" in result["read"]
 
     picture, said = browser.shoot(page)
     assert said == ""  # no error, and no request: the page's policy refuses each, with a message
-    paper = [int(part) for part in found["paper"][4:-1].split(",")]
+    paper = [int(part) for part in result["paper"][4:-1].split(",")]
     assert (sum(paper) < 3 * 128) is dark
-    corner, colored = browser.pixels(picture, found["box"], found["color"])
+    corner, colored = browser.pixels(picture, result["box"], result["color"])
     assert corner == paper
-    assert found["box"][3] <= HEIGHT
+    assert result["box"][3] <= HEIGHT
     assert colored > 0.9  # the loss curve is drawn from the left edge of its plot to the right
 
 

@@ -36,8 +36,8 @@ RECORD = st.fixed_dictionaries(
     },
 )
 LINE = st.one_of(
-    RECORD.map(lambda found: json.dumps(found).encode()),
-    RECORD.map(lambda found: json.dumps(found).encode()),
+    RECORD.map(lambda result: json.dumps(result).encode()),
+    RECORD.map(lambda result: json.dumps(result).encode()),
     st.sampled_from([b"", b"{", b"[1, 2]", b"null", b"\xff\xfe", b'{"step": 3, "loss": 1', b'{"step": 7, "step": 8}']),
 )
 
@@ -46,15 +46,15 @@ def number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:
         return math.nan
-    return found if abs(found) <= MOST else math.nan
+    return result if abs(result) <= MOST else math.nan
 
 
 def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
     """Numbers of the last record of each step, and the number of lines that are none; a begun line is no such line."""
-    found: dict[int, dict[str, float]] = {}
+    results: dict[int, dict[str, float]] = {}
     damaged = 0
     *whole, torn = content.split(b"\n")
     for at, line in enumerate([*whole, torn]):
@@ -69,8 +69,8 @@ def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
         if not (step >= 0 and step == int(step) and step <= 2**53):
             damaged += 1
             continue
-        found[int(step)] = {key: number(read.get(key)) for key in NUMBERS}
-    return found, damaged
+        results[int(step)] = {key: number(read.get(key)) for key in NUMBERS}
+    return results, damaged
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -89,28 +89,28 @@ def test_columns_are_those_of_a_plain_reading(
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(content)
     expected, damaged = plainly(content)
-    found = read_columns(file)
-    assert found.steps.tolist() == sorted(expected)
-    assert found.damaged == damaged
+    actual = read_columns(file)
+    assert actual.steps.tolist() == sorted(expected)
+    assert actual.damaged == damaged
     tail = content.rpartition(b"\n")[2]
-    assert found.torn == tail.startswith(b"{")
+    assert actual.torn == tail.startswith(b"{")
     for key in NUMBERS:
         values = [expected[step][key] for step in sorted(expected)]
         if any(map(math.isfinite, values)):
-            np.testing.assert_array_equal(found.numbers[key], values)
+            np.testing.assert_array_equal(actual.numbers[key], values)
         else:
-            assert key not in found.numbers
+            assert key not in actual.numbers
 
 
 def test_texts_beside_the_numbers_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     alarms = [{"step": 1, "alarm": "spike"}, {"step": 2}, {"step": 3, "skipped_steps": [2, 3], "spikes": [[1, 2]]}]
-    good = "".join(json.dumps(each) + "\n" for each in alarms)
+    good = "".join(json.dumps(alarm) + "\n" for alarm in alarms)
     for extra in ("", "damaged\n"):  # the same by both ways of reading
         file.write_text(good + extra, encoding="utf-8")
-        found = read_columns(file)
-        assert (found.alarms, found.num_alarms) == (((1, "spike"),), 1)
-        assert (found.skipped, found.spikes) == ((2, 3), ((1, 2),))
+        result = read_columns(file)
+        assert (result.alarms, result.num_alarms) == (((1, "spike"),), 1)
+        assert (result.skipped, result.spikes) == ((2, 3), ((1, 2),))
 
 
 def test_a_line_without_end_is_read_in_pieces_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_a_line_without_end_is_read_in_pieces_and_left_out(tmp_path: Path, monke
 def test_of_one_step_the_last_record_counts_even_without_a_line_feed(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 3.0}\n{"step": 2, "loss": 4.0}')
-    found = read_columns(file)
-    assert found.numbers["loss"].tolist() == [2.0, 4.0]
-    assert (found.repeated, found.torn) == (1, True)
+    result = read_columns(file)
+    assert result.numbers["loss"].tolist() == [2.0, 4.0]
+    assert (result.repeated, result.torn) == (1, True)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -141,9 +141,9 @@ def test_an_odd_line_leaves_few_others_to_the_slow_reading(
     slow: list[bytes] = []
     plain = columns._object
     monkeypatch.setattr(columns, "_object", lambda line: slow.append(line) or plain(line))  # type: ignore[func-returns-value]
-    found = read_columns(tmp_path / "metrics.jsonl")
+    result = read_columns(tmp_path / "metrics.jsonl")
     kept = [step for step in range(len(lines)) if step not in odd]
-    assert {*kept} <= {*found.steps.astype(int).tolist()} <= {*kept, 5}
+    assert {*kept} <= {*result.steps.astype(int).tolist()} <= {*kept, 5}
     assert sum(map(len, slow)) <= len(odd) * columns.FEW_BYTES
 
 

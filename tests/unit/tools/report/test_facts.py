@@ -50,16 +50,16 @@ def shown_of(run: RecordedRun) -> dict[str, str]:
 def test_the_loss_is_fitted_over_the_logarithm_of_the_step_as_numpy_does(steps: list[int], seed: int) -> None:
     losses = np.random.default_rng(seed).normal(3.0, 1.0, len(steps))
     late = [at for at, step in enumerate(steps) if step > FIT_FROM * steps[-1] and step > 0]
-    found = fit_of(run_of(steps, loss=losses))
+    result = fit_of(run_of(steps, loss=losses))
     if len(late) < FEWEST_FITTED:
-        assert found is None
+        assert result is None
         return
     x = np.log10([steps[at] for at in late])
     slope, intercept = np.polyfit(x, losses[late], 1)
-    assert found is not None
-    assert found["first"] == steps[late[0]]
-    assert found["slope"] == pytest.approx(slope, rel=1e-6, abs=1e-9)
-    assert found["spread"] == pytest.approx((losses[late] - slope * x - intercept).std(), rel=1e-6)
+    assert result is not None
+    assert result["first"] == steps[late[0]]
+    assert result["slope"] == pytest.approx(slope, rel=1e-6, abs=1e-9)
+    assert result["spread"] == pytest.approx((losses[late] - slope * x - intercept).std(), rel=1e-6)
 
 
 def test_a_loss_that_falls_by_a_half_with_each_tenfold_is_shown_so() -> None:

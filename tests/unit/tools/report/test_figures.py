@@ -28,18 +28,18 @@ def test_shares_are_those_of_the_sums(tmp_path: Path, drawn: list[dict[str, int]
         sections = {key: times[key] for key in SECTIONS_S} if divided else {}
         whole = {key: times[key] for key in KINDS_S} | {"training_s": times["training_s"] + sum(sections.values())}
         records.append(record(step, **whole, **sections))
-    sums = {key: sum(each.get(key, 0) for each in records) for key in PARTS}
+    sums = {key: sum(item.get(key, 0) for item in records) for key in PARTS}
     sums["training_s"] -= sum(sums[key] for key in SECTIONS_S)
     total = sum(sums.values())
-    found = breakdown(read_run(write_run(tmp_path, records=records)))
+    actual = breakdown(read_run(write_run(tmp_path, records=records)))
     if not total:
-        assert found is None
+        assert actual is None
         return
-    assert found is not None
+    assert actual is not None
     names = {**PARTS, **({"training_s": "rest of the steps"} if divided else {})}
     expected = {names[key]: value / total for key, value in sums.items() if value}
-    assert {name: share for _, name, _, share in found["areas"]} == pytest.approx(expected)
-    assert len({color for color, *_ in found["areas"]}) == len(found["areas"])
+    assert {name: share for _, name, _, share in actual["areas"]} == pytest.approx(expected)
+    assert len({color for color, *_ in actual["areas"]}) == len(actual["areas"])
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_known_machine_decides_between_memory_and_arithmetic(
     """A NeuronCore of trn1 does 232 operations for each byte that it reads, and fp32 weights have four bytes."""
     train = {"steps": 60, "global_batch": 16, "seq_len": tokens, "micro_batch": 1}
     cluster = {"instance": instance, "nodes": 1}
-    found = judge(read_run(write_run(tmp_path, records=[record(1)], cluster=cluster, train=train)))
-    assert found.startswith(f"{limit}: ")
+    result = judge(read_run(write_run(tmp_path, records=[record(1)], cluster=cluster, train=train)))
+    assert result.startswith(f"{limit}: ")
 
 
 def test_a_gpu_whose_host_never_waits_is_launch_bound(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def line(tokens: object, value: object, task: str = "cloze", question: str = "q"
 
 def write(folder: Path, *lines: object) -> Path:
     folder.mkdir()
-    (folder / EVALUATIONS_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in lines), encoding="utf-8")
+    (folder / EVALUATIONS_FILE).write_text("".join(f"{json.dumps(item)}\n" for item in lines), encoding="utf-8")
     return folder
 
 

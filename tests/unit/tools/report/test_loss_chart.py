@@ -17,11 +17,11 @@ from nxtrain.tools.report.loss_chart import ASCII, BRAILLE, NARROWEST, ROWS, WID
 
 def falling(steps: int = 1000, every: int = 10, evaluated: Sequence[int] = (550, 1000)) -> list[dict[str, Any]]:
     """Losses that fall from 8 to 4 in a straight line, and held-out losses on it."""
-    found = []
+    results = []
     for step in range(every, steps + 1, every):
         loss = 8.0 - 4.0 * step / steps
-        found.append({"step": step, "loss": loss, **({"val_loss": loss} if step in evaluated else {})})
-    return found
+        results.append({"step": step, "loss": loss, **({"val_loss": loss} if step in evaluated else {})})
+    return results
 
 
 def plot(chart: str, style: Style) -> list[str]:

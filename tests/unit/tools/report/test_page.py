@@ -92,21 +92,21 @@ def benign(tmp_path_factory: pytest.TempPathFactory) -> Elements:
 def test_no_text_of_a_user_becomes_an_element_or_an_attribute(tmp_path: Path, benign: Elements, text: str) -> None:
     page = page_with(tmp_path, text)
     page.encode()  # a file can hold the page
-    found = parsed(page)
-    assert found.elements == benign.elements
-    assert found.comments == benign.comments == []
+    result = parsed(page)
+    assert result.elements == benign.elements
+    assert result.comments == benign.comments == []
     shown = shortened(f"{text}1")
     if not any(0xD800 <= ord(char) < 0xE000 for char in text):
-        assert shown in "".join(found.text)
-        assert any(shown in value for value in found.values)  # in descriptions of charts, too
+        assert shown in "".join(result.text)
+        assert any(shown in value for value in result.values)  # in descriptions of charts, too
 
 
 def test_a_page_loads_nothing_and_links_to_itself_only(tmp_path: Path) -> None:
     page = render(read_runs([write_run(tmp_path)]))
-    found = parsed(page)
-    names = {name for _, attributes in found.elements for name in attributes}
+    result = parsed(page)
+    names = {name for _, attributes in result.elements for name in attributes}
     assert not names & {"src", "srcset", "data", "action", "background", "poster", "xlink:href", "srcdoc"}
-    assert not {tag for tag, _ in found.elements} & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    assert not {tag for tag, _ in result.elements} & {"link", "img", "iframe", "object", "embed", "base", "form"}
     assert set(re.findall(r'href="([^"]*)"', page)) <= {f"#{name}" for name in re.findall(r' id="([^"]*)"', page)}
     assert not re.search(r"url\(|@import|https?://", page)
     assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
@@ -229,7 +229,7 @@ def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / each, name="same") for each in ("a", "b")]
+    folders = [write_run(tmp_path / item, name="same") for item in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["1: same", "2: same"]
 
 

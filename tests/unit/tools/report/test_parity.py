@@ -30,8 +30,8 @@ def run_with(folder: Path, *, steps: int = 60, **factors: Any) -> RecordedRun:
     """A run whose numbers are those of `record`, times the given factors from step 31 on."""
     records = [record(step) for step in range(1, steps + 1)]
     changed = [
-        each | {key: each[key] * factor for key, factor in factors.items()} if each["step"] > 30 else each
-        for each in records
+        item | {key: item[key] * factor for key, factor in factors.items()} if item["step"] > 30 else item
+        for item in records
     ]
     return read_run(write_run(folder, steps=steps, records=changed))
 
@@ -44,12 +44,12 @@ def test_parity_holds_up_to_its_bound(tmp_path: Path, key: str, share: float) ->
     # A relative difference d is one of d times the larger number.
     factors: dict[str, Any] = {key: 1 / (1 - share * bound)}
     other = run_with(tmp_path / "b", **factors)
-    found = parity(first, other, Bounds())
-    assert found["passed"] is (share <= 1)
-    assert [check["name"] for check in found["checks"] if not check["passed"]] == [
+    result = parity(first, other, Bounds())
+    assert result["passed"] is (share <= 1)
+    assert [check["name"] for check in result["checks"] if not check["passed"]] == [
         {"loss": "training loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens": "tokens"}[key]
     ] * (share > 1)
-    worst = next(check for check in found["checks"] if check["bound"] == bound and check["value"])
+    worst = next(check for check in result["checks"] if check["bound"] == bound and check["value"])
     assert worst["value"] == pytest.approx(share * bound, rel=1e-6)
 
 
@@ -58,9 +58,9 @@ def test_runs_of_different_lengths_are_compared_where_both_are(tmp_path: Path) -
 
 
 def test_too_few_common_records_fail(tmp_path: Path) -> None:
-    found = parity(run_with(tmp_path / "a"), run_with(tmp_path / "b", steps=FEWEST - 1), Bounds())
-    assert not found["passed"]
-    assert "records of the same steps, and 5 are needed" in found["checks"][0]["text"]
+    result = parity(run_with(tmp_path / "a"), run_with(tmp_path / "b", steps=FEWEST - 1), Bounds())
+    assert not result["passed"]
+    assert "records of the same steps, and 5 are needed" in result["checks"][0]["text"]
 
 
 def test_steps_that_one_run_alone_skipped_fail(tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_the_command_ends_with_0_or_6(tmp_path: Path) -> None:
 def test_json_has_the_results(tmp_path: Path) -> None:
     first, far = write_run(tmp_path / "a"), run_with(tmp_path / "c", loss=1.5).folder
     out = tmp_path / "page.html"
-    found = json.loads(output_of("report", first, far, "--parity", "--scaling", "--json", "--out", out, code=6))
-    assert found["out"] == str(tmp_path / "page.html")
-    assert [run["step"] for run in found["runs"]] == [60, 60]
-    assert found["runs"][0]["goodput"]["lost_steps"] == 10
-    assert found["runs"][0]["spikes"] == found["runs"][0]["spikes_of_one_step"] == 1
-    assert found["parity"][0]["passed"] is False
-    assert [point["nodes"] for point in found["scaling"]] == [1, 1]
+    result = json.loads(output_of("report", first, far, "--parity", "--scaling", "--json", "--out", out, code=6))
+    assert result["out"] == str(tmp_path / "page.html")
+    assert [run["step"] for run in result["runs"]] == [60, 60]
+    assert result["runs"][0]["goodput"]["lost_steps"] == 10
+    assert result["runs"][0]["spikes"] == result["runs"][0]["spikes_of_one_step"] == 1
+    assert result["parity"][0]["passed"] is False
+    assert [point["nodes"] for point in result["scaling"]] == [1, 1]
 
 
 def test_efficiency_is_throughput_per_node_beside_that_of_the_smallest_run(tmp_path: Path) -> None:

@@ -37,15 +37,15 @@ def histories(draw: st.DrawFn) -> list[RunStart]:
 
 @given(histories())
 def test_spans_have_no_hole_and_add_up_to_the_account_of_goodput(starts: list[RunStart]) -> None:
-    spans, found = list(spans_of(starts)), account(starts)
+    spans, result = list(spans_of(starts)), account(starts)
     sums = {
         use: math.fsum(s.end_s - s.begin_s for s in spans if s.use == use) for use in ("productive", "lost", "pause")
     }
     assert all(before.end_s == after.begin_s for before, after in pairwise(spans))
-    assert sum(span.end_s - span.begin_s for span in spans) == pytest.approx(found.wall_s)
-    assert sums["productive"] == pytest.approx(found.productive_s)
-    assert sums["lost"] == pytest.approx(found.lost_s)
-    assert sums["pause"] == pytest.approx(found.checkpoint_stall_s + found.eval_s)
+    assert sum(span.end_s - span.begin_s for span in spans) == pytest.approx(result.wall_s)
+    assert sums["productive"] == pytest.approx(result.productive_s)
+    assert sums["lost"] == pytest.approx(result.lost_s)
+    assert sums["pause"] == pytest.approx(result.checkpoint_stall_s + result.eval_s)
 
 
 @given(histories())

@@ -61,5 +61,5 @@ def test_the_first_rule_that_holds_decides(
 
 @pytest.mark.parametrize(("waiting", "limit"), [(0.0, "memory-bound"), (0.2, "communication-bound")])
 def test_a_lone_rank_reduces_nothing(waiting: float, limit: str) -> None:
-    found = verdict({"training_s": 1.0, "reduce_s": 0.3, "optimizer_s": 0.4, "waiting_s": waiting})
-    assert found.startswith(f"{limit}: ")
+    result = verdict({"training_s": 1.0, "reduce_s": 0.3, "optimizer_s": 0.4, "waiting_s": waiting})
+    assert result.startswith(f"{limit}: ")

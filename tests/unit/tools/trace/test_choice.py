@@ -31,16 +31,16 @@ def chosen(
     monkeypatch: pytest.MonkeyPatch, *overrides: str, here: Package | None = None, release: SdkVersion | None = None
 ) -> Choices:
     """The choices of a run on a machine that has a NeuronX Distributed, or none, and a Neuron SDK, or none."""
-    known = {"torch": Package("torch", "2.9.0"), "neuronx-distributed": here}
+    packages = {"torch": Package("torch", "2.9.0"), "neuronx-distributed": here}
     for module in (sdk, choice):
-        monkeypatch.setattr(module, "installed", known.get)
+        monkeypatch.setattr(module, "installed", packages.get)
         monkeypatch.setattr(module, "detect", lambda: release)
     monkeypatch.setattr(neuron, "this_machine", lambda: None)
     return choose(load(TINY, ["backend.name=neuron", TRN2, *overrides]).config)
 
 
-def lines(found: Choices) -> list[str]:
-    return [*map(str, found.stand_ins), *found.notes]
+def lines(result: Choices) -> list[str]:
+    return [*map(str, result.stand_ins), *result.notes]
 
 
 @pytest.mark.parametrize("configured", ["auto", "nxd"])
@@ -50,34 +50,34 @@ def lines(found: Choices) -> list[str]:
 def test_without_nxd_the_native_layers_stand_for_it(
     configured: str, here: Package | None, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = chosen(monkeypatch, f"backend.layers={configured}", here=here)
+    result = chosen(monkeypatch, f"backend.layers={configured}", here=here)
     reason = f"nxd on neuron where neuronx-distributed is installed; it {lacking}"
-    assert found.layers == "native"
-    assert found.stand_ins == (NAME, StandIn("backend.layers", configured, "nxd", reason))
+    assert result.layers == "native"
+    assert result.stand_ins == (NAME, StandIn("backend.layers", configured, "nxd", reason))
     auto = "auto: " if configured == "auto" else ""
-    assert lines(found)[1] == f"traced with backend.layers=native in place of nxd ({auto}{reason})"
+    assert lines(result)[1] == f"traced with backend.layers=native in place of nxd ({auto}{reason})"
 
 
 @pytest.mark.parametrize("configured", ["auto", "nxd"])
 def test_where_nxd_is_installed_its_layers_are_traced(configured: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, f"backend.layers={configured}", here=READ)
-    assert (found.layers, found.stand_ins) == ("nxd", (NAME,))
-    assert found.notes[0] == "traced with the layers and the order of ranks of neuronx-distributed 0.18.31415"
-    assert found.instance == INSTANCES["trn2.48xlarge"]
+    result = chosen(monkeypatch, f"backend.layers={configured}", here=READ)
+    assert (result.layers, result.stand_ins) == ("nxd", (NAME,))
+    assert result.notes[0] == "traced with the layers and the order of ranks of neuronx-distributed 0.18.31415"
+    assert result.instance == INSTANCES["trn2.48xlarge"]
 
 
 def test_native_layers_stand_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for here in (None, READ):
-        found = chosen(monkeypatch, "backend.layers=native", "backend.attention=plain", here=here)
-        assert (found.layers, lines(found)) == ("native", [str(NAME)])
+        result = chosen(monkeypatch, "backend.layers=native", "backend.attention=plain", here=here)
+        assert (result.layers, lines(result)) == ("native", [str(NAME)])
 
 
 def test_a_release_that_a_run_does_not_take_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is installed, nor where it would be, by its SDK."""
     for here, release in ((UNREAD, None), (None, SdkVersion(2, 30))):
-        found = chosen(monkeypatch, here=here, release=release)
-        assert (found.layers, found.stand_ins) == ("native", (NAME,))
-        assert found.notes[0].startswith("backend.layers=auto is native on neuron: neuronx-distributed 0.19")
+        result = chosen(monkeypatch, here=here, release=release)
+        assert (result.layers, result.stand_ins) == ("native", (NAME,))
+        assert result.notes[0].startswith("backend.layers=auto is native on neuron: neuronx-distributed 0.19")
         with pytest.raises(BackendError, match=r"backend\.layers=nxd cannot run here: .* is not of 0\.15 to 0\.18"):
             chosen(monkeypatch, "backend.layers=nxd", here=here, release=release)
     allowed = chosen(monkeypatch, "backend.allow_unverified=true", here=UNREAD)
@@ -91,8 +91,8 @@ def test_a_release_that_a_run_does_not_take_is_not_traced(monkeypatch: pytest.Mo
 def test_plain_attention_stands_for_flash(
     configured: str, here: Package | None, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = chosen(monkeypatch, *LLAMA2, f"backend.attention={configured}", here=here)
-    (stand_in,) = (each for each in found.stand_ins if each.key == "backend.attention")
+    result = chosen(monkeypatch, *LLAMA2, f"backend.attention={configured}", here=here)
+    (stand_in,) = (item for item in result.stand_ins if item.key == "backend.attention")
     assert (stand_in.configured, stand_in.run) == (configured, "flash")
     assert stand_in.reason.startswith(FLASH.format(version, "2.28"))
     assert str(stand_in).startswith("traced with backend.attention=plain in place of flash (")
@@ -100,9 +100,9 @@ def test_plain_attention_stands_for_flash(
 
 
 def test_attention_that_a_run_computes_plainly_is_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch)
-    assert not [each for each in found.stand_ins if each.key == "backend.attention"]
-    (note,) = (note for note in found.notes if "attention" in note)
+    result = chosen(monkeypatch)
+    assert not [stand_in for stand_in in result.stand_ins if stand_in.key == "backend.attention"]
+    (note,) = (note for note in result.notes if "attention" in note)
     assert note.startswith("backend.attention=auto is plain on trn2.48xlarge: NKI's kernel multiplies in bf16")
     later = chosen(monkeypatch, *LLAMA2, release=SdkVersion(2, 31))
     assert any("the compiler of Neuron SDK 2.31 refuses NKI kernels" in note for note in later.notes)
@@ -113,44 +113,48 @@ def test_attention_that_a_run_computes_plainly_is_what_is_traced(monkeypatch: py
 def test_the_choices_are_those_of_the_functions_that_a_run_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "choose_layers", lambda *_, **__: ("native", "as this test says"))
     monkeypatch.setattr(choice, "attention_of", lambda *_: AttentionChoice("flash", "this test"))
-    found = chosen(monkeypatch, here=READ)
-    assert found.layers == "native"
-    assert found.notes[0] == "backend.layers=auto is native on neuron: as this test says"
-    assert found.stand_ins[1].reason.startswith("flash on trn2.48xlarge, by this test")
+    result = chosen(monkeypatch, here=READ)
+    assert result.layers == "native"
+    assert result.notes[0] == "backend.layers=auto is native on neuron: as this test says"
+    assert result.stand_ins[1].reason.startswith("flash on trn2.48xlarge, by this test")
 
 
 def test_an_automatic_backend_is_that_of_a_trainium(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, "backend.name=auto", "cluster.instance=")
-    assert found.instance == INSTANCES["trn1.32xlarge"]
-    assert found.notes[0] == "trn1.32xlarge is assumed; cluster.instance names the instance of a run"
+    result = chosen(monkeypatch, "backend.name=auto", "cluster.instance=")
+    assert result.instance == INSTANCES["trn1.32xlarge"]
+    assert result.notes[0] == "trn1.32xlarge is assumed; cluster.instance names the instance of a run"
     name = (
         "traced with backend.name=xla in place of neuron (auto: neuron on a Trainium instance; its device is not here"
     )
-    assert lines(found)[0].startswith(name)
+    assert lines(result)[0].startswith(name)
     rounded = ("precision.params=bf16", "precision.update=bf16_stochastic")
     assert "stand for the hardware's rounding" in lines(chosen(monkeypatch, *rounded))[0]
 
 
 def test_other_backends_have_our_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, expected in (("xla", []), ("cpu", ["backend.name"]), ("neuron-native", ["backend.name"])):
-        found = chosen(monkeypatch, f"backend.name={name}", here=READ)
-        assert (found.layers, [each.key for each in found.stand_ins], found.notes) == ("native", expected, ())
-    found = chosen(monkeypatch, "backend.name=cpu", "backend.layers=nxd", here=READ)
-    assert (found.layers, [each.run for each in found.stand_ins]) == ("native", ["cpu", "nxd"])
+        actual = chosen(monkeypatch, f"backend.name={name}", here=READ)
+        assert (actual.layers, [stand_in.key for stand_in in actual.stand_ins], actual.notes) == (
+            "native",
+            expected,
+            (),
+        )
+    actual = chosen(monkeypatch, "backend.name=cpu", "backend.layers=nxd", here=READ)
+    assert (actual.layers, [stand_in.run for stand_in in actual.stand_ins]) == ("native", ["cpu", "nxd"])
 
 
 def test_an_installed_nxd_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = chosen(monkeypatch, here=READ)
+    result = chosen(monkeypatch, here=READ)
     config = load(TINY, ["backend.name=neuron"]).config
-    without = without_nxd(found, config, "no libnrt.so")
+    without = without_nxd(result, config, "no libnrt.so")
     assert without.layers == "native"
     assert lines(without)[1] == "traced with backend.layers=native in place of nxd (auto: no libnrt.so)"
     assert not [note for note in without.notes if "traced with" in note]
-    assert replace(without, layers="nxd", stand_ins=found.stand_ins, notes=found.notes) == found
+    assert replace(without, layers="nxd", stand_ins=result.stand_ins, notes=result.notes) == result
 
 
 def test_the_process_that_traces_has_the_ranks_of_a_machine_and_no_switch_of_nxd() -> None:
     given = {**os.environ, "NXD_CPU_MODE": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "NEURON_RT_X": "1"}
-    found = trace_environment(given, local_world=32)
-    assert (found["LOCAL_WORLD_SIZE"], found["NXD_LOG_LEVEL"]) == ("32", "warning")
-    assert not {"NXD_CPU_MODE", "WORLD_SIZE", "NEURON_RT_X"} & set(found)
+    result = trace_environment(given, local_world=32)
+    assert (result["LOCAL_WORLD_SIZE"], result["NXD_LOG_LEVEL"]) == ("32", "warning")
+    assert not {"NXD_CPU_MODE", "WORLD_SIZE", "NEURON_RT_X"} & set(result)

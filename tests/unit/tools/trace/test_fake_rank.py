@@ -144,12 +144,12 @@ def _hold(resolved: Resolved, job: Job, stage: int, attention: Attention) -> Non
 
 def test_a_trace_of_one_rank_of_a_large_world_is_beside_the_prediction() -> None:
     """4,096 ranks, of which one is built; its state has no storage here."""
-    found = answer(SEVEN, "model.config.num_hidden_layers=4", "--trace")
-    assert found["trace"].keys() == {"params", "frozen", "optimizer", "step", "total"}
+    result = answer(SEVEN, "model.config.num_hidden_layers=4", "--trace")
+    assert result["trace"].keys() == {"params", "frozen", "optimizer", "step", "total"}
     for kind in ("params", "optimizer"):
-        assert found["trace"][kind]["predicted"] == found["trace"][kind]["traced"] == found["bytes"][kind]
-    total = found["trace"]["total"]
-    assert total["predicted"] == found["bytes"]["total"] - found["bytes"]["workspace"]
+        assert result["trace"][kind]["predicted"] == result["trace"][kind]["traced"] == result["bytes"][kind]
+    total = result["trace"]["total"]
+    assert total["predicted"] == result["bytes"]["total"] - result["bytes"]["workspace"]
     assert total["predicted"] == pytest.approx(total["traced"], rel=TOLERANCE)
     assert "trace" not in answer(SEVEN)
 
@@ -176,11 +176,11 @@ def test_offloaded_parameters_cannot_be_told_from_others() -> None:
 
 
 def test_live_bytes_follow_views_frees_and_resized_storages() -> None:
-    known = torch.zeros(8)
-    with LiveBytes([known]) as live:
+    counted = torch.zeros(8)
+    with LiveBytes([counted]) as live:
         x = torch.zeros(100)
         y = x.view(10, 10)
-        known.add_(1)
+        counted.add_(1)
         assert live.now == 400
         z = torch.zeros(50)
         assert (live.now, live.peak) == (600, 600)
@@ -200,6 +200,6 @@ def test_live_bytes_follow_views_frees_and_resized_storages() -> None:
 
 def test_every_attention_has_a_traced_form() -> None:
     resolved, job, _, _ = draw(3)
-    sizes = {each: trace_rank(resolved, job.world, 0, RANKS_PER_NODE, each).step for each in get_args(Attention)}
+    sizes = {kind: trace_rank(resolved, job.world, 0, RANKS_PER_NODE, kind).step for kind in get_args(Attention)}
     assert sizes["scores"] > sizes["probabilities"] > sizes["fused"] >= sizes["grouped"]
     assert sizes["scores"] > sizes["blocked"] > sizes["grouped"]

@@ -41,14 +41,14 @@ def test_collectives_come_with_their_groups_and_the_larger_of_their_two_sides() 
 
 def test_a_bucket_is_one_collective_whose_factor_is_the_number_that_its_digits_stand_for() -> None:
     num_bytes = 2 * (128 * 64 + 64 + 64 * 64 + 96 * 64 + 64 + 1)  # torch-xla adds one number that chains collectives
-    (found,) = parse(HEAD + ADD + BUCKET).collectives
-    assert found == Collective("all-reduce", DP, num_bytes, frozenset({1 / 512}))
+    (result,) = parse(HEAD + ADD + BUCKET).collectives
+    assert result == Collective("all-reduce", DP, num_bytes, frozenset({1 / 512}))
 
 
 def test_a_factor_of_float32_keeps_its_digits() -> None:
     text = BUCKET.replace("bf16", "f32").replace("0.001953)", "0.333333343)")
-    (found,) = parse(HEAD + text).collectives
-    (factor,) = found.scales
+    (result,) = parse(HEAD + text).collectives
+    (factor,) = result.scales
     assert factor == pytest.approx(1 / 3, rel=1e-7)
 
 
@@ -61,7 +61,7 @@ def test_a_scattered_sum_and_a_lone_number_have_factors_too() -> None:
   %all-reduce.11 = f32[] all-reduce(f32[] %p.1), replica_groups={{0,2},{1,3}}, to_apply=%Add.2
   %multiply.12 = f32[] multiply(f32[] %constant.8, f32[] %all-reduce.11)
 """  # noqa: E501
-    assert [found.scales for found in parse(text).collectives] == [{0.5}, {0.5}]
+    assert [result.scales for result in parse(text).collectives] == [{0.5}, {0.5}]
 
 
 def test_a_product_with_one_or_with_a_computed_number_is_no_factor() -> None:
@@ -71,7 +71,7 @@ def test_a_product_with_one_or_with_a_computed_number_is_no_factor() -> None:
   %multiply.12 = f32[] multiply(f32[] %constant.8, f32[] %all-reduce.11)
   %multiply.13 = f32[] multiply(f32[] %p.1, f32[] %all-reduce.11)
 """
-    assert [found.scales for found in parse(text).collectives] == [frozenset()]
+    assert [result.scales for result in parse(text).collectives] == [frozenset()]
 
 
 def test_no_groups_and_pairs_of_ranks_are_read() -> None:

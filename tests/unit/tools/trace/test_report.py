@@ -27,8 +27,8 @@ def recording(*cuts: tuple[int, int, str, str], **graphs: HloGraph) -> Recording
     """Cuts are rank, step, phase and hash."""
     made = [Cut(*cut) for cut in cuts]
     ranks = list(dict.fromkeys(cut.rank for cut in made)) or [0]
-    known = {cut.hash: PLAIN for cut in made} | graphs
-    return Recording(8, ranks, 2, 4, [MESH.tp, MESH.dp], made, known, [])
+    all_graphs = {cut.hash: PLAIN for cut in made} | graphs
+    return Recording(8, ranks, 2, 4, [MESH.tp, MESH.dp], made, all_graphs, [])
 
 
 def run(rank: int, *steps: Sequence[str]) -> list[tuple[int, int, str, str]]:
@@ -49,16 +49,16 @@ SOUND = recording(
 
 
 def test_a_sound_record_names_each_graph_and_says_where_it_runs() -> None:
-    found = report(SOUND)
-    assert found["problems"] == []
-    assert [(g["name"], g["hash"], g["steps"], g["ranks"], g["dp_scale"]) for g in found["graphs"]] == [
+    result = report(SOUND)
+    assert result["problems"] == []
+    assert [(g["name"], g["hash"], g["steps"], g["ranks"], g["dp_scale"]) for g in result["graphs"]] == [
         ("steady micro-batch", "m", [1, 2], [0, 1], None),
         ("steady update", "u", [1, 2], [0, 1], 0.25),
         ("log", "l", [2], [0, 1], None),
         ("evaluation", "e", [2], [0, 1], None),
     ]
-    assert (found["world"], found["rank"], found["steps"], found["distinct_graphs"]) == (8, 0, 2, 4)
-    assert found["graphs"][0]["collectives"] == [
+    assert (result["world"], result["rank"], result["steps"], result["distinct_graphs"]) == (8, 0, 2, 4)
+    assert result["graphs"][0]["collectives"] == [
         {"op": "all-gather", "count": 2, "group_size": 2, "num_groups": 4, "bytes": 32, "axis": "tp"}
     ]
 
@@ -77,17 +77,17 @@ def test_a_step_of_one_graph_is_steady() -> None:
     ],
 )
 def test_a_part_that_needs_two_graphs_is_refused(steps: list[str], names: list[str], problem: str) -> None:
-    found = report(recording(*run(0, *steps)))
-    assert [graph["name"] for graph in found["graphs"]] == names
-    (line,) = found["problems"]
+    result = report(recording(*run(0, *steps)))
+    assert [graph["name"] for graph in result["graphs"]] == names
+    (line,) = result["problems"]
     assert problem in line
 
 
 def test_ranks_that_need_other_graphs_are_refused() -> None:
-    found = report(recording(*run(0, "s"), *run(1, "a"), *run(5, "s"), *run(7, "a")))
-    (line,) = found["problems"]
+    result = report(recording(*run(0, "s"), *run(1, "a"), *run(5, "s"), *run(7, "a")))
+    (line,) = result["problems"]
     assert line.startswith("ranks 1, 7 record other graphs than rank 0; the first difference is steady in step 1")
-    assert [(graph["hash"], graph["ranks"]) for graph in found["graphs"]] == [("s", [0, 5]), ("a", [1, 7])]
+    assert [(graph["hash"], graph["ranks"]) for graph in result["graphs"]] == [("s", [0, 5]), ("a", [1, 7])]
 
 
 def test_a_rank_that_stops_early_is_refused() -> None:
@@ -114,9 +114,9 @@ def test_an_exchange_inside_the_groups_of_an_axis_is_sound() -> None:
 
 def test_another_mean_than_over_dp_is_refused() -> None:
     graph = HloGraph((replace(MEAN, scales=frozenset({1 / 8})),), has_f64=False)
-    found = report(recording(*run(0, "s"), s=graph))
-    assert found["problems"] == ["steady: sums over dp are multiplied by 0.125; the mean of 4 ranks needs 0.25"]
-    assert found["graphs"][0]["dp_scale"] == 1 / 8
+    result = report(recording(*run(0, "s"), s=graph))
+    assert result["problems"] == ["steady: sums over dp are multiplied by 0.125; the mean of 4 ranks needs 0.25"]
+    assert result["graphs"][0]["dp_scale"] == 1 / 8
 
 
 def test_double_precision_is_refused() -> None:
@@ -126,10 +126,10 @@ def test_double_precision_is_refused() -> None:
 
 def test_a_read_is_refused_once_with_its_place() -> None:
     reads = [Read(rank, step, "train/step.py", 7, "train_step") for rank in (0, 1) for step in (1, 2)]
-    found = report(replace(recording(*run(0, "s"), *run(1, "s")), reads=reads))
-    (line,) = found["problems"]
+    result = report(replace(recording(*run(0, "s"), *run(1, "s")), reads=reads))
+    (line,) = result["problems"]
     assert line.startswith("train/step.py:7: train_step reads a value of the device")
-    assert found["host_reads"][3] == {
+    assert result["host_reads"][3] == {
         "rank": 1,
         "step": 2,
         "file": "train/step.py",
@@ -165,9 +165,9 @@ def test_a_name_of_several_stages_and_a_long_note_stand_on_one_line_each(capsys:
         "stage 0 evaluation forward chunk 1, stages 1-6 evaluation forward chunk 0, stage 7 evaluation forward chunk 0"
     )
     note = "traced with " + "words " * 60
-    found = report(SOUND)
-    found["graphs"][0]["name"] = name
-    present({**found, "notes": [note], "seconds": [1.0]}, as_json=False)
+    result = report(SOUND)
+    result["graphs"][0]["name"] = name
+    present({**result, "notes": [note], "seconds": [1.0]}, as_json=False)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line.startswith(f"{name} ")]
     assert note.strip() in lines

@@ -30,12 +30,12 @@ def test_a_pretended_rank_has_the_order_that_real_ranks_have(seed: int) -> None:
 
 
 def test_recomputation_and_documents_change_no_event_and_json_has_all() -> None:
-    found = []
+    results = []
     for change in ("train.remat=none", "train.remat=full", "data.doc_mask=true"):
         layout = ["parallel.shard=full", "parallel.dp=2", "train.micro_batch=4"]
-        found.append(json.loads(output_of("inspect", TINY, *layout, change, "--trace", "--json"))["events"])
-    assert found[0] == found[1] == found[2]
-    assert found[0][:2] == ["gather rest", "gather 0"]
+        results.append(json.loads(output_of("inspect", TINY, *layout, change, "--trace", "--json"))["events"])
+    assert results[0] == results[1] == results[2]
+    assert results[0][:2] == ["gather rest", "gather 0"]
 
 
 @pytest.mark.parametrize(
