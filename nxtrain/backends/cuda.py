@@ -92,7 +92,7 @@ def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _plain_in_graphs(plain: Method, fused: Method) -> Method:
-    """Method of elementary operations in a graph, whose compiler makes one kernel of them, and of torch's elsewhere."""
+    """Method that calls `plain` while torch compiles a graph, whose compiler fuses by itself, and else `fused`."""
 
     def method(*args: Any) -> None:
         (plain if torch.compiler.is_compiling() else fused)(*args)

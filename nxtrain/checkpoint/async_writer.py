@@ -243,6 +243,6 @@ def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
 
 
 def _numbers(file: Path, name: str) -> list[int]:
-    """Number of each line of a file of the kernel that begins with a name."""
+    """Numbers in a file of the kernel, of the lines that begin with a name."""
     lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return [int(words[1]) for words in lines if words[:1] == [name]]

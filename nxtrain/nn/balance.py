@@ -50,7 +50,7 @@ class _WithGradientOf(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BatchRouterLosses(RouterLosses):
-    """Losses over the ranks that have tokens of the same micro-step.
+    """Router losses of a micro-batch whose tokens are divided between ranks.
 
     A mean of the ranks' own losses would be another function, since a loss is a product of means.
 

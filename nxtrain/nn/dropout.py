@@ -118,7 +118,7 @@ class Dropout:
         self._passes = [(0, 0)] * len(parts)
 
     def begin(self, steps: int, sizes: BatchSizes) -> None:
-        """Go on after finished steps, with the global batch of each further step."""
+        """Continue after a number of finished steps; `sizes` has the global batch of each step."""
         self._sizes, self._passes = sizes, [(steps, 0)] * len(self._passes)
 
     def recomputing(self, recompute: Recompute) -> Recompute:

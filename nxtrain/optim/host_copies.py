@@ -15,7 +15,7 @@ from nxtrain.common.io.checksummed_file import aligned_memory
 
 
 class HostCopies:
-    """Copies of a device's parameters and gradients.
+    """Copies in host memory of a device's parameters and gradients.
 
     Attributes:
         params: Copies of the parameters, which an update changes.

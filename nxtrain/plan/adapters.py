@@ -148,7 +148,7 @@ def matrix_entries(stage: Stage, tp: int, shard: int) -> Entries:
 
 @lru_cache(maxsize=65_536)
 def frozen_bytes(stage: Stage, tp: int, shard: int, size: int, *, quantized: bool) -> FrozenBytes:
-    """Bytes of a stage's frozen parameters: matrices of the blocks in NF4 or in the type of the model, others so.
+    """Bytes of a stage's frozen parameters: matrices of the blocks may be in NF4, others never.
 
     Args:
         stage: Kind of the stage.

@@ -35,7 +35,7 @@ def kept_numbers(job: Job) -> int:
 
 @once_per_job
 def forward_context_bytes(job: Job) -> int:
-    """Largest tensors of attention's forward pass beside queries, keys and values.
+    """Bytes that attention's forward pass needs in addition to its queries, keys and values.
 
     Gather holds keys and values as they came, and in order. Ring holds a block at hand, the next one, and the output
     so far.

@@ -27,7 +27,7 @@ KINDS = (*dict.fromkeys(machine.kind for machine in MACHINES.values()), OWN)
 
 
 def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str = "cluster.instance") -> Machine:
-    """Machine of a name, short names included.
+    """Find the machine of an instance by its name, such as `p5.48xlarge`, or by its short name, such as `p5`.
 
     Args:
         name: Name of the instance.

@@ -70,7 +70,7 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
 
 
 def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
-    """Backward passes begin: the first with most micro-batches in flight, and a later one with gradients of others."""
+    """Moments of backward passes: the first has most micro-batches in flight, later ones have gradients of others."""
     flights, chunks = in_flight(job, stage), job.config.parallel.virtual_pp
     kept, logits = kept_bytes(job, stage), _logits(job, stage)
     yield Moment(_earlier_grads(job, stage, accumulated), _held(job, stage, kept), logits)

@@ -107,7 +107,7 @@ class CastOnly:
     state: TrainState
 
     def save(self, step: int, last: bool) -> None:
-        """Cast the tensors of a checkpoint."""
+        """Run the casts of a checkpoint, whose graphs a save needs; nothing is written."""
         shards_of(self.state)
         self.state.backend.step_boundary()
 

@@ -50,6 +50,15 @@ def each(file: Path) -> Iterator[dict[str, Any]]:
         yield from (content for _, _, content in _objects(lines))
 
 
+def parse(text: str | bytes) -> dict[str, Any] | None:
+    """Object of a JSON text in UTF-8; None for anything else."""
+    try:
+        content = json.loads(text.decode() if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def is_begun(tail: bytes) -> bool:
     """True if the bytes after a file's last line feed may begin an object that is being written."""
     return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
@@ -110,11 +119,8 @@ def _objects(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Iterate over the undamaged lines: offset in the file, line, and its object."""
     start = 0
     for line in file:
-        try:
-            content = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            content = None
-        if isinstance(content, dict):
+        content = parse(line)
+        if content is not None:
             yield start, line, content
         start += len(line)
 

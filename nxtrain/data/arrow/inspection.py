@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,6 @@ from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
 
-_EXACT = 1 << 20
-"""Lengths below this number are counted exactly, longer lengths with 11 significant bits."""
-
-_BITS = 11
-
 _SAMPLES = 3
 _SAMPLE_CHARS = 160
 _SAMPLE_IDS = 16
@@ -40,46 +36,27 @@ _BATCH_DOCUMENTS = 1 << 16
 
 
 class Lengths:
-    """Distribution of lengths, in memory of constant size."""
+    """Number of documents of each length, in memory of at most sqrt(2 N) entries for a corpus of N tokens."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(_EXACT, np.int64)
-        self._long: Counter[int] = Counter()
+        self._counts: Counter[int] = Counter()
         self.number, self.total = 0, 0
-        self.shortest, self.longest = 0, 0
 
     def add(self, lengths: NDArray[np.int64]) -> None:
         """Count lengths."""
-        if not lengths.size:
-            return
-        low, high = int(lengths.min()), int(lengths.max())
-        if not self.number:
-            self.shortest = low
-        self.shortest = min(low, self.shortest)
-        self.longest = max(high, self.longest)
+        values, counts = np.unique(lengths, return_counts=True)
+        self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         self.number += lengths.size
         self.total += int(lengths.sum())
-        is_long = lengths >= _EXACT
-        counts = np.bincount(lengths[~is_long])
-        self._counts[: counts.size] += counts
-        for length in lengths[is_long].tolist():
-            dropped = length.bit_length() - _BITS
-            self._long[length >> dropped << dropped] += 1
 
     def quantile(self, share: float) -> int:
-        """Smallest length that a share of the documents does not exceed; above 2^20 at most 0.1% too short."""
-        if not self.number:
-            return 0
-        rank = max(1, int(np.ceil(share * self.number)))
-        below = np.cumsum(self._counts)
-        if rank <= int(below[-1]):
-            return int(np.searchsorted(below, rank))
-        seen = int(below[-1])
-        for length, number in sorted(self._long.items()):
-            seen += number
-            if seen >= rank:
+        """Smallest length that a share of the documents does not exceed; 0 without documents."""
+        rank, below = max(1, math.ceil(share * self.number)), 0
+        for length, number in sorted(self._counts.items()):
+            below += number
+            if below >= rank:
                 return length
-        return self.longest
+        return 0
 
 
 class PackingWaste:
@@ -332,10 +309,10 @@ class _Statistics:
             "bytes": self.num_bytes,
             "unit": unit,
             "lengths": {
-                "min": lengths.shortest,
+                "min": lengths.quantile(0.0),
                 "median": lengths.quantile(0.5),
                 "p99": lengths.quantile(0.99),
-                "max": lengths.longest,
+                "max": lengths.quantile(1.0),
                 "mean": mean,
             },
             "seq_len": self._seq_len,

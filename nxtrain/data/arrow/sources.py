@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.io.jsonl import parse
 from nxtrain.common.io.object_store import BucketStore, Location, content_of
 from nxtrain.common.io.paths import listing
 from nxtrain.data.arrow.hub_files import HubFiles
@@ -176,11 +177,10 @@ def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> li
 
 def _is_dataset(state: Location, folder: Location) -> bool:
     """True if a file is the state file of a folder of save_to_disk."""
-    try:
-        content = json.loads(content_of(state))
-    except (OSError, RecursionError, ValueError):
-        return False
-    if not isinstance(content, dict) or "_data_files" not in content:
+    content: dict[str, Any] | None = None
+    with suppress(OSError):
+        content = parse(content_of(state))
+    if content is None or "_data_files" not in content:
         return False
     if content.get("_indices_data_files"):
         raise DataError(f"{folder} selects rows by indices; save it again after dataset.flatten_indices()")
@@ -262,7 +262,4 @@ def _looks_like_json_lines(head: bytes) -> bool:
         return False
     if not newline and len(head) >= _LOOK_BYTES:
         return line[1:].lstrip()[:1] == b'"'
-    try:
-        return isinstance(json.loads(line), dict)
-    except (RecursionError, ValueError):
-        return False
+    return parse(line) is not None

@@ -184,7 +184,7 @@ def _holds_turns(kind: pa.DataType) -> bool:
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of a part of the columns that begins after row `begin`; rows up to `start` are left out."""
+    """Rows of columns whose first value is that of row `begin` + 1; rows up to `start` are skipped."""
     if fields.pairs is not None:
         yield from _written(
             [_values(*named) for named in zip(columns, fields.names, strict=True)], begin, start, fields

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.atomic import replace_bytes, replace_text, sync_folder
-from nxtrain.common.io.jsonl import append, read
+from nxtrain.common.io.jsonl import append, parse, read
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow import ipc
@@ -341,7 +341,7 @@ def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> 
         if key not in wanted or written.get(key) == wanted[key]:
             continue
         if key == "settings" and written.get(key):
-            old, new = _object(written[key]), _object(wanted[key])
+            old, new = parse(written[key]) or {}, parse(wanted[key]) or {}
             for setting in {**new, **old}:
                 there, here = old.get(setting, ""), new.get(setting, "")
                 if there != here:
@@ -355,14 +355,6 @@ def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> 
 def read_summary(path: Location) -> dict[str, Any]:
     """Summary of a finished preparation; empty if there is none."""
     try:
-        return _object(content_of(path))
+        return parse(content_of(path)) or {}
     except OSError:
         return {}
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (RecursionError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

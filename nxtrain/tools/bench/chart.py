@@ -31,7 +31,7 @@ def check_chart(file: Path | None) -> None:
 def write_chart(
     file: Path, bars: Mapping[str, Sequence[float]], title: str, machine: Mapping[str, Any], details: str = ""
 ) -> None:
-    """Write bars as long as the medians of rounds, with their ranges, and a dashed line at 1."""
+    """Write a bar chart: a bar for the median of each side's rounds, with its range, and a dashed line at 1."""
     longest = max((max(rounds) for rounds in bars.values()), default=1.0)
     scale = WIDTH / max(1.0, longest)
     height = HEAD + len(bars) * (BAR + GAP) + GAP

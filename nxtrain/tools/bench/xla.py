@@ -79,7 +79,7 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds of the seconds per step of both implementations, and of those to trace a rank."""
+    """Medians over rounds: seconds per step of both implementations, and seconds to trace a rank."""
     ratios = [peer / ours for ours, peer in zip(measured[OURS], measured[PEER], strict=True)]
     return {
         **{name: {"host_ms_per_step": 1e3 * median(measured[name])} for name in (OURS, PEER)},

@@ -14,12 +14,12 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.paths import is_bucket, local_path
 from nxtrain.common.process.document import write_document
+from nxtrain.common.process.progress import Progress
 from nxtrain.common.text import size
 from nxtrain.config.bounds import quoted
 from nxtrain.config.cache_dir import LOCKS, cache_folder
@@ -105,26 +105,15 @@ def verify(where: str | None) -> None:
 
 
 def sync_caches(source: str, target: str) -> None:
-    """Copy the done entries that the target lacks; a live bar on a terminal shows the progress."""
+    """Copy the done entries that the target lacks, with progress on a terminal."""
     source_cache = _location(source)
     target_cache = _location(target)
-    bar = Progress(
-        TextColumn("entries"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        redirect_stdout=sys.stdout.isatty(),
-        disable=not sys.stderr.isatty(),
-    )
-    task = bar.add_task("comparing", total=None)
+    with _explained(target_cache), Progress("comparing", on_terminals_only=True) as progress:
 
-    def show(step: Step) -> None:
-        words = f"{size(step.bytes_done)} of {size(step.bytes_total)}  {step.key.module}"
-        bar.update(task, completed=step.num_done, total=step.num_total, description=words)
+        def show(step: Step) -> None:
+            progress.total = step.bytes_total
+            progress.show(step.bytes_done, f"entry {step.num_done} of {step.num_total}  {step.key.module}")
 
-    with _explained(target_cache), bar:
         report = sync(source_cache, target_cache, on_step=show)
     words = [f"{len(report.copied)} copied ({size(report.size_bytes)})", f"{len(report.present)} there already"]
     if report.busy:
@@ -148,12 +137,16 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
     with _explained(cache):
         cache.sweep()
         # A failed entry may look locked by the process that failed.
+        changes: dict[str, Sequence[CacheKey]] = {}
         if stale or every:
-            _tell("lock broken", cache.break_locks())
+            changes["lock broken"] = cache.break_locks()
         if failed or every:
-            _tell("into quarantine", cache.quarantine_failed())
+            changes["into quarantine"] = cache.quarantine_failed()
         if max_gib is not None:
-            _tell("removed", cache.evict(int(max_gib * _GIB)))
+            changes["removed"] = cache.evict(int(max_gib * _GIB))
+        for change, keys in changes.items():
+            for key in keys:
+                print(f"{key}  {change}")
         entries, quarantined = cache.entries(), cache.quarantined()
     print(f"{cache} holds {size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
 
@@ -229,11 +222,6 @@ def _row(entry: Entry) -> dict[str, Any]:
         "used": datetime.fromtimestamp(entry.used_s, timezone.utc).isoformat(timespec="seconds"),
         "detail": entry.detail,
     }
-
-
-def _tell(what: str, keys: Sequence[CacheKey]) -> None:
-    for key in keys:
-        print(f"{key}  {what}")
 
 
 def _age(seconds: float) -> str:

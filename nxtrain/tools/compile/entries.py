@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -173,6 +174,17 @@ def from_json(files: Any) -> Seal:
     if not all(_SHA256.fullmatch(file.sha256) for file in seal.values()):
         raise ValueError("a hash is not a SHA-256")
     return seal
+
+
+def read_record(path: Path, compilation: str, identity: int) -> Seal | None:
+    """Read the seal in a file; None if the file is absent or damaged, or is of a compilation of another identity."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record[compilation] == identity:
+            return from_json(record["files"])
+    except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
+        pass
+    return None
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

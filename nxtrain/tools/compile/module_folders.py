@@ -35,9 +35,9 @@ from nxtrain.tools.compile.entries import (
     Entry,
     EntryState,
     Seal,
-    from_json,
     is_content,
     parse_key,
+    read_record,
     to_json,
 )
 
@@ -85,14 +85,7 @@ class ModuleFolders(CacheLayout):
 
     def read_seal(self, key: CacheKey) -> Seal | None:
         folder = self.path(key)
-        done_ns = _done_ns(folder)
-        try:
-            record = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-            if record["done_ns"] == done_ns:
-                return from_json(record["files"])
-        except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
-            pass
-        return None
+        return read_record(folder / SEAL, "done_ns", _done_ns(folder))
 
     def write_seal(self, key: CacheKey, seal: Seal) -> None:
         _write_seal(self.path(key), seal)

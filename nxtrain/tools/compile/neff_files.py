@@ -22,8 +22,8 @@ from nxtrain.tools.compile.entries import (
     Entry,
     EntryState,
     Seal,
-    from_json,
     parse_key,
+    read_record,
     to_json,
 )
 
@@ -59,14 +59,7 @@ class NeffFiles(CacheLayout):
         return [self.path(key)]
 
     def read_seal(self, key: CacheKey) -> Seal | None:
-        inode = self.path(key).stat().st_ino
-        try:
-            record = json.loads(self._seal(key).read_text(encoding="utf-8"))
-            if record["inode"] == inode:
-                return from_json(record["files"])
-        except (FileNotFoundError, ValueError, RecursionError, KeyError, TypeError):
-            pass
-        return None
+        return read_record(self._seal(key), "inode", self.path(key).stat().st_ino)
 
     def write_seal(self, key: CacheKey, seal: Seal) -> None:
         self._write_seal(key, seal, self.path(key))

@@ -6,7 +6,6 @@ and counted.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import deque
@@ -21,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
-from nxtrain.common.io.jsonl import is_begun
+from nxtrain.common.io.jsonl import is_begun, parse
 from nxtrain.common.io.regular import open_regular
 from nxtrain.common.process.progress import Progress
 from nxtrain.metrics.routers import EXPERT_SLOTS, ROUTER_NUMBERS
@@ -121,7 +120,7 @@ class _ColumnsReader:
         if end == len(block):
             return
         rest = block[end:]
-        record = _object(rest)
+        record = parse(rest.decode(errors="replace"))
         if record is not None:
             self._add_records([record])
         elif rest.strip() and not is_begun(rest):
@@ -141,7 +140,7 @@ class _ColumnsReader:
             return
         records = []
         for line in whole.split(b"\n"):
-            record = _object(line)
+            record = parse(line.decode(errors="replace"))
             if record is not None:
                 records.append(record)
             elif line.strip():
@@ -232,16 +231,6 @@ def _parsed(lines: bytes) -> pa.Table | None:
         )
     except (pa.ArrowException, ValueError):
         return None
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(value, dict):
-        return value
-    return None
 
 
 def number_of(value: object) -> float:

@@ -260,20 +260,20 @@ def _plain(value: object) -> str:
     return toml_value(value)
 
 
-KINDS = {
-    "data": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "reduce": "reduction",
-    "optimizer": "update",
-    "training": "steps",
-    "waiting": "waiting for others",
-    "log": "reading numbers",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-    "vote": "comparing replicas",
+PARTS = {
+    "data_s": "waiting for data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "reduce_s": "reduction",
+    "optimizer_s": "update",
+    "training_s": "steps",
+    "waiting_s": "waiting for other ranks",
+    "log_s": "reading numbers",
+    "vote_s": "comparing replicas",
+    "evaluation_s": "evaluation",
+    "checkpoint_s": "checkpoint",
 }
-"""Kinds of work in the order of the columns."""
+"""Kinds of work under the keys of a record, in the order of a legend or of columns."""
 
 SHOWN = 8  # ranks of a table, those that others wait for most
 MOST_S = 1e9  # largest time that is accepted
@@ -281,11 +281,12 @@ MOST_S = 1e9  # largest time that is accepted
 
 def read_rates(folder: Path) -> dict[int, dict[str, float]]:
     """Seconds per step of each rank by kind of work; empty if there are none, or if the file is damaged."""
+    keys = {key.removesuffix("_s"): key for key in PARTS}
     try:
         content = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
         rates = {}
         for rank, rate in content.items():
-            rates[int(rank)] = {kind: float(rate[kind]) for kind in KINDS if kind in rate}
+            rates[int(rank)] = {key: float(rate[kind]) for kind, key in keys.items() if kind in rate}
     except (AttributeError, OSError, OverflowError, RecursionError, TypeError, ValueError):
         return {}
     for rank, rate in rates.items():
@@ -301,14 +302,14 @@ def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
         return None, ""
     kinds = []
     middle = {}
-    for kind in KINDS:
+    for kind in PARTS:
         times_s = [rate.get(kind, 0.0) for rate in rates.values()]
         if max(times_s) >= 5e-7:  # noqa: PLR2004 - less would be written as 0.00 ms
             kinds.append(kind)
             middle[kind] = median_low(times_s)
     busy_s = {}
     for rank, rate in rates.items():
-        busy_s[rank] = sum(s for kind, s in rate.items() if kind != "waiting")
+        busy_s[rank] = sum(s for kind, s in rate.items() if kind != "waiting_s")
     shown = sorted(rates, key=lambda rank: (-busy_s[rank], rank))[:SHOWN]
 
     def row(name: str, of: Mapping[str, float]) -> tuple[str, ...]:
@@ -318,11 +319,11 @@ def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
     rows = [*(row(f"rank {rank}", rates[rank]) for rank in shown), (*row("median", middle)[:-1], "")]
     slowest = shown[0]
     excess_s = {kind: rates[slowest].get(kind, 0.0) - middle[kind] for kind in kinds}
-    worst = max(kinds, key=lambda kind: -1.0 if kind == "waiting" else excess_s[kind])
+    worst = max(kinds, key=lambda kind: -1.0 if kind == "waiting_s" else excess_s[kind])
     sentence = f"Milliseconds per step over the last steps. Rank {slowest} is the busiest"
     if excess_s[worst] > 0:
-        sentence += f", by {1e3 * excess_s[worst]:.2f} ms in {KINDS[worst]}"
+        sentence += f", by {1e3 * excess_s[worst]:.2f} ms in {PARTS[worst]}"
     sentence += "."
     if len(rates) > SHOWN:
         sentence += f" The {SHOWN} busiest of {len(rates):,} ranks are shown."
-    return Table(("", *(KINDS[kind] for kind in kinds), "sum"), tuple(rows)), sentence
+    return Table(("", *(PARTS[kind] for kind in kinds), "sum"), tuple(rows)), sentence

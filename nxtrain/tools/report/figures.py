@@ -17,29 +17,13 @@ from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.tools import svg
 from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Curve, draw, smooth
 from nxtrain.tools.report.columns import MOST, Column, number_of
-from nxtrain.tools.report.facts import typical
+from nxtrain.tools.report.facts import PARTS, typical
 from nxtrain.tools.report.run import RecordedRun, shortened
 from nxtrain.tools.report.verdict import verdict
 
 NUM_COLORS = 8  # of runs; further runs begin again
 FEWEST_SMOOTHED = 150  # records from which a noisy curve gets its mean drawn over it
 BINS = 160  # columns of a breakdown
-
-PARTS = {
-    "data_s": "waiting for data",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "reduce_s": "reduction",
-    "optimizer_s": "update",
-    "training_s": "steps",
-    "waiting_s": "waiting for other ranks",
-    "log_s": "reading numbers",
-    "vote_s": "comparing replicas",
-    "evaluation_s": "evaluation",
-    "checkpoint_s": "checkpoint",
-}
-"""Kinds of work, in the order of the legend."""
-
 
 QUANTITIES = (
     ("param-norm", "Parameter norm", "", "param_norm", 1.0),

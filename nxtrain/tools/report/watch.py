@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.io.jsonl import is_begun
+from nxtrain.common.io.jsonl import is_begun, parse
 from nxtrain.common.io.regular import open_regular, read_text
 from nxtrain.common.process.console import PipeSafeConsole
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
@@ -59,7 +58,7 @@ class Followed:
         start: dict[str, Any] = {}
         config: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            start = _object(read_text(self._folder / LOGS_DIR / START_FILE))
+            start = parse(read_text(self._folder / LOGS_DIR / START_FILE)) or {}
         with suppress(OSError, ValueError, RecursionError):
             config = tomllib.loads(read_text(self._folder / CONFIG_FILE))
         total = 0.0
@@ -144,8 +143,8 @@ class Followed:
                 self._is_damaged = True
             records = []
             for number, line in enumerate(lines):
-                record = _object(line)
-                if "step" in record:
+                record = parse(line)
+                if record is not None and "step" in record:
                     records.append(record)
                 elif line.strip() and not (is_cut and number == 0):
                     self._is_damaged = True
@@ -180,17 +179,6 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
             if once or all(ended for _, ended in states):
                 return
             time.sleep(every_s or (1.0 if live is not None else 60.0))
-
-
-def _object(text: str | bytes) -> dict[str, Any]:
-    """Object of a JSON text; an empty one for anything else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    if isinstance(value, dict):
-        return value
-    return {}
 
 
 def _left_s(start: dict[str, Any], total: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Statistics of a corpus are those of its documents, in memory that does not grow with their number."""
+"""Statistics of a corpus are those of its documents, whose lengths are counted exactly."""
 
 from __future__ import annotations
 
@@ -26,16 +26,13 @@ def waste_of(packing: RowPacking, capacity: int) -> float:
     return 1 - int(packing.lengths.sum()) / (packing.num_rows * capacity) if packing.num_rows else 0.0
 
 
-@given(st.lists(st.integers(0, 3 << 20), min_size=1, max_size=40), st.sampled_from([0.01, 0.5, 0.99, 1.0]))
+@given(st.lists(st.integers(0, 3 << 20), min_size=1, max_size=40), st.sampled_from([0.0, 0.01, 0.5, 0.99, 1.0]))
 def test_quantiles_are_those_of_the_sorted_lengths(drawn: list[int], share: float) -> None:
     lengths = Lengths()
     for part in np.array_split(np.array(drawn, np.int64), 3):
         lengths.add(part)
-    wanted = sorted(drawn)[int(np.ceil(share * len(drawn))) - 1]
-    actual = lengths.quantile(share)
-    assert actual == wanted if wanted < 1 << 20 else wanted * 0.999 < actual <= wanted
+    assert lengths.quantile(share) == sorted(drawn)[max(0, int(np.ceil(share * len(drawn))) - 1)]
     assert (lengths.number, lengths.total) == (len(drawn), sum(drawn))
-    assert (lengths.shortest, lengths.longest) == (min(drawn), max(drawn))
 
 
 @given(DRAWN, st.integers(1, 20))

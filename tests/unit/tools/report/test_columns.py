@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.common.io.jsonl import parse
 from nxtrain.tools.report import columns
 from nxtrain.tools.report.columns import MOST, NUMBERS, read_columns
 
@@ -138,9 +139,8 @@ def test_an_odd_line_leaves_few_others_to_the_slow_reading(
     for at in odd:
         lines[at] = str(draw.choice(["{", '{"step": 5, "of another tool": {"a": 1}}', "null", '{"step": "5"}']))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    slow: list[bytes] = []
-    plain = columns._object
-    monkeypatch.setattr(columns, "_object", lambda line: slow.append(line) or plain(line))  # type: ignore[func-returns-value]
+    slow: list[str] = []
+    monkeypatch.setattr(columns, "parse", lambda line: slow.append(line) or parse(line))  # type: ignore[func-returns-value]
     result = read_columns(tmp_path / "metrics.jsonl")
     kept = [step for step in range(len(lines)) if step not in odd]
     assert {*kept} <= {*result.steps.astype(int).tolist()} <= {*kept, 5}

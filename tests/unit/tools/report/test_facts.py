@@ -18,7 +18,7 @@ from nxtrain.tools.report.columns import Columns
 from nxtrain.tools.report.facts import (
     FEWEST_FITTED,
     FIT_FROM,
-    KINDS,
+    PARTS,
     SHOWN,
     fit_of,
     planned,
@@ -81,7 +81,9 @@ def test_spikes_are_counted_with_the_share_of_one_step_and_the_longest(spikes: l
 
 
 RATES = st.lists(
-    st.dictionaries(st.sampled_from([*KINDS]), st.integers(1, 999), min_size=1), min_size=2, max_size=2 * SHOWN
+    st.dictionaries(st.sampled_from([key.removesuffix("_s") for key in PARTS]), st.integers(1, 999), min_size=1),
+    min_size=2,
+    max_size=2 * SHOWN,
 )
 
 
@@ -103,7 +105,7 @@ def test_drawn_ranks_are_ordered_by_their_own_time(tmp_path: Path, rates: list[d
     order = sorted(own, key=lambda rank: (-own[rank], rank))[:SHOWN]
     assert [row[0] for row in rows] == [f"rank {rank}" for rank in order]
     assert f"Rank {order[0]} is the busiest" in sentence
-    names = {name: kind for kind, name in KINDS.items()}
+    names = {name: key.removesuffix("_s") for key, name in PARTS.items()}
     for rank, row in zip(order, rows, strict=True):
         shown = {names[head]: float(cell) for head, cell in zip(table.head[1:-1], row[1:-1], strict=True)}
         assert {kind: ms for kind, ms in shown.items() if ms} == {kind: float(ms) for kind, ms in rates[rank].items()}

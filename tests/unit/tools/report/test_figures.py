@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nxtrain.common.run_folder import ENVIRONMENT_FILE, EVALUATIONS_FILE
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
-from nxtrain.tools.report.figures import PARTS, breakdown, evaluations, judge
+from nxtrain.tools.report.facts import PARTS
+from nxtrain.tools.report.figures import breakdown, evaluations, judge
 from nxtrain.tools.report.page import render
 from nxtrain.tools.report.run import read_run, read_runs
 from tests.support.run_folders import record, write_run
