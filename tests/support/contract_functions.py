@@ -166,20 +166,20 @@ def norm(ranks: Ranks, rng: Random) -> Work:
 
 def attention(ranks: Ranks, rng: Random) -> Work:
     """Attention block by block."""
-    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 4))
-    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
-    q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
-    operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
-    return Work(f"_BlockedAttention on {q} and {kv}", operands, _BlockedAttention.apply, exact_attention)
+    return _attention(rng, "_BlockedAttention", _BlockedAttention.apply)
 
 
 def wide_flash(ranks: Ranks, rng: Random) -> Work:
     """Attention by torch's flash kernel in float32."""
+    return _attention(rng, "_WideFlashAttention", wide_flash_attention)
+
+
+def _attention(rng: Random, name: str, attend: Callable[..., Tensor]) -> Work:
     length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 4))
     kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
     q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
     operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
-    return Work(f"_WideFlashAttention on {q} and {kv}", operands, wide_flash_attention, exact_attention)
+    return Work(f"{name} on {q} and {kv}", operands, attend, exact_attention)
 
 
 def product(ranks: Ranks, rng: Random) -> Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any, cast
 from unittest.mock import patch
@@ -165,20 +165,23 @@ def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
     return {**base, **adapters_of(drawn.resolved, base)}
 
 
+def with_adapters(resolved: Resolved, weights: Mapping[str, Tensor], model: nn.Module) -> nn.Module:
+    """PEFT's model in float64, with our adapters."""
+    result: nn.Module = adapted(resolved, model).double()
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(of_peft(our_name(name), weights, resolved))
+    return result
+
+
 def wanted_of_peft(drawn: DrawnAdapters) -> Course:
     """The course of PEFT, in float64, beside restored weights if the run quantizes them."""
     weights = all_weights(drawn)
     if drawn.resolved.config.finetune.method == "qlora":
         weights = restored(weights)
 
-    def wrap(model: nn.Module) -> nn.Module:
-        result = adapted(drawn.resolved, model).double()
-        with torch.no_grad():
-            for name, parameter in result.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(of_peft(our_name(name), weights, drawn.resolved))
-        return result
-
+    wrap = partial(with_adapters, drawn.resolved, weights)
     course = reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=weights, wrap=wrap)
     results: dict[str, Tensor] = {}
     for name, tensor in course.weights.items():

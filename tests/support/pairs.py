@@ -28,7 +28,7 @@ from nxtrain.train.trainer import on_device
 from tests.support.drawn import draw
 from tests.support.drawn_runs import first_weights
 from tests.support.layouts import ONE, Degrees
-from tests.support.lora import DrawnAdapters, adapted, adapters_of, draw_adapters, our_name
+from tests.support.lora import DrawnAdapters, adapters_of, draw_adapters, our_name, with_adapters
 from tests.support.models import changed
 from tests.support.parity import Course, reference, start
 
@@ -160,14 +160,7 @@ def wanted_of_pairs(drawn: DrawnPairs) -> Course:
     config, weights = drawn.objective, drawn.weights()
 
     def wrap(model: nn.Module) -> nn.Module:
-        if not config.adapts:
-            return model
-        result = adapted(drawn.resolved, model).double()
-        with torch.no_grad():
-            for name, parameter in result.named_parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(weights[our_name(name)])
-        return result
+        return with_adapters(drawn.resolved, weights, model) if config.adapts else model
 
     data = [(answers_alone(rows), given) for rows, given in zip(drawn.rows(), references(drawn), strict=True)]
 

@@ -120,33 +120,27 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
 
 
 @pytest.mark.parametrize(
-    ("codes", "verdict", "code"),
+    ("lanes", "codes", "verdict", "code"),
     [
-        (["0 without", "5 only"], "passed", 0),
-        (["5 without", "0 only"], "passed", 0),
-        (["5 train"], "no test selected", 1),
-        (["1 without", "0 only"], "FAILED", 1),
-        (["0 without", "1 only"], "FAILED", 1),
-        (["1 without", "5 only"], "FAILED", 1),
-        (["5 without", "2 only"], "FAILED", 1),
+        (("train",), ["0 without", "5 only"], "passed", 0),
+        (("train",), ["5 without", "0 only"], "passed", 0),
+        (("train",), ["5 train"], "no test selected", 1),
+        (("train",), ["1 without", "0 only"], "FAILED", 1),
+        (("train",), ["0 without", "1 only"], "FAILED", 1),
+        (("train",), ["1 without", "5 only"], "FAILED", 1),
+        (("train",), ["5 without", "2 only"], "FAILED", 1),
+        (("cuda-sim",), ["1 tests/cuda_sim"], "FAILED", 1),
+        (("dist", "xla"), ["5 tests"], "no test selected", 1),
+        (("dist", "xla"), ["0 xla", "5 tests"], "passed", 0),
+        (("dist", "xla"), ["1 xla"], "FAILED", 1),
     ],
 )
-def test_both_parts_of_a_lane_make_its_verdict(house: Path, codes: list[str], verdict: str, code: int) -> None:
-    done = run(house, "train", codes=codes)
-    assert (verdicts(done), done.returncode) == ({"train": verdict}, code)
-
-
-def test_a_name_with_a_dash_is_a_lane_like_the_others(house: Path) -> None:
-    done = run(house, "cuda-sim", codes=["1 tests/cuda_sim"])
-    assert (verdicts(done), done.returncode) == ({"cuda-sim": "FAILED"}, 1)
-
-
-@pytest.mark.parametrize(("codes", "code"), [(["5 tests"], 1), (["0 xla", "5 tests"], 0), (["1 xla"], 1)])
-def test_a_lane_that_runs_behind_counts_like_the_others(house: Path, codes: list[str], code: int) -> None:
-    done = run(house, "dist", "xla", codes=codes)
-    assert done.returncode == code, done.stdout
-    verdict = {"0": "passed", "1": "FAILED", "5": "no test selected"}[codes[0][0]]
-    assert verdicts(done)["xla"] == verdict
+def test_all_parts_of_a_lane_make_its_verdict(
+    house: Path, lanes: tuple[str, ...], codes: list[str], verdict: str, code: int
+) -> None:
+    """Tests that are measured are a part of their own, and the lane xla runs next to the others."""
+    done = run(house, *lanes, codes=codes)
+    assert (verdicts(done)[lanes[-1]], done.returncode) == (verdict, code), done.stdout
 
 
 def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:

@@ -119,11 +119,17 @@ def hashes(graphs: list[Recorded]) -> list[str]:
     return [graph.hash for graph in graphs]
 
 
-def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_path: Path) -> None:
-    by_rank = record([0, 1, 7, 8, 3001, 4095], tmp_path)
+def shared_by(by_rank: list[list[Recorded]]) -> tuple[Recorded, Recorded]:
+    """The graphs of a micro-batch and of an update, which are all that any rank records in two steps."""
     micro, _, update = by_rank[0][:3]
     for graphs in by_rank:
         assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    return micro, update
+
+
+def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_path: Path) -> None:
+    by_rank = record([0, 1, 7, 8, 3001, 4095], tmp_path)
+    micro, update = shared_by(by_rank)
     assert census(micro.text) == MICRO_STEP
     assert census(update.text) == UPDATE
     assert "f64[" not in micro.text + update.text
@@ -140,9 +146,7 @@ OF_ALL_CP_RANKS = [0, 1, 8, 9, 16, 24, 3001, 4095]
 def test_all_context_parallel_ranks_record_the_same_graphs(tmp_path: Path, cp_layout: str) -> None:
     """Keys and values are gathered once forward and once backward, and their gradients scattered as sums."""
     by_rank = record(OF_ALL_CP_RANKS, tmp_path, **CONTEXT, cp_layout=cp_layout)
-    micro, _, update = by_rank[0][:3]
-    for graphs in by_rank:
-        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    micro, update = shared_by(by_rank)
     gathers = {("all-gather", 1024, 4): 2 * BLOCKS, ("reduce-scatter", 1024, 4): BLOCKS}
     assert census(micro.text) == MICRO_STEP + Counter(gathers)
     assert f"constant({1 / 512})" in update.text, "mean gradients over dp x cp"
@@ -156,9 +160,7 @@ def test_a_position_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
 def test_masks_of_adapters_are_values_in_graphs_that_all_ranks_share(tmp_path: Path) -> None:
     """No number of a rank, of a step or of a micro-batch is part of a graph."""
     by_rank = record([0, 1, 8, 3001], tmp_path, masks=True, remat="full")
-    micro, _, update = by_rank[0][:3]
-    for graphs in by_rank:
-        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    micro, update = shared_by(by_rank)
     assert "f64[" not in micro.text + update.text
 
 
@@ -166,9 +168,7 @@ def test_masks_of_adapters_are_values_in_graphs_that_all_ranks_share(tmp_path: P
 def test_all_ranks_of_a_model_with_experts_record_the_same_graphs(tmp_path: Path, sp: bool) -> None:
     """The statistics of all routers are summed once for a micro-batch; a token's experts are gathered in each block."""
     by_rank = record([0, 1, 8, 3001], tmp_path, **EXPERTS, sp=sp)
-    micro, _, update = by_rank[0][:3]
-    for graphs in by_rank:
-        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    micro, _ = shared_by(by_rank)
     result = census(micro.text)
     if not sp:
         assert result["all-reduce", 8, 512] == 1
@@ -190,9 +190,7 @@ def test_graphs_do_not_change_with_accumulation_and_are_one_without(tmp_path: Pa
 
 def test_zero1_over_4096_ranks_scatters_gathers_and_divides_by_dp(tmp_path: Path) -> None:
     by_rank = record([0, 1, 8, 3001], tmp_path, shard="zero1", params="bf16", update="bf16_stochastic")
-    micro, _, update = by_rank[0][:3]
-    for graphs in by_rank:
-        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    micro, update = shared_by(by_rank)
     assert census(micro.text) == MICRO_STEP
     result = census(update.text)
     assert result - UPDATE == {

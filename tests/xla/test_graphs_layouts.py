@@ -1,0 +1,87 @@
+"""Graphs of cp and of experts, as the command reports them: equal on all ranks, with collectives of known axes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import in_process
+from tests.support.published import CONFIGS
+
+CONTEXT = ("parallel.tp=2", "parallel.cp=2", "parallel.shard=zero1", "train.micro_batch=4")
+DIVIDED = ("model.family=mixtral", "model.preset=tiny", "parallel.tp=2", "parallel.ep=2", "train.micro_batch=1")
+ROUTED = ("model.family=qwen3_moe", "model.preset=tiny", "parallel.tp=2", "parallel.shard=zero1", "train.micro_batch=2")
+
+Report = tuple[dict[str, Any], dict[str, dict[str, Any]]]
+
+
+def report(*words: object) -> Report:
+    """The report of a step without problems, and its graphs by name."""
+    argv = ("--world", "8", "--steps", "1", "--json", "backend.name=xla", *words)
+    code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", *argv)
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["problems"] == result["host_reads"] == []
+    return result, {graph["name"]: graph for graph in result["graphs"]}
+
+
+def over(graph: dict[str, Any], axis: str) -> dict[str, int]:
+    """Number of each collective over an axis."""
+    return {row["op"]: row["count"] for row in graph["collectives"] if row["axis"] == axis}
+
+
+def axes(graph: dict[str, Any]) -> set[str]:
+    return {row["axis"] for row in graph["collectives"]}
+
+
+@pytest.mark.parametrize("documents", ["true", "false"])
+def test_ranks_of_cp_record_one_graph_and_the_report_names_their_collectives(documents: str) -> None:
+    result, graphs = report(*CONTEXT, f"data.doc_mask={documents}")
+    assert {0, 1, 2, 3, 4} <= set(result["ranks"])
+    # Two blocks: keys and values are gathered in both passes, and their gradients are scattered once.
+    assert over(graphs["steady micro-batch"], "cp") == {"all-gather": 4, "reduce-scatter": 2}
+    assert axes(graphs["steady update"]) == {"dpxcp", "ppxshardxtp"}
+    assert graphs["steady update"]["dp_scale"] == pytest.approx(1 / 4)
+
+
+@pytest.mark.slow
+def test_each_layer_adds_the_same_collectives_over_cp(tmp_path: Path) -> None:
+    """A trace of few layers shows what all layers do, as docs/graphs.md says of long rows."""
+    lines = []
+    for layers in (1, 3):
+        hlo = ("--rank", "0", "--hlo", tmp_path / str(layers))
+        _, graphs = report(*hlo, *CONTEXT, "train.remat=full", f"model.config.num_hidden_layers={layers}")
+        micro = graphs["steady micro-batch"]
+        assert over(micro, "cp") == {"all-gather": 3 * layers, "reduce-scatter": layers}
+        lines.append(Path(micro["hlo"]).read_text(encoding="utf-8").count("\n"))
+    assert lines[1] > lines[0]
+
+
+@pytest.mark.parametrize(("shard", "dispatch", "optim"), [("none", "dropless", "adamw"), ("zero1", "capacity", "muon")])
+def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, optim: str) -> None:
+    options = (f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}", f"optim.name={optim}")
+    _, graphs = report(*DIVIDED, "train.global_batch=8", *options)
+    # Two blocks: rows and their weights go to the experts, and outputs back, and so do the gradients. Whole tokens have
+    # the numbers of their experts with them.
+    rows = [row for row in graphs["steady micro-batch"]["collectives"] if row["axis"] == "ep"]
+    calls = 2 * (7 if dispatch == "dropless" else 6)
+    assert [(row["op"], row["count"], row["group_size"]) for row in rows] == [("all-to-all", calls, 2)]
+    update = graphs["steady update"]
+    assert ("expert_shardxtp" in axes(update)) == (optim == "muon"), "whole matrices of the experts that ranks share"
+    assert {"expert_copies", "ppxepxtp" if shard == "none" else "ppxshardxtp"} <= axes(update)
+    assert update["dp_scale"] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize(("pp", "dispatch"), [(1, "capacity"), (2, "dropless")])
+def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch: str) -> None:
+    """The statistics of the routers travel with the hidden state, and are summed once for a micro-batch."""
+    _, graphs = report(*ROUTED, f"parallel.pp={pp}", f"model.moe_dispatch={dispatch}")
+    last = "steady micro-batch" if pp == 1 else "stage 1 forward"
+    (summed,) = [row for row in graphs[last]["collectives"] if row["axis"] == "dp"]
+    numbers = 2 * 8 + 5  # of 8 experts; torch-xla orders collectives by a further number
+    assert (summed["op"], summed["count"], summed["bytes"]) == ("all-reduce", 1, 4 * (numbers + 1))
+    transfers = {name for name in graphs if name.startswith("transfer")}
+    assert transfers == ({"transfer over pp", "transfer over pp of the routing"} if pp == 2 else set())
